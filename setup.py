@@ -225,12 +225,13 @@ def runtime_library() -> str:
 
 
 def loaded_libstdcxx() -> list[str]:
-    """The libstdc++ that torch has loaded, for the linker; nothing if torch is built with another library.
+    """The libstdc++ that torch has loaded, for the linker; nothing where it is not found.
 
-    Some compilers link theirs statically. But two of them in a process share locales: streams lose numbers, or crash.
+    Some compilers link theirs statically. Then the process has two that share locales: streams lose numbers, or crash.
     """
-    files = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libstdc++.so" in line)
-    return sorted(set(files))[:1]
+    maps = Path("/proc/self/maps")
+    mapped = [line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()] if maps.exists() else []
+    return [path for path in sorted(set(mapped)) if "/libstdc++.so" in path and os.path.exists(path)][:1]
 
 
 def make_extension(name: str, sources: list[str], with_cuda: bool = False, sanitizer: str = "") -> setuptools.Extension:

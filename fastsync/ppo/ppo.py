@@ -363,8 +363,9 @@ class PPO:
                 raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
         with torch.no_grad():
             table = torch.stack(logged).float().view(len(steps), -1) if steps else torch.empty(0, len(names))
-            if self.scaler.is_enabled():
-                table = table[table[:, -1].isfinite()]  # GradScaler has skipped the other steps
+            # GradScaler skips steps whose gradients are not finite, until its scale is 0: such a training is lost.
+            if self.scaler.is_enabled() and self.scaler.get_scale() > 0.0:
+                table = table[table[:, -1].isfinite()]
             means = table.mean(0).tolist()
         return dict(zip(names, means, strict=True)) | {"optimizer_steps": len(table)}
 

@@ -42,17 +42,22 @@ void reduce(const ReduceArgs&, c10::Device) {}
 namespace fastsync {
 namespace {
 
-// (segment, begin, length) of every chunk, one after the other.
+// (segment, begin, length) of every chunk, one after the other; each is found, and follows the one before.
 std::vector<int64_t> chunk_table(at::IntArrayRef numels, int64_t chunk_size) {
   const auto chunks = std::make_unique<cuda::ChunkTable<2000>>();
   for (const int64_t numel : numels) {
     chunks->add({nullptr, numel, 0}, chunk_size);
   }
   std::vector<int64_t> table;
+  cuda::Chunk next = chunks->find(0, chunk_size);
   for (int64_t index = 0; index < chunks->num_chunks(); ++index) {
     const cuda::Chunk chunk = chunks->find(index, chunk_size);
+    TORCH_CHECK(next.segment == chunk.segment && next.begin == chunk.begin && next.length == chunk.length, "chunk ",
+                index, " does not follow the one before");
     table.insert(table.end(), {chunk.segment, chunk.begin, chunk.length});
+    next = chunks->next(chunk, chunk_size);
   }
+  TORCH_CHECK(next.length == 0, "there is a chunk behind the last one");
   return table;
 }
 

@@ -135,6 +135,15 @@ def test_sizes_across_chunk_and_block_borders(
 
 @in_either_order
 @pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("wire_dtype", [torch.float16, torch.uint8], ids=["fp16", "int8"])
+def test_sizes_of_which_a_gpus_blocks_have_several_chunks(wire_dtype: torch.dtype, operator: str, device: str) -> None:
+    numels = (1_000_001, 3, 700_000, 4096, 500_007)  # more than 512 chunks of 4,096
+    bucket = Bucket(tuple(Gradient((numel,)) for numel in numels), wire_dtype=wire_dtype, with_residuals=True)
+    check_against_reference(operator, bucket, device)
+
+
+@in_either_order
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_more_gradients_than_a_large_model_has(operator: str, device: str) -> None:
     gradients = tuple(Gradient((n % 7, n % 50), offset=n % 3) for n in range(1000))
     bucket = Bucket(gradients, wire_dtype=torch.float16, scale_exponent=2, limit=9.0, values="mostly_ordinary")

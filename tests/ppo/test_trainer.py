@@ -128,3 +128,11 @@ def test_what_is_not_finite_is_not_learnt_from_for_long(tmp_path: Path):
     with pytest.raises(RankError, match=message):
         run_ranks(train_each, 2, {"nan": settings})
     assert not (tmp_path / "nan" / "checkpoints").exists()
+
+
+def test_a_training_in_fp16_ends_when_grad_scaler_has_no_scale_left(tmp_path: Path):
+    settings = replace(
+        TINY, env="tests.toy_envs:NanReward", runs_dir=str(tmp_path), precision="fp16", total_steps=8_000
+    )
+    with pytest.raises(RankError, match=r"of rank 0 in update \d+ are not finite"):
+        run_ranks(train_each, 1, {"nan": settings})

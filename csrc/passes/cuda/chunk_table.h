@@ -20,7 +20,7 @@ struct ChunkTable {
   Segment segments[kMaxSegments + 1];     // and an empty one behind them
   int64_t first_chunk[kMaxSegments + 1];  // of each segment; then the number of all chunks
 
-  // Empty segments have no chunk.
+  // Of one that is not empty.
   void add(const Segment& segment, int64_t chunk_size) {
     segments[num_segments] = segment;
     first_chunk[num_segments + 1] = first_chunk[num_segments] + (segment.numel + chunk_size - 1) / chunk_size;
@@ -44,7 +44,7 @@ struct ChunkTable {
     return chunk_at(low, (index - first_chunk[low]) * chunk_size, chunk_size);
   }
 
-  // The one behind it; an empty one behind the last.
+  // The one behind it; behind the last, one of no length.
   FASTSYNC_HOST_DEVICE Chunk next(const Chunk& chunk, int64_t chunk_size) const {
     const bool is_last_of_segment = chunk.begin + chunk_size >= segments[chunk.segment].numel;
     return is_last_of_segment ? chunk_at(chunk.segment + 1, 0, chunk_size)

@@ -18,12 +18,12 @@ namespace fastsync::cuda {
 namespace {
 
 // The number of blocks does not follow the device, because the order of the sums follows it: all GPUs give the same
-// statistics. kEvenBlocks fit on an H100 or H200 at once. More of them, where each has kChunksOfBlock chunks at least,
-// let those that are done early be followed by others.
+// statistics. kBlocksAtOnce of them fit on an H100 SXM or an H200. More, each with kMinChunks at least, keep all
+// multiprocessors busy to the end.
 constexpr int kThreads = 256;
 constexpr int kMinBlocksPerMultiprocessor = 4;
-constexpr int64_t kEvenBlocks = 512;
-constexpr int64_t kChunksOfBlock = 4;
+constexpr int64_t kBlocksAtOnce = 512;
+constexpr int64_t kMinChunks = 4;
 
 // Each thread has this many vectors in flight before it uses the first: more values do not fit into its registers.
 template <class Pass>
@@ -34,8 +34,8 @@ constexpr int kChunk = kThreads * kVectors<Pass> * Pass::kWidth;
 
 // One chunk. Neighbouring threads take neighbouring vectors; a warp goes on as long as the block that it shares has a
 // value, for its threads encode it together. Input and output may be the same memory, but no thread writes what another
-// reads. The order of the sums does not depend on where in memory the values lie. A whole chunk is of full length and
-// aligned, so that no vector needs to be looked at.
+// reads. The order of the sums does not depend on where in memory the values lie. A whole chunk has full length, and
+// what it loads first and stores is aligned.
 template <bool kWhole, class Pass>
 __device__ void convert_chunk(const Pass& pass, const Segment& segment, const Chunk& chunk,
                               typename Pass::Total& total) {
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
 
 template <class Pass>
 void launch(LaunchTable& table, Turn turn, Pass pass, void* workspace, void* stream) {
-  const int64_t num_even = std::clamp<int64_t>(table.num_chunks(), 1, kEvenBlocks);
-  const int64_t num_blocks = std::clamp(table.num_chunks() / kChunksOfBlock, num_even, kMaxBlocks);
+  const int64_t num_at_once = std::clamp<int64_t>(table.num_chunks(), 1, kBlocksAtOnce);
+  const int64_t num_blocks = std::clamp(table.num_chunks() / kMinChunks, num_at_once, kMaxBlocks);
   void* arguments[] = {&table, &pass, &workspace, &turn};
   const cudaError_t error = cudaLaunchKernel(run_pass<Pass>, dim3(static_cast<unsigned>(num_blocks)), dim3(kThreads),
                                              arguments, 0, static_cast<cudaStream_t>(stream));

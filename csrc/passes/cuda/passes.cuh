@@ -11,8 +11,8 @@
 
 namespace fastsync::cuda {
 
-// Of a thread's values in their segment: the first num_valid from the index on. Of a whole chunk all are valid, and the
-// gradient and the first wire are aligned.
+// Of a thread's values in their segment: the first num_valid from the index on. In a whole chunk all are valid, and
+// what is loaded first and stored is aligned; residuals and further wires need not be.
 struct Place {
   const Segment& segment;
   int64_t index;
