@@ -86,6 +86,14 @@ def test_package_needs_no_import_of_torch_before_it() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.end_to_end
+def test_a_script_beside_a_folder_of_this_name_finds_the_package(tmp_path: Path) -> None:
+    (tmp_path / "fastsync").mkdir()
+    command = [sys.executable, "-c", "import fastsync; fastsync.attach"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
 def test_an_unbuilt_package_says_what_to_do(unbuilt: Path) -> None:
     result = _python("from fastsync import register_comm_hook", unbuilt)
     assert result.status == 1
