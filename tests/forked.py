@@ -38,6 +38,16 @@ def state_of(pid: int) -> str:
     return ""
 
 
+def runs_in_group(group: int) -> bool:
+    """Whether any process of the group runs, or has not yet closed its files."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
+
+
 @contextmanager
 def forked_ranks(start_method: str | None = None) -> Iterator[None]:
     """``launch_ranks`` forks its ranks from the server, or starts them by another method of multiprocessing's."""
@@ -93,6 +103,7 @@ class Command:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
+        until(lambda: not runs_in_group(self.pid), "the end of all that was killed")
 
 
 def _main(
