@@ -31,21 +31,22 @@ def until(condition: Callable[[], object], what: str, timeout: float = 150.0) ->
         time.sleep(0.02)
 
 
+def _state_and_group(pid: int | str) -> tuple[str, int]:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+        return state.replace("Z", ""), int(group)
+    return "", 0
+
+
 def state_of(pid: int) -> str:
     """Of a process, as in proc(5); nothing where it is gone, or only waits for a parent that asks for its status."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0].replace("Z", "")
-    return ""
+    return _state_and_group(pid)[0]
 
 
 def runs_in_group(group: int) -> bool:
-    """Whether any process of the group runs, or has not yet closed its files."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
-                return True
-    return False
+    """Whether a process of the group has not ended yet."""
+    pids = [path.name for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return any(state and its_group == group for state, its_group in map(_state_and_group, pids))
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def python(limit: float, *words: str, **environment: str) -> Command:
 def pytest(file: str, keywords: str, limit: float, before: Sequence[str] = (), **environment: str) -> Command:
     """One file's tests in processes of their own: a kernel that fails spoils all that comes after it there.
 
-    In four of them where pytest-xdist is installed, for most tests spend their time on starting ranks.
+    In four of them where pytest-xdist is installed.
     """
     words = ["-m", "pytest", f"tests/{file}", "-m", "gpu", "-k", keywords, "--timeout", "150", "--tb", "short", "-q"]
     plugins = ["-rfEs", "-p", "pytest_timeout", "-p", "no:cacheprovider"]

@@ -179,6 +179,19 @@ def test_nccl_is_chosen_where_a_rank_sees_as_many_gpus_as_there_are_ranks(
     assert not recwarn.list
 
 
+def test_a_second_group_in_the_same_store_waits_for_a_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, rank = dist.HashStore(), 0
+    monkeypatch.setattr("fastsync.distributed._num_opened", 0)
+    monkeypatch.setattr("fastsync.distributed.rendezvous", lambda *arguments, **options: iter([(store, rank, 2)]))
+    monkeypatch.setenv("RANK", "0")
+    with mock.patch("torch.distributed.init_process_group"), mock.patch("torch.distributed.destroy_process_group"):
+        with process_group(timeout=10, backend="gloo"):
+            pass
+        rank = 1  # which opens its second group before rank 0 does
+        with pytest.raises(RuntimeError, match=r"(?i)time"), process_group(timeout=1):
+            pass
+
+
 def test_backends_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for backend, message in (
