@@ -13,7 +13,10 @@ namespace fastsync {
 // is cleared once. What the process group adds up is all packed; off a CPU that is the allocator's, so that idle
 // buckets hold no memory.
 BucketSum::BucketSum(Bucket bucket, SumMemory& memory)
-    : bucket_(std::move(bucket)), plan_(memory.plan), transfers_(plan_->pieces.size() * plan_->num_phases()) {
+    : bucket_(std::move(bucket)),
+      plan_(memory.plan),
+      transfers_(plan_->pieces.size() * plan_->num_phases()),
+      num_driven_(needs_driving() ? 0 : plan_->pieces.size()) {
   if (plan_->is_in_place) {
     memory_ = bucket_.grads.front().view({-1});
     return;
@@ -83,8 +86,7 @@ void BucketSum::pack(const Piece& piece) const {
 // ---- between phases -------------------------------------------------------------------------------------------------
 
 void BucketSum::drive() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!needs_driving() || std::exchange(is_driven_, true)) {
+  if (!needs_driving() || is_driven_.exchange(true)) {
     return;
   }
   try {
@@ -94,7 +96,16 @@ void BucketSum::drive() {
   } catch (...) {
     error_ = std::current_exception();
     plan_->team->give_up();  // so that nobody waits for this rank
+    has_driven(plan_->pieces.size());
   }
+}
+
+void BucketSum::has_driven(size_t num_pieces) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    num_driven_ = num_pieces;
+  }
+  driven_more_.notify_one();
 }
 
 // Gradients end here, for they may be Python's, and a thread that lets go of those needs the interpreter. A forked
@@ -118,7 +129,7 @@ void BucketSum::drive_all() {
   for (size_t next = 1; next < plan_->num_phases(); ++next) {
     for (const Piece& piece : plan_->pieces) {
       const Phase& before = piece.phases[next - 1];
-      wait_for_rows(piece, next - 1);
+      transfer(piece, next - 1)->wait_for_rows();
       if (piece.follows_in_place(next)) {
         transfer(piece, next - 1)->wait_until_sent();
       }
@@ -129,16 +140,11 @@ void BucketSum::drive_all() {
         expect(piece, next);
       }
       transfer(piece, next)->send();
+      if (next + 1 == plan_->num_phases()) {
+        has_driven(&piece - plan_->pieces.data() + 1);
+      }
     }
   }
-}
-
-// Those of a CPU that sends may be written again once it has been waited for itself: who waits for that last, when it
-// has long happened, need not sleep for it.
-void BucketSum::wait_for_rows(const Piece& piece, size_t phase) {
-  Transfer& rows = *transfer(piece, phase);
-  rows.wait_for_rows();
-  sent_bytes_ += piece.phases[phase].is_counted ? rows.sent_bytes() : 0;
 }
 
 void BucketSum::reduce(const Piece& piece, const Reduce& reduce, const Rows& from, const Phase& next) {
@@ -194,30 +200,51 @@ void BucketSum::sum_side_values(const Rows& rows, int64_t count) {
 
 // ---- the end --------------------------------------------------------------------------------------------------------
 
+// Where it fails, the thread that drives ends first: gradients must not end there, and why that has failed comes first.
 void BucketSum::finish(const std::function<void()>& on_reduced) {
   drive();
-  if (error_) {
-    std::rethrow_exception(error_);
-  }
   driven_.wait();  // no message says so where a rank has nobody to send to
-  receive(on_reduced);
+  try {
+    receive(on_reduced);
+  } catch (...) {
+    wait_until_driven(plan_->pieces.back());
+    throw;
+  }
   use_memory();
 }
 
+// While another thread may drive, piece after piece, so that what has come is unpacked while the rest is on its way.
 void BucketSum::receive(const std::function<void()>& on_reduced) {
   for (const Piece& piece : plan_->pieces) {
-    wait_for_rows(piece, piece.phases.size() - 1);
+    wait_until_driven(piece);
+    transfer(piece, piece.phases.size() - 1)->wait_for_rows();
     if (piece.turn.is_last) {
       sum_side_values(plan_->side_values, plan_->num_side_rows);
       on_reduced();
     }
     unpack(piece);
   }
-  for (const auto& transfer : transfers_) {
-    transfer->wait_until_sent();
-  }
+  wait_until_sent();
   plan_->team->have_read();
   use_.reset();
+}
+
+void BucketSum::wait_until_driven(const Piece& piece) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  driven_more_.wait(lock, [&] { return &piece < plan_->pieces.data() + num_driven_; });
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
+}
+
+// Last, when it has long happened: so nobody has to sleep for it.
+void BucketSum::wait_until_sent() {
+  for (const Piece& piece : plan_->pieces) {
+    for (size_t phase = 0; phase < piece.phases.size(); ++phase) {
+      transfer(piece, phase)->wait_until_sent();
+      sent_bytes_ += piece.phases[phase].is_counted ? transfer(piece, phase)->sent_bytes() : 0;
+    }
+  }
 }
 
 void BucketSum::unpack(const Piece& piece) const {

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -63,11 +65,13 @@ class BucketSum {
   void send_to_group(const Piece& piece);
   void pack(const Piece& piece) const;
   void drive_all();
-  void wait_for_rows(const Piece& piece, size_t phase);
+  void has_driven(size_t num_pieces);
   void reduce(const Piece& piece, const Reduce& reduce, const Rows& from, const Phase& next);
+  void receive(const std::function<void()>& on_reduced);
+  void wait_until_driven(const Piece& piece);
+  void wait_until_sent();
   void put_side_values(const Phase& phase) const;
   void sum_side_values(const Rows& rows, int64_t count);
-  void receive(const std::function<void()>& on_reduced);
   void unpack(const Piece& piece) const;
   void use_memory() const;
 
@@ -79,9 +83,11 @@ class BucketSum {
   int64_t sent_bytes_ = 0;
 
   const pid_t process_id_ = getpid();
-  std::mutex mutex_;  // held while driving
-  bool is_driven_ = false;
+  std::atomic<bool> is_driven_ = false;  // or is about to be
   StreamMark driven_;
+  std::mutex mutex_;   // guards the next two
+  size_t num_driven_;  // of the pieces, the first ones
+  std::condition_variable driven_more_;
   std::exception_ptr error_;
 };
 
