@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <limits>
@@ -16,7 +17,7 @@ BucketSum::BucketSum(Bucket bucket, SumMemory& memory)
     : bucket_(std::move(bucket)),
       plan_(memory.plan),
       transfers_(plan_->pieces.size() * plan_->num_phases()),
-      num_driven_(needs_driving() ? 0 : plan_->pieces.size()) {
+      num_driven_(needs_driving() ? 0 : static_cast<int>(plan_->pieces.size())) {
   if (plan_->is_in_place) {
     memory_ = bucket_.grads.front().view({-1});
     return;
@@ -33,7 +34,7 @@ BucketSum::BucketSum(Bucket bucket, SumMemory& memory)
 }
 
 std::unique_ptr<Transfer>& BucketSum::transfer(const Piece& piece, size_t phase) {
-  return transfers_[(&piece - plan_->pieces.data()) * plan_->num_phases() + phase];
+  return transfers_[index_of(piece) * plan_->num_phases() + phase];
 }
 
 void BucketSum::expect(const Piece& piece, size_t phase) {
@@ -86,7 +87,7 @@ void BucketSum::pack(const Piece& piece) const {
 // ---- between phases -------------------------------------------------------------------------------------------------
 
 void BucketSum::drive() {
-  if (!needs_driving() || is_driven_.exchange(true)) {
+  if (!needs_driving() || has_driver_.exchange(true)) {
     return;
   }
   try {
@@ -96,27 +97,21 @@ void BucketSum::drive() {
   } catch (...) {
     error_ = std::current_exception();
     plan_->team->give_up();  // so that nobody waits for this rank
-    has_driven(plan_->pieces.size());
+    set_driven(kFailed);
   }
 }
 
-void BucketSum::has_driven(size_t num_pieces) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    num_driven_ = num_pieces;
-  }
-  driven_more_.notify_one();
+void BucketSum::set_driven(int num_pieces) {
+  num_driven_ = num_pieces;
+  num_driven_.notify_one();
 }
 
-// Gradients end here, for they may be Python's, and a thread that lets go of those needs the interpreter. A forked
-// child lets go of nothing: the threads stayed behind that something may be under way on.
+// A forked child lets go of nothing: the threads stayed behind that something may be under way on.
 void BucketSum::abandon(std::unique_ptr<BucketSum> sum) {
   if (getpid() != sum->process_id_) {
     sum.release();
-  } else if (sum->needs_driving() && !sum->is_driven_ && sum->bucket_.device.is_cpu()) {
-    for (auto* tensors : {&sum->bucket_.grads, &sum->bucket_.nowhere}) {
-      tensors->clear();
-    }
+  } else if (sum->needs_driving() && !sum->has_driver_ && sum->bucket_.device.is_cpu()) {
+    sum->let_go_of_gradients();
     try {
       ProgressThread().post(c10::kCPU, [sum = std::shared_ptr<BucketSum>(std::move(sum))] { sum->drive(); });
     } catch (const std::exception&) {  // there is no thread: other ranks wait in vain
@@ -141,7 +136,7 @@ void BucketSum::drive_all() {
       }
       transfer(piece, next)->send();
       if (next + 1 == plan_->num_phases()) {
-        has_driven(&piece - plan_->pieces.data() + 1);
+        set_driven(index_of(piece) + 1);
       }
     }
   }
@@ -200,8 +195,9 @@ void BucketSum::sum_side_values(const Rows& rows, int64_t count) {
 
 // ---- the end --------------------------------------------------------------------------------------------------------
 
-// Where it fails, the thread that drives ends first: gradients must not end there, and why that has failed comes first.
+// Where it fails, what another thread drives ends first, and why that has failed comes first.
 void BucketSum::finish(const std::function<void()>& on_reduced) {
+  const auto in_any_case = c10::make_scope_exit([this] { let_go_of_gradients(); });
   drive();
   driven_.wait();  // no message says so where a rank has nobody to send to
   try {
@@ -213,7 +209,7 @@ void BucketSum::finish(const std::function<void()>& on_reduced) {
   use_memory();
 }
 
-// While another thread may drive, piece after piece, so that what has come is unpacked while the rest is on its way.
+// While another thread may drive: what has come is unpacked while the rest is on its way.
 void BucketSum::receive(const std::function<void()>& on_reduced) {
   for (const Piece& piece : plan_->pieces) {
     wait_until_driven(piece);
@@ -224,27 +220,36 @@ void BucketSum::receive(const std::function<void()>& on_reduced) {
     }
     unpack(piece);
   }
-  wait_until_sent();
+  for (const auto& transfer : transfers_) {
+    transfer->wait_until_sent();  // of what has long been sent, so that nobody has to sleep for it
+  }
   plan_->team->have_read();
   use_.reset();
 }
 
 void BucketSum::wait_until_driven(const Piece& piece) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  driven_more_.wait(lock, [&] { return &piece < plan_->pieces.data() + num_driven_; });
-  if (error_) {
+  int driven = num_driven_;
+  for (; driven <= index_of(piece); driven = num_driven_) {
+    num_driven_.wait(driven);
+  }
+  if (driven == kFailed) {
     std::rethrow_exception(error_);
   }
 }
 
-// Last, when it has long happened: so nobody has to sleep for it.
-void BucketSum::wait_until_sent() {
-  for (const Piece& piece : plan_->pieces) {
-    for (size_t phase = 0; phase < piece.phases.size(); ++phase) {
-      transfer(piece, phase)->wait_until_sent();
-      sent_bytes_ += piece.phases[phase].is_counted ? transfer(piece, phase)->sent_bytes() : 0;
-    }
+// They may be Python's, and a thread that lets go of those needs the interpreter: so they end where they came from.
+void BucketSum::let_go_of_gradients() {
+  bucket_.grads.clear();
+  bucket_.nowhere.clear();
+}
+
+int64_t BucketSum::sent_bytes() const {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < transfers_.size(); ++i) {
+    const auto& phases = plan_->pieces[i / plan_->num_phases()].phases;
+    bytes += phases[i % plan_->num_phases()].is_counted ? transfers_[i]->sent_bytes() : 0;
   }
+  return bytes;
 }
 
 void BucketSum::unpack(const Piece& piece) const {

@@ -5,12 +5,11 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -46,7 +45,7 @@ class BucketSum {
   }
 
   // Does what comes between the first messages and the last ones, if anything does. From any thread, the first of which
-  // does it. What goes wrong is thrown by finish.
+  // does it; others return at once. What goes wrong is thrown by finish.
   bool needs_driving() const { return plan_->num_phases() > 1; }
   void drive();
   // Nobody wants the result: what others wait for is done all the same, in the background.
@@ -56,20 +55,21 @@ class BucketSum {
   // memory that its next sum writes to.
   void finish(const std::function<void()>& on_reduced);
 
-  int64_t sent_bytes() const { return sent_bytes_; }
+  int64_t sent_bytes() const;  // after finish
 
  private:
+  int index_of(const Piece& piece) const { return static_cast<int>(&piece - plan_->pieces.data()); }
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
   std::unique_ptr<Transfer>& transfer(const Piece& piece, size_t phase);
   void expect(const Piece& piece, size_t phase);
   void send_to_group(const Piece& piece);
   void pack(const Piece& piece) const;
   void drive_all();
-  void has_driven(size_t num_pieces);
+  void set_driven(int num_pieces);
   void reduce(const Piece& piece, const Reduce& reduce, const Rows& from, const Phase& next);
   void receive(const std::function<void()>& on_reduced);
   void wait_until_driven(const Piece& piece);
-  void wait_until_sent();
+  void let_go_of_gradients();
   void put_side_values(const Phase& phase) const;
   void sum_side_values(const Rows& rows, int64_t count);
   void unpack(const Piece& piece) const;
@@ -80,15 +80,14 @@ class BucketSum {
   at::Tensor memory_;
   std::shared_ptr<void> use_;                         // of the memory
   std::vector<std::unique_ptr<Transfer>> transfers_;  // by piece and phase; null until they are expected
-  int64_t sent_bytes_ = 0;
+
+  static constexpr int kFailed = std::numeric_limits<int>::max();
 
   const pid_t process_id_ = getpid();
-  std::atomic<bool> is_driven_ = false;  // or is about to be
-  StreamMark driven_;
-  std::mutex mutex_;   // guards the next two
-  size_t num_driven_;  // of the pieces, the first ones
-  std::condition_variable driven_more_;
+  std::atomic<bool> has_driver_ = false;
+  std::atomic<int> num_driven_;  // of the pieces, the first ones; kFailed once there is an error
   std::exception_ptr error_;
+  StreamMark driven_;
 };
 
 }  // namespace fastsync
