@@ -1,4 +1,4 @@
-// The passes over memory, as raw-pointer signatures that the CPU and the CUDA backend both implement. No torch here.
+// The passes over memory, as raw-pointer signatures that the CPU and the CUDA backend both implement. No tensors here.
 #pragma once
 
 #include <cstdint>
@@ -113,7 +113,7 @@ void dispatch(DType dtype, const Call& call) {
     case DType::kFloat64:
       return call(double{});
     case DType::kFloat16:
-      return call(Float16{});
+      return call(Half{});
     case DType::kBFloat16:
       return call(BFloat16{});
     case DType::kInt8:

@@ -2,14 +2,15 @@
 // how large a value may be sent, and how a bucket's scale follows its gradients. Tests on a CPU vouch for the GPU.
 #pragma once
 
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
 #if defined(__CUDACC__)
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #define FASTSYNC_HOST_DEVICE __host__ __device__ __forceinline__
 #else
 #define FASTSYNC_HOST_DEVICE inline __attribute__((always_inline))
@@ -21,13 +22,8 @@ namespace fastsync {
 enum class DType : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt8, kInt4 };
 constexpr int kNumDTypes = 6;
 
-// Storage of the 16-bit types: plain bits, so that neither torch nor CUDA headers are needed to name them.
-struct Float16 {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
+using c10::BFloat16;
+using c10::Half;
 
 // A wire is units of one type, one after the other: single values, or blocks of kBlockValues that share a scale, which
 // have a file each in wires/. A block is a struct of kBits, of a value; the scale, a float; and bytes. A value is a
@@ -52,19 +48,11 @@ template <class T>
 using Compute = typename ComputeOf<T>::type;
 
 template <class T>
-struct LargestOf {
-  static constexpr T value = std::numeric_limits<T>::max();
-};
+inline constexpr Compute<T> kLargest = std::numeric_limits<T>::max();
 template <>
-struct LargestOf<Float16> {
-  static constexpr float value = 65504.0F;
-};
+inline constexpr float kLargest<Half> = 65504.0F;
 template <>
-struct LargestOf<BFloat16> {
-  static constexpr float value = 3.3895313892515355e38F;
-};
-template <class T>
-inline constexpr auto kLargest = LargestOf<T>::value;
+inline constexpr float kLargest<BFloat16> = 0x1.FEp127F;
 
 FASTSYNC_HOST_DEVICE uint32_t float_bits(float value) {
   uint32_t bits;
@@ -92,65 +80,16 @@ FASTSYNC_HOST_DEVICE C magnitude(C value) {
 // beyond float's largest, nor does any that counts for something vanish below its smallest.
 FASTSYNC_HOST_DEVICE bool has_safe_squares(float largest) { return largest >= 0x1p-40F && largest <= 0x1p60F; }
 
-// ---- decode: a stored value to float or double, always exact --------------------------------------------------------
+// ---- a stored value to float or double, which is always exact, and back: the one rounding, to nearest even ----------
 
-FASTSYNC_HOST_DEVICE float decode(float value) { return value; }
-FASTSYNC_HOST_DEVICE double decode(double value) { return value; }
-FASTSYNC_HOST_DEVICE float decode(BFloat16 value) { return float_from_bits(static_cast<uint32_t>(value.bits) << 16); }
-
-FASTSYNC_HOST_DEVICE float decode(Float16 value) {
-#if defined(__CUDA_ARCH__)
-  return __half2float(__ushort_as_half(value.bits));
-#else
-  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000U) << 16;
-  const uint32_t rest = value.bits & 0x7FFFU;
-  if (rest < 0x0400U) {  // zero or subnormal: a multiple of 2^-24
-    return float_from_bits(float_bits(static_cast<float>(rest) * 0x1p-24F) | sign);
-  }
-  const uint32_t exponent_shift = rest >= 0x7C00U ? 0x70000000U : 0x38000000U;  // inf and nan keep all exponent bits
-  return float_from_bits(((rest << 13) + exponent_shift) | sign);
-#endif
+template <class T>
+FASTSYNC_HOST_DEVICE Compute<T> decode(T value) {
+  return static_cast<Compute<T>>(value);
 }
-
-// ---- encode: the one rounding, to nearest even ------------------------------------------------------------------
 
 template <class T>
 FASTSYNC_HOST_DEVICE T encode(Compute<T> value) {
-  return value;
-}
-
-template <>
-FASTSYNC_HOST_DEVICE BFloat16 encode<BFloat16>(float value) {
-#if defined(__CUDA_ARCH__)
-  return {__bfloat16_as_ushort(__float2bfloat16_rn(value))};
-#else
-  if (value != value) {
-    return {0x7FC0U};
-  }
-  const uint32_t bits = float_bits(value);
-  return {static_cast<uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16)};
-#endif
-}
-
-template <>
-FASTSYNC_HOST_DEVICE Float16 encode<Float16>(float value) {
-#if defined(__CUDA_ARCH__)
-  return {__half_as_ushort(__float2half_rn(value))};
-#else
-  const uint32_t sign = (float_bits(value) >> 16) & 0x8000U;
-  const uint32_t rest = float_bits(value) & 0x7FFFFFFFU;
-  uint32_t half;
-  if (rest > 0x7F800000U) {
-    half = 0x7E00U;
-  } else if (rest >= 0x477FF000U) {  // 65520 and more round to infinity
-    half = 0x7C00U;
-  } else if (rest >= 0x38800000U) {  // normal: round the 13 bits that go, rebias the exponent
-    half = (rest + 0xFFFU + ((rest >> 13) & 1U) - 0x38000000U) >> 13;
-  } else {  // subnormal: adding 1/2 makes the float adder round at 2^-24
-    half = float_bits(float_from_bits(rest) + 0.5F) - 0x3F000000U;
-  }
-  return {static_cast<uint16_t>(half | sign)};
-#endif
+  return static_cast<T>(value);
 }
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
@@ -219,7 +158,7 @@ inline double saturation_limit(DType wire, int64_t world_size) {
   }
   const bool is_half = wire == DType::kFloat16;
   const int significand_bits = is_half ? 11 : 8;
-  const double largest = is_half ? kLargest<Float16> : kLargest<BFloat16>;
+  const double largest = is_half ? kLargest<Half> : kLargest<BFloat16>;
   const double growth = std::pow(1.0 + std::ldexp(1.0, -significand_bits), static_cast<double>(world_size - 1));
   int exponent;
   const double fraction = std::frexp(largest / (static_cast<double>(world_size) * growth), &exponent);

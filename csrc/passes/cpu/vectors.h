@@ -39,7 +39,7 @@ FASTSYNC_INLINE Vec<C> load(const T* p) {
 #endif
     return reinterpret_cast<Vec<float>>(halves << 16);
 #if FASTSYNC_AVX2_LOOPS
-  } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, Float16>) {
+  } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, Half>) {
     return reinterpret_cast<Vec<float>>(_mm256_cvtph_ps(load_raw<__m128i>(p)));
 #endif
   } else {
@@ -57,7 +57,7 @@ FASTSYNC_INLINE void store(T* p, Vec<C> vector) {
   if constexpr (std::is_same_v<C, T>) {
     store_raw(p, vector);
 #if FASTSYNC_AVX2_LOOPS
-  } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, Float16>) {
+  } else if constexpr (std::is_same_v<C, float> && std::is_same_v<T, Half>) {
     const __m128i halves = _mm256_cvtps_ph(reinterpret_cast<__m256>(vector), _MM_FROUND_TO_NEAREST_INT);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves);  // converting into memory is slower
 #endif
