@@ -125,6 +125,23 @@ def test_the_mean_is_the_references_to_the_bit(world_size: int, way: Way, transp
     start(_as_the_reference, world_size, transport, way)
 
 
+def _with_pieces_under_way(rank: int, world_size: int, device: str) -> None:
+    shapes = [(2_000_003,)] * 3  # each a bucket of eight pieces
+    like = [torch.zeros(shape, device=device) for shape in shapes]
+    given = average("attach", Given(like), by("two_shot", "none"), bucket_cap_mb=8)
+    for step in range(1, 9):
+        first = world_size * step
+        for grad in given.step([torch.full_like(each, first + rank) for each in like]):
+            assert grad is not None
+            assert grad.eq(first + (world_size - 1) / 2).all(), f"step {step}"
+
+
+@each_transport
+def test_pieces_are_unpacked_while_others_are_added_up(transport: str) -> None:
+    """On a CPU one thread does the one and another the other."""
+    start(_with_pieces_under_way, 4, transport)
+
+
 @pytest.mark.parametrize(("world_size", "way"), [(2, "one_shot"), (3, "two_shot"), (4, 2)])
 def test_torchs_own_operations_give_the_references_bits(world_size: int, way: Way) -> None:
     start(_as_the_reference, world_size, GENERIC, way)
