@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build train test test-all test-slow test-gpu test-asan test-ubsan test-trainers drill lint format docs bench check-cuda check-aarch64 prove-gpu clean
+.PHONY: help venv build wheel train test test-all test-slow test-gpu test-asan test-ubsan test-trainers drill lint format docs bench check-cuda check-aarch64 prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL and SkyPilot, each in an environment of its own'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
+	@echo 'make wheel       make a wheel in dist/ for this torch and this Python, which installs where no compiler is'
 	@echo 'make drill       break things on purpose, at random, for some 20 minutes; DRILLS="oracle" DRILL_ARGS="--minutes 5"'
 	@echo 'make lint        ruff, mypy and clang-format'
 	@echo 'make format      let ruff and clang-format rewrite the sources'
@@ -42,6 +43,9 @@ help:
 
 venv: $(VENV)/.dev build
 build: $(VENV)/.built
+
+wheel: build
+	FASTSYNC_WHEEL=1 $(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 train: $(VENV)/.train build
 	$(BIN)/fastsync train --env CartPole-v1 --nproc 2
@@ -153,10 +157,10 @@ $(BIN)/python:
 
 # torch comes before the package, because the extension is built against it.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	$(PIP) install -c constraints.txt torch ninja 'setuptools>=77.0.3'
+	$(PIP) install -c constraints.txt torch numpy ninja 'setuptools>=77.0.3'
 	touch $@
 
-$(VENV)/.built: $(CSRC) setup.py $(VENV)/.torch
+$(VENV)/.built: $(CSRC) setup.py tools/compile.py $(VENV)/.torch
 	$(BIN)/python setup.py build_ext --inplace
 	touch $@
 

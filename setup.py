@@ -2,7 +2,8 @@
 environment; everything else is in pyproject.toml.
 
 FASTSYNC_CUDA=1 insists on the CUDA half and fails with the reason, FASTSYNC_CUDA=0 leaves it out; unset, it is built
-where it can be. FASTSYNC_WERROR=1 makes compiler warnings errors, FASTSYNC_SANITIZE=address, undefined or thread
+where it can be. FASTSYNC_WHEEL=1 makes a wheel that others install: it names the torch that it needs, and goes with no
+other. FASTSYNC_WERROR=1 makes compiler warnings errors, FASTSYNC_SANITIZE=address, undefined or thread
 has that sanitizer watch the C++ half. TORCH_CUDA_ARCH_LIST chooses the GPU architectures, MAX_JOBS the number of
 parallel compilations.
 """
@@ -13,11 +14,12 @@ import importlib.metadata
 import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import setuptools
@@ -25,15 +27,19 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.dist_info import dist_info
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # pip runs this file from elsewhere
+from tools.compile import Flags, compile_units, units  # noqa: E402
+
 SETUPTOOLS_NEEDED = (77, 0, 3)
-HOW_TO_BUILD = "pip install torch ninja 'setuptools>=77.0.3', then the same command with --no-build-isolation"
+HOW_TO_BUILD = "pip install torch numpy ninja 'setuptools>=77.0.3', then the same command with --no-build-isolation"
+# numpy: torch's collectives of objects take it, though torch does not install it.
+REQUIREMENTS = ["numpy", "torch>=2.11"]
 # Those that a toolkit knows, from which release on; the last one's PTX serves what comes after it.
 CUDA_ARCHITECTURES = {"8.0": (11, 0), "9.0": (11, 8), "10.0": (12, 8), "12.0": (12, 8)}
-# More compile faster in all, and slower after a change of one.
-FILES_A_UNIT = 6
 ON_REQUEST = "FASTSYNC_CUDA=0 was set when it was built"
 TERMINAL = "/dev/tty"
 
+# -fwrapv, -DNDEBUG: as Python's own flags have it, from which distutils takes them.
 # -fopenmp belongs to compiling only. at::parallel_for is a template, so its parallel region is compiled into the
 # extension, but the OpenMP runtime has to be the one that torch has loaded: linking another would give the process a
 # second thread pool.
@@ -41,8 +47,10 @@ TERMINAL = "/dev/tty"
 # -Wno-psabi: vectors are passed between inlined functions alone, so how the ABI passes them does not matter.
 # -ffp-contract=off: the arithmetic must round like the reference, so no multiply-add may be fused.
 CXX_FLAGS = [
-    "-O3",
     "-g0",
+    "-fPIC",
+    "-fwrapv",
+    "-DNDEBUG",
     "-std=c++20",
     "-fopenmp",
     "-ffp-contract=off",
@@ -53,8 +61,8 @@ CXX_FLAGS = [
     "-Wextra",
     "-Wno-psabi",
 ]
-# After the others, for the last -O counts. The sanitizers have gcc warn of what is uninitialised where nothing is.
-SANITIZER_FLAGS = ["-fno-omit-frame-pointer", "-O1", "-g1", "-Wno-maybe-uninitialized"]
+# After the others, for the last -g counts. The sanitizers have gcc warn of what is uninitialised where nothing is.
+SANITIZER_FLAGS = ["-fno-omit-frame-pointer", "-g1", "-Wno-maybe-uninitialized"]
 SANITIZERS = {
     "address": ["-fsanitize=address"],
     # It ends the process, as the others do. Not of vptrs: torch hides what tells the types of some of its classes.
@@ -62,7 +70,7 @@ SANITIZERS = {
     # It does not see the fences in torch's reference counts, which gcc warns of.
     "thread": ["-fsanitize=thread", "-Wno-tsan"],
 }
-NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 
 
 def fail(message: str) -> SystemExit:
@@ -141,14 +149,21 @@ def toolkit_obstacle(cuda_home: str, torch_cuda: str) -> str | None:
     return None
 
 
-def toolkit_advice(torch_cuda: str, requirements: Iterable[str]) -> str:
+def toolkit_release() -> str | None:
+    """The release of CUDA's toolkit that the metadata of torch pins."""
+    installed = next(iter(importlib.metadata.distributions(name="torch")), None)
+    requirements = (installed and installed.requires) or []
+    pins = [re.match(r"cuda-toolkit\b.*?==([\d.]+)", requirement) for requirement in requirements]
+    return next((pin.group(1) for pin in pins if pin), None)
+
+
+def toolkit_advice(torch_cuda: str, release: str | None) -> str:
     """How to get a toolkit: from PyPI, in the release of torch's other CUDA packages, where torch's metadata pins one.
 
     nvcc alone would come with the newest of what it calls, whose output it cannot read.
     """
-    pins = [re.match(r"cuda-toolkit\b.*?==([\d.]+)", requirement) for requirement in requirements]
-    for pin in filter(None, pins):
-        return f"run: pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]=={pin.group(1)}'"
+    if release is not None:
+        return f"run: pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]=={release}'"
     return f"install a CUDA toolkit of release {torch_cuda}, and set CUDA_HOME"
 
 
@@ -166,9 +181,7 @@ def choose_toolkit(torch_version: str, torch_cuda: str | None) -> str | None:
             os.environ["CUDA_HOME"] = folder
             return None
         obstacles.append(obstacle)
-    installed = next(iter(importlib.metadata.distributions(name="torch")), None)
-    requirements = (installed and installed.requires) or []
-    return "; ".join([*(obstacles or ["no nvcc was found"]), toolkit_advice(torch_cuda, requirements)])
+    return "; ".join([*(obstacles or ["no nvcc was found"]), toolkit_advice(torch_cuda, toolkit_release())])
 
 
 def architectures(toolkit: str) -> str:
@@ -203,6 +216,22 @@ def leave_note(path: Path, torch_version: str, left_out: str | None) -> None:
         print(sentence, file=sys.stderr)
 
 
+def needed_torch(for_others: bool, torch_version: str, with_cuda: bool) -> dict[str, object]:
+    """What setuptools is told of version and requirements.
+
+    For others the version ends in the torch that was built for, and in the kernels: 0.1.0+torch2.13.0.cpu. On this
+    machine another torch may come, for the extension can be built again.
+    """
+    if not for_others:
+        return {"install_requires": REQUIREMENTS}
+    public = torch_version.split("+")[0]
+    kernels = f"cu{(toolkit_version(os.environ['CUDA_HOME']) or '').split('.')[0]}" if with_cuda else "cpu"
+    return {
+        "install_requires": ["numpy", f"torch=={public}"],
+        "options": {"egg_info": {"tag_build": f"+torch{public}.{kernels}"}},
+    }
+
+
 def check_sanitizer(setting: str) -> None:
     if setting not in ("", *SANITIZERS):
         raise fail(f"FASTSYNC_SANITIZE={setting!r} means nothing: {', '.join(SANITIZERS)} build with that sanitizer")
@@ -234,31 +263,36 @@ def loaded_libstdcxx() -> list[str]:
     return [path for path in sorted(set(mapped)) if "/libstdc++.so" in path and os.path.exists(path)][:1]
 
 
-def make_extension(name: str, sources: list[str], with_cuda: bool = False, sanitizer: str = "") -> setuptools.Extension:
-    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+def make_flags(with_cuda: bool, sanitizer: str = "") -> Flags:
+    """One set for both extensions, because g++ takes precompiled headers for units with the same flags alone."""
+    from torch.utils.cpp_extension import _get_cuda_arch_flags, include_paths
 
-    cxx, nvcc = list(CXX_FLAGS), list(NVCC_FLAGS)
+    cxx, nvcc = ["-O1", *CXX_FLAGS], list(NVCC_FLAGS)
     if os.environ.get("FASTSYNC_WERROR") == "1":
         cxx.append("-Werror")
         nvcc.append("-Werror=all-warnings")
     if sanitizer:
         cxx += SANITIZERS[sanitizer] + SANITIZER_FLAGS
-    if with_cuda:
-        cxx.append("-DFASTSYNC_WITH_CUDA")
-        nvcc.append("-DFASTSYNC_WITH_CUDA")
-    extension = (CUDAExtension if with_cuda else CppExtension)(
-        name,
-        sources,
-        depends=[path for path in files("csrc/**/*") if os.path.isfile(path)],
-        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
-        extra_link_args=[*SANITIZERS.get(sanitizer, []), *loaded_libstdcxx()],
+    # torch's headers become system headers: the warnings are for our own code.
+    folders = [*include_paths("cuda" if with_cuda else "cpu"), sysconfig.get_path("include")]
+    shared = [*(["-DFASTSYNC_WITH_CUDA"] if with_cuda else []), f"-I{HERE / 'csrc'}", *system_includes(folders)]
+    of_user = shlex.split(f"{os.environ.get('CPPFLAGS', '')} {os.environ.get('CXXFLAGS', '')}")
+    cxx += [*shared, *of_user]
+    return Flags(
+        cxx=cxx,
+        loops=cxx if sanitizer else ["-O3", *cxx[1:]],
+        nvcc=[*nvcc, *(_get_cuda_arch_flags() if with_cuda else []), *shared],
     )
+
+
+def make_extension(name: str, sources: list[str], with_cuda: bool = False, sanitizer: str = "") -> setuptools.Extension:
+    """What is linked with what."""
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+    link = [*SANITIZERS.get(sanitizer, []), *loaded_libstdcxx()]
+    extension = (CUDAExtension if with_cuda else CppExtension)(name, sources, extra_link_args=link)
     if with_cuda:
         extension.libraries = [runtime_library() if name == "cudart" else name for name in extension.libraries]
-    # torch's headers become system headers: the warnings are for our own code.
-    for flags in (cxx, nvcc):
-        flags += system_includes(extension.include_dirs)
-    extension.include_dirs = [str(HERE / "csrc")]
     return extension
 
 
@@ -272,64 +306,52 @@ def make_extensions(with_cuda: bool, sanitizer: str = "") -> list[setuptools.Ext
     ]
 
 
-def units(sources: list[str], folder: Path) -> list[str]:
-    """Writes sources of C++ that include up to FILES_A_UNIT of ``sources`` each, all of one folder.
-
-    Most of a file's time goes into torch's headers, which a unit reads once.
-    """
-    others = [source for source in sources if not source.endswith(".cpp")]
-    written = []
-    for name, group in itertools.groupby(sorted(set(sources) - set(others), key=os.path.split), os.path.dirname):
-        members = list(group)
-        for index in range(0, len(members), FILES_A_UNIT):
-            unit = folder / f"{name.replace('/', '_')}_{index // FILES_A_UNIT}.cpp"
-            included = (os.path.relpath(member, "csrc") for member in members[index : index + FILES_A_UNIT])
-            text = "".join(f'#include "{member}"\n' for member in included)
-            if not unit.exists() or unit.read_text() != text:
-                unit.parent.mkdir(parents=True, exist_ok=True)
-                unit.write_text(text)
-            written.append(str(unit))
-    return written + others
-
-
 def main() -> None:
     check_setuptools()
     try:
         import torch
     except ImportError as error:
-        setuptools.setup(ext_modules=[setuptools.Extension("fastsync._C", [])], cmdclass=without_torch(error))
+        setuptools.setup(
+            ext_modules=[setuptools.Extension("fastsync._C", [])],
+            cmdclass=without_torch(error),
+            install_requires=REQUIREMENTS,
+        )
         return
-    # torch looks there for ninja, which pip puts beside this Python.
+    # Where pip puts ninja, beside this Python.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     left_out = cuda_left_out(os.environ.get("FASTSYNC_CUDA", ""), torch.__version__, torch.version.cuda)
-    from torch.utils.cpp_extension import BuildExtension  # which reads CUDA_HOME
-
     if left_out is None and (toolkit := toolkit_version(os.environ["CUDA_HOME"])) is not None:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(toolkit))
     sanitizer = os.environ.get("FASTSYNC_SANITIZE", "")
     check_sanitizer(sanitizer)
+    flags = make_flags(left_out is None, sanitizer)
     objects = f"build/torch-{torch.__version__}-{sys.implementation.cache_tag}{f'-{sanitizer}' if sanitizer else ''}"
 
-    class BuildInOneFolder(BuildExtension):
-        """Keeps the objects of one torch and one Python in one folder under build/.
+    class BuildByNinja(build_ext):
+        """Compiles both extensions at once, and links each.
 
-        pip, which would compile everything in a fresh folder each time, and `setup.py build_ext --inplace` share it,
-        and objects compiled for another torch are never taken for this one's.
+        Objects of one torch and one Python lie in one folder under build/. pip, which would compile everything in a
+        fresh folder each time, and `setup.py build_ext --inplace` share it. Objects compiled for another torch are
+        never taken for this one's.
         """
 
-        def finalize_options(self) -> None:
-            if self.build_temp is None:
-                self.build_temp = objects
-            super().finalize_options()
-
-        def run(self) -> None:
+        def build_extensions(self) -> None:
+            parts = {extension.name: units(extension.sources, Path("build/units")) for extension in self.extensions}
+            jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+            longest_first = itertools.chain(*reversed(parts.values()))
+            compiled = compile_units(longest_first, flags, Path(objects), jobs, is_quiet=self.verbose < 1)
             for extension in self.extensions:
-                extension.sources = units(extension.sources, Path("build/units"))
-            super().run()
+                extension.extra_objects = extension.depends = [compiled[unit] for unit in parts[extension.name]]
+                extension.sources = []
+            super().build_extensions()
             note = Path(self.get_ext_fullpath("fastsync._C")).with_suffix(".torch")
             leave_note(note, torch.__version__, left_out)
 
-    setuptools.setup(ext_modules=make_extensions(left_out is None, sanitizer), cmdclass={"build_ext": BuildInOneFolder})
+    setuptools.setup(
+        ext_modules=make_extensions(left_out is None, sanitizer),
+        cmdclass={"build_ext": BuildByNinja},
+        **needed_torch(os.environ.get("FASTSYNC_WHEEL") == "1", torch.__version__, left_out is None),
+    )
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ auto between_steps(Result (State::*method)(Args...)) {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(_C, m) {
   m.doc() = "fastsync's compiled half; use it through the fastsync package.";
   const py::call_guard<py::gil_scoped_release> no_gil;
 

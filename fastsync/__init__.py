@@ -1,10 +1,11 @@
 """fastsync: gradient synchronisation for PyTorch in the fewest passes over memory."""
 
+import warnings
 from typing import NoReturn
 
 import torch  # noqa: F401  the extension links against its libraries, which must be loaded first
 
-from .doctor import load
+from .doctor import is_a_wheel_for_others, load
 
 __version__ = "0.1.0"
 
@@ -43,13 +44,16 @@ __all__ = [
     "register_comm_hook",
     "register_prepared",
     "register_reduce_scatter",
+    "sync_weights",
 ]
 
 try:
     load("_C")  # also registers torch.ops.fastsync
 except ImportError as error:
-    # The package stays importable so that `fastsync doctor` can tell what is wrong; any use of the engine says it too.
+    # The package stays importable so that `fastsync doctor` can tell what is wrong; any use of the engine raises.
     _obstacle = str(error)
+    if is_a_wheel_for_others():
+        warnings.warn(_obstacle, stacklevel=2)
 
     def __getattr__(name: str) -> NoReturn:
         if name not in __all__:
@@ -70,4 +74,5 @@ else:
     from .integrations.accelerate import register_prepared
     from .outer import DiLoCo, LocalSGD
     from .stats import BucketStats, GradStats, SyncStats, Transport
+    from .sync_weights import sync_weights
     from .topk import TopK

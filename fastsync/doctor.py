@@ -63,6 +63,29 @@ def rebuild_command() -> str:
     return "`pip install --no-build-isolation --no-deps --force-reinstall .` in fastsync's source tree"
 
 
+def is_a_wheel_for_others() -> bool:
+    """Whether this copy is from a wheel that goes with one torch, as its version says, and not from a source tree."""
+    return "+torch" in _version() and not (HERE.parent / "setup.py").exists()
+
+
+def _way_to_another() -> str:
+    """How to get an extension for this torch."""
+    if not is_a_wheel_for_others():
+        return f"run {rebuild_command()}"
+    version, _, made_for = _version().partition("+")
+    label = f"torch{torch.__version__.split('+')[0]}.{made_for.rpartition('.')[2]}"
+    wheel = shlex.join(["pip", "install", "--no-deps", f"{DISTRIBUTION}=={version}+{label}"])
+    return f"take the wheel for this torch, whose page ends in {label}: `{wheel} --extra-index-url PAGE`"
+
+
+def _version() -> str:
+    """What is installed, as pip knows it; nothing where pip has not installed it."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def install_command(extra: str) -> str:
     """The command that installs what an extra of fastsync brings, wherever fastsync itself came from."""
     packages = _packages_of(extra)
@@ -82,7 +105,7 @@ def _not_built(reason: str) -> str:
     python = sysconfig.get_python_version()
     return (
         f"fastsync in {HERE} has no extension that works with torch {torch.__version__} and Python {python} "
-        f"({reason}): run {rebuild_command()}"
+        f"({reason}): {_way_to_another()}"
     )
 
 
@@ -93,7 +116,8 @@ def main() -> int:
     """Prints the report.
 
     Returns:
-        0 if the engine works on this machine; 1 if not, or if there is an NVIDIA GPU and no kernels for it were built.
+        0 if all works that was asked for, also if it could be faster; 1 if the engine does not load, if this torch has
+        no Gloo, or if FASTSYNC_CUDA=1 asks for fused CUDA kernels and there are none.
     """
     extension: ModuleType | None = None
     obstacles = []
@@ -104,6 +128,12 @@ def main() -> int:
     has_nccl = dist.is_nccl_available()
     if not dist.is_gloo_available():
         obstacles.append("several ranks on the CPU: this torch has no Gloo; install a torch that has")
+    limits = _limits(has_nccl)
+    if extension is not None and not extension.built_with_cuda():
+        if os.environ.get("FASTSYNC_CUDA") == "1":
+            obstacles.append(f"fused CUDA kernels, which FASTSYNC_CUDA=1 asks for: {_why_no_kernels(are_wanted=True)}")
+        else:
+            limits.append(f"fused CUDA kernels: {_why_no_kernels(are_wanted=_has_nvidia_gpu())}")
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not available"
     groups = [("gloo", "available" if dist.is_gloo_available() else "not available"), ("nccl", nccl)]
     _print_section("versions", _versions())
@@ -111,10 +141,11 @@ def main() -> int:
     _print_section("process groups", groups if extension is None else [*groups, _shared_memory(extension)])
     _print_section("devices", _devices(extension))
     print("will not work here")
-    for line in [*obstacles, *_limits(extension, has_nccl)] or ["nothing that doctor looks for"]:
+    for line in [*obstacles, *limits] or ["nothing that doctor looks for"]:
         print(f"  {line}")
-    without_kernels = extension is not None and not extension.built_with_cuda() and _has_nvidia_gpu()
-    return 1 if obstacles or without_kernels else 0
+    asked = "not everything works that was asked for: see the first line of this list"
+    print(f"\n{asked if obstacles else 'the engine works here'}")
+    return 1 if obstacles else 0
 
 
 def _versions() -> Facts:
@@ -170,16 +201,24 @@ def _has_nvidia_gpu() -> bool:
     return (torch.version.cuda is not None and torch.cuda.is_available()) or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _limits(extension: ModuleType | None, has_nccl: bool) -> list[str]:
-    """Lists what does not work, though the engine does."""
+def _limits(has_nccl: bool) -> list[str]:
+    """Lists what does not work, though the engine does, beside the engine's kernels."""
     limits = []
     if not has_nccl or not torch.cuda.is_available():
         limits.append(f"NCCL: {'torch sees no GPU' if has_nccl else 'this torch has none'}; use Gloo")
-    if extension is not None and not extension.built_with_cuda():
-        limits.append(f"fused CUDA kernels: {cuda_left_out() or 'not built, and the build has noted no reason'}")
     if missing := missing_train_packages():
         limits.append(f"fastsync train: {', '.join(missing)} missing; install them: {install_command('train')}")
     return limits
+
+
+def _why_no_kernels(*, are_wanted: bool) -> str:
+    """Why there are no fused CUDA kernels, and what to do."""
+    if torch.version.cuda is not None:
+        return cuda_left_out() or "not built, and the build has noted no reason"
+    reason = f"torch {torch.__version__} is built without CUDA"
+    if not are_wanted:
+        return f"{reason}, and there is no NVIDIA GPU"
+    return f"{reason}; to use a GPU, install a torch with CUDA (https://pytorch.org), then run {rebuild_command()}"
 
 
 def missing_train_packages() -> list[str]:

@@ -41,7 +41,7 @@ def commands(nvcc: str, scratch: Path) -> list[list[str]]:
     shared = [f"-D{WITH_CUDA}", f"-I{CSRC}", *setup.system_includes(folders)]
     kernel = [nvcc, *setup.NVCC_FLAGS, "-Werror=all-warnings", *GENCODE, *shared, "-c", "-o"]
     commands = [[*kernel, f"{scratch / file.stem}.o", str(file)] for file in sorted(CSRC.glob("passes/cuda/*.cu"))]
-    glue = [os.environ.get("CXX", "c++"), "-fsyntax-only", *setup.CXX_FLAGS, "-Werror", "-DTORCH_EXTENSION_NAME=_C"]
+    glue = [os.environ.get("CXX", "c++"), "-fsyntax-only", *setup.CXX_FLAGS, "-Werror"]
     # All files if a header asks whether the CUDA half is there, for any of them may include it.
     in_header = any(WITH_CUDA in header.read_text() for header in CSRC.rglob("*.h"))
     sources = [file for file in sorted(CSRC.rglob("*.cpp")) if in_header or WITH_CUDA in file.read_text()]

@@ -106,7 +106,7 @@ def all_parts() -> Parts:
     sync = on_one_and_two_ranks("sync", 150, "--sizes 0.5m 12m 100MiB --repetitions 20")
     ddp = on_one_and_two_ranks("ddp", 210, "--models mlp gpt2 --scale full")
     return {
-        "build": [remove, build, python(60, "-m", "fastsync.cli", "doctor")],
+        "build": [remove, build, python(60, "-m", "fastsync.cli", "doctor", FASTSYNC_CUDA="1")],
         "tests": [pytest(file, "not captur", 240) for file in alone],
         "captured": [pytest(file, "captur", 180) for file in captured],
         "ranks": [pytest(file, "not captur", 300) for file in OF_RANKS],

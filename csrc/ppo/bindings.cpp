@@ -4,7 +4,7 @@
 
 #include "ppo/operators.h"
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(_ppo, m) {
   m.def("perceptron", torch::wrap_pybind_function_no_gil(fastsync::perceptron));
   m.def("categorical", torch::wrap_pybind_function_no_gil(fastsync::categorical));
   m.def("choose", torch::wrap_pybind_function_no_gil(fastsync::choose));

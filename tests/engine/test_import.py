@@ -118,6 +118,22 @@ def test_extension_for_another_torch_is_not_loaded(tmp_path: Path) -> None:
     assert "it was built for torch 1.2.3+cpu" in result.err.strip().splitlines()[-1]
 
 
+def test_a_wheel_for_another_torch_names_the_one_to_take_at_import(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "fastsync", ignore=shutil.ignore_patterns("__pycache__"))
+    for note in (tmp_path / "fastsync").glob("*.torch"):
+        note.write_text("1.2.3")
+    (tmp_path / "fastsync_torch-0.1.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.4\nName: fastsync-torch\nVersion: 0.1.0+torch1.2.3.cpu\n"
+    (tmp_path / "fastsync_torch-0.1.0.dist-info/METADATA").write_text(metadata)
+    result = _python("import fastsync", tmp_path)
+    assert result.status == 0, result.err
+    wheel = f"torch{torch.__version__.split('+')[0]}.cpu"
+    assert f"(it was built for torch 1.2.3): take the wheel for this torch, whose page ends in {wheel}: " in result.err
+    assert f"`pip install --no-deps fastsync-torch==0.1.0+{wheel} --extra-index-url PAGE`" in result.err
+    result = _python("import fastsync; fastsync.attach", tmp_path)
+    assert result.err.strip().splitlines()[-1].startswith("ImportError: ")
+
+
 # ---- the doctor -----------------------------------------------------------------------------------------------------
 
 
@@ -178,32 +194,70 @@ def test_what_a_machine_lacks_is_named(say: Doctor, monkeypatch: pytest.MonkeyPa
     assert "this torch has no Gloo" in limits
 
 
-def test_kernels_of_a_machine_with_cuda(say: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _has_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(doctor.Path, "glob", lambda self, pattern: iter([self / name for name in names]))
+
+
+def _note(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """What setup.py has noted beside the extension."""
+    monkeypatch.setattr(doctor, "HERE", folder)
+    note = folder.joinpath(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").with_suffix(".torch")
+    note.write_text("\n".join([torch.__version__, *lines]))
+
+
+@pytest.mark.parametrize("gpus", [[], ["nvidia0"]])
+def test_kernels_of_a_torch_with_cuda(
+    gpus: list[str], say: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without nvcc torch's own operations do all: a note says how to get faster. FASTSYNC_CUDA=1 asks for more."""
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    for gpus, with_cuda, status in (([], False, 0), ([], True, 0), (["nvidia0"], False, 1), (["nvidia0"], True, 0)):
-        monkeypatch.setattr(doctor.Path, "glob", lambda self, pattern, gpus=gpus: iter([self / gpu for gpu in gpus]))
+    _has_gpus(monkeypatch, *gpus)
+    _note(tmp_path, monkeypatch, "no nvcc was found; run: pip install 'cuda-toolkit[nvcc]==13.2.2'")
+    reason = "no nvcc was found; run: pip install 'cuda-toolkit[nvcc]==13.2.2'; to build again: `pip install "
+    for asked, with_cuda, status in (("", False, 0), ("0", False, 0), ("1", False, 1), ("", True, 0), ("1", True, 0)):
+        monkeypatch.setenv("FASTSYNC_CUDA", asked)
         output = say.of(status, with_cuda=with_cuda)
         assert "\n  kernels on cpu         fused C++\n" in output
         generic = "generic: torch's own operations; install nvcc and build again for fused ones"
         assert f"\n  kernels on cuda        {'fused CUDA' if with_cuda else generic}\n" in output
-        assert ("fused CUDA kernels:" in output) != with_cuda
-    # What kept them out.
-    monkeypatch.setattr(doctor, "HERE", tmp_path)
-    monkeypatch.setattr(doctor, "_has_nvidia_gpu", lambda: False)
-    assert "fused CUDA kernels: not built, and the build has noted no reason" in _limits(say.of(0))
-    note = tmp_path.joinpath(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").with_suffix(".torch")
-    note.write_text(f"{torch.__version__}\nno nvcc was found; run: pip install 'cuda-toolkit[nvcc]==13.2.2'")
-    line = "fused CUDA kernels: no nvcc was found; run: pip install 'cuda-toolkit[nvcc]==13.2.2'; to build again: `pip"
-    assert line in _limits(say.of(0))
+        of_kernels = [line for line in _limits(output).splitlines() if line.startswith("  fused CUDA kernels")]
+        of_whom = ", which FASTSYNC_CUDA=1 asks for" * status
+        expected = f"  fused CUDA kernels{of_whom}: {reason}"
+        assert [line[: len(expected)] for line in of_kernels] == [expected] * (not with_cuda)
+        assert output.endswith("\nthe engine works here\n") == (status == 0)
     assert doctor.built_for() == torch.__version__
+    _note(tmp_path, monkeypatch)
+    monkeypatch.delenv("FASTSYNC_CUDA")
+    assert "fused CUDA kernels: not built, and the build has noted no reason" in _limits(say.of(0))
+
+
+def test_a_torch_without_cuda_is_no_fault(say: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever has installed it may have meant it, also beside a GPU. Building again would not help."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("FASTSYNC_CUDA", raising=False)
+    _note(tmp_path, monkeypatch, "of the build")
+    without = f"torch {torch.__version__} is built without CUDA"
+    _has_gpus(monkeypatch)
+    assert f"  fused CUDA kernels: {without}, and there is no NVIDIA GPU\n" in _limits(say.of(0))
+    _has_gpus(monkeypatch, "nvidia0")
+    advice = "to use a GPU, install a torch with CUDA (https://pytorch.org), then run `pip install --no-build-isolation"
+    assert f"  fused CUDA kernels: {without}; {advice}" in _limits(say.of(0))
+    monkeypatch.setenv("FASTSYNC_CUDA", "1")
+    for gpus in (["nvidia0"], []):
+        _has_gpus(monkeypatch, *gpus)
+        assert f"  fused CUDA kernels, which FASTSYNC_CUDA=1 asks for: {without}; {advice}" in _limits(say.of(1))
 
 
 def test_the_extra_has_what_the_trainer_imports() -> None:
     source = "".join(file.read_text() for file in (PACKAGE / "ppo").rglob("*.py"))
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
     others = {"torch", "fastsync", "ray", "ale_py"}  # there anyway, or of extras of their own
-    packages = importlib.metadata.packages_distributions()
-    needed = {packages[module][0].lower() for module in imported - sys.stdlib_module_names - others}
+    needed = imported - sys.stdlib_module_names - others
     (extra,) = re.findall(r"^train = (\[.*\])$", (PACKAGE.parent / "pyproject.toml").read_text(), re.MULTILINE)
-    assert needed == {re.split("[<>=]", name)[0] for name in ast.literal_eval(extra)}
+    names = [re.split("[<>=]", name)[0] for name in ast.literal_eval(extra)]
+    modules_of = {
+        name: {file.parts[0].removesuffix(".py") for file in importlib.metadata.files(name) or ()} for name in names
+    }
+    assert needed <= set().union(*modules_of.values())
+    assert [name for name, modules in modules_of.items() if not needed & modules] == []

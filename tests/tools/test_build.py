@@ -126,12 +126,16 @@ def test_architectures_are_those_that_the_toolkit_knows(setup_script: ModuleType
 def test_cuda_half_adds_the_kernels(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX")
     extension, trainer = setup_script.make_extensions(with_cuda=True)
     assert set(extension.sources) == _sources("csrc/**/*.cpp", "csrc/**/*.cu") - set(trainer.sources)
-    assert "-DFASTSYNC_WITH_CUDA" not in trainer.extra_compile_args["cxx"]
-    for compiler in ("cxx", "nvcc"):
-        assert "-DFASTSYNC_WITH_CUDA" in extension.extra_compile_args[compiler]
-        assert str(Path(torch.__file__).parent / "include") in _system_folders(extension.extra_compile_args[compiler])
+    assert "torch_cuda" in extension.libraries
+    assert "torch_cuda" not in trainer.libraries
+    flags = setup_script.make_flags(with_cuda=True)
+    assert "-gencode=arch=compute_90,code=sm_90" in flags.nvcc
+    for words in (flags.cxx, flags.nvcc):
+        assert "-DFASTSYNC_WITH_CUDA" in words
+        assert str(Path(torch.__file__).parent / "include") in _system_folders(words)
 
 
 def _system_folders(flags: list[str]) -> list[str]:

@@ -1,5 +1,6 @@
-// The loops over values: what each pass does to one chunk, a block at a time. pack_unpack.cpp includes this twice, in a
-// namespace for any CPU and in one for AVX2. There is no #pragma once, and what it needs is included there.
+// The loops over values: what each pass does to one chunk, a block at a time. any.cpp and avx2.cpp include this, each
+// in its own namespace and for its own instruction set. So there is no #pragma once, and what it needs is included
+// there.
 //
 // Values out of the ordinary (beyond the limit, inf or nan) show in a block's largest magnitude: then the arithmetic of
 // wire_format.h goes through the block once more, value by value.

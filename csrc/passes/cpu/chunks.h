@@ -1,0 +1,47 @@
+// What the loops of each instruction set share: chunks of the segments, and the wires.
+#pragma once
+
+#include <c10/util/FunctionRef.h>
+
+#include <cstdint>
+
+#include "passes/cpu/tally.h"
+#include "passes/pack_unpack.h"
+
+#define FASTSYNC_INLINE __attribute__((always_inline)) inline
+
+namespace fastsync::cpu {
+
+// Several ranks' wires, of which each holds the same elements.
+struct Wires {
+  const void* first;
+  int64_t num;
+  int64_t stride_bytes;
+
+  template <class W>
+  const W* at(int64_t wire, int64_t index) const {
+    return unit_at<W>(static_cast<const char*>(first) + wire * stride_bytes, index);
+  }
+};
+
+struct Chunk {
+  const Segment& segment;
+  int64_t begin;  // in elements, within the segment
+  int64_t length;
+
+  template <class G>
+  G* data() const {
+    return static_cast<G*>(segment.data) + begin;
+  }
+  template <class C>
+  C* residual() const {
+    return segment.residual == nullptr ? nullptr : static_cast<C*>(segment.residual) + begin;
+  }
+  int64_t place() const { return segment.offset + begin; }  // on the wire
+};
+
+// Runs work for every chunk of the segments, and adds up what it returns, in the chunks' order. It is no template,
+// because there are a hundred kinds of work.
+Tally for_each_chunk(const Segment* segments, int64_t num_segments, c10::function_ref<Tally(const Chunk&)> work);
+
+}  // namespace fastsync::cpu

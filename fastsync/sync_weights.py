@@ -1,0 +1,76 @@
+"""``sync_weights``: every rank takes rank 0's parameters and buffers, as after rank 0 alone has loaded a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _C
+from ._checks import check_not_sharded, resolve_group
+from ._handle import groups_of
+from .distributed import broadcast_tensors, every_rank_calls
+
+
+def sync_weights(module: nn.Module, *, process_group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+    """Gives every rank rank 0's parameters and buffers, bit for bit. Every rank must call it, between steps.
+
+    ``attach`` and ``DistributedDataParallel`` do so once, when they take the model. Call this after that, as when rank
+    0 alone has loaded a checkpoint; or if nothing takes the model, as with ``all_reduce_gradients``. The ranks compare
+    names, shapes and dtypes first, and nothing is sent where they differ.
+
+    Weights only: gradients, the optimizer's state, and what a handle's ``state_dict()`` holds stay each rank's own. So
+    load those on every rank.
+
+    Args:
+        module: the model, wrapped in ``DistributedDataParallel`` or not.
+        process_group: the ranks that take the weights of the group's rank 0: a group or a one-dimensional
+            ``DeviceMesh``. By default the group that the module's gradients are averaged over; the default group if
+            fastsync does not average them.
+
+    Raises:
+        ValueError: it is no module, or a parameter or buffer is sharded. Or the ranks hold different ones. Or its
+            gradients are averaged over several groups, and ``process_group`` does not say which is meant.
+        RuntimeError: not every rank has called it in time, or one is lost.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module: expected a module, got {type(module).__name__}; put several into an nn.ModuleList")
+    # Without the marks of torch.compile's wrapper, which ranks may differ in.
+    named: dict[str, Tensor] = {
+        name.replace("_orig_mod.", ""): tensor for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    check_not_sharded(named, "module", "Let every rank load its own part, as by torch.distributed.checkpoint")
+    group = _group_of(module) if process_group is None else resolve_group(process_group)
+    with every_rank_calls("sync_weights", group):
+        broadcast_named(named, group, what=f"the weights of {type(module).__name__}")
+
+
+def _group_of(module: nn.Module) -> dist.ProcessGroup:
+    groups = groups_of(module.parameters())
+    if len(groups) > 1:
+        raise ValueError(
+            f"module: the gradients of this {type(module).__name__} are averaged over {len(groups)} process groups; "
+            "call this for each part that has one group, or pass process_group"
+        )
+    return next(iter(groups), None) or resolve_group(None)
+
+
+def broadcast_named(
+    named: Mapping[str, Tensor], group: dist.ProcessGroup, root: int = 0, *, what: str = "what to synchronise"
+) -> None:
+    """Gives all ranks of the group the tensors of one, in place.
+
+    Raises:
+        ValueError: on every rank, before anything is sent: ranks have other ones, by name, shape, strides or dtype.
+    """
+    lines = [
+        f"{name} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"
+        for name, tensor in named.items()
+    ]
+    device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
+    _C.check_agreement(group, "\n".join(lines), device, what)
+    if named:
+        broadcast_tensors(named.values(), group, root)
