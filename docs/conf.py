@@ -53,7 +53,10 @@ copybutton_prompt_text = "$ "
 
 ROOT = Path(__file__).parents[1]
 HELP = ROOT / "build" / "docs-help"
-COMMANDS = {"train": ["train"], "eval": ["eval"], "launch-slurm": ["launch", "slurm"]}
+KINDS = ("slurm", "kubernetes", "skypilot")
+COMMANDS = {name: [name] for name in ("train", "eval", "launch")} | {
+    f"launch-{kind}": ["launch", kind] for kind in KINDS
+}
 
 
 def write_helps(app: Sphinx) -> None:

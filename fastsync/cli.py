@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from . import __version__
 
@@ -16,7 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     # No help of their own: `fastsync train --help` shows the settings.
     commands.add_parser("train", help="train a policy with PPO on several ranks", add_help=False)
-    commands.add_parser("launch", help="write the file by which Slurm, Kubernetes or SkyPilot trains", add_help=False)
+    commands.add_parser(
+        "launch", help="write the file by which Slurm, Kubernetes or SkyPilot starts ranks", add_help=False
+    )
     commands.add_parser("eval", help="play episodes with a trained policy", add_help=False)
     commands.add_parser("doctor", help="tell what works on this machine, and what does not")
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -32,26 +34,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
-    """Runs what needs the extra "train". What the user got wrong is told in one sentence."""
+    """Runs what has options of its own. What the user got wrong is told in one sentence."""
     try:
-        from .train import require_extra
-
-        require_extra()
-        from .launch import jobs
-        from .ppo import cli, evaluate
+        main = {"train": _train, "launch": _launch, "eval": _eval}[command]()
     except ImportError as error:  # the extension is not built
         sys.exit(f"fastsync {command}: {error}")
-
     try:
-        if command == "train":
-            return cli.launch(cli.parse(cli.Launch, "fastsync train", arguments))
-        return {"launch": jobs.main, "eval": evaluate.main}[command](arguments)
+        return main(arguments)
     except ValueError as error:
         print(f"fastsync {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"fastsync {command}: ended by SIGINT", file=sys.stderr)
         return 130
+
+
+def _train() -> Callable[[Sequence[str]], int]:
+    from .train import require_extra
+
+    require_extra()
+    from .launch.environment import this_rank
+    from .ppo import cli
+
+    def main(arguments: Sequence[str]) -> int:
+        options, this = cli.parse(cli.Launch, "fastsync train", arguments), this_rank()
+        if options.launcher == "torchrun" and this.world_size > 1:
+            raise ValueError(
+                f"{this.launcher} has started {this.world_size} of these commands, and each would start ranks of its "
+                "own; start one, or let that launcher start ranks: python -m fastsync.train"
+            )
+        return cli.launch(options)
+
+    return main
+
+
+def _eval() -> Callable[[Sequence[str]], int]:
+    from .train import require_extra
+
+    require_extra()
+    from .ppo import evaluate
+
+    return evaluate.main
+
+
+def _launch() -> Callable[[Sequence[str]], int]:
+    from .launch import jobs  # for a script of one's own it needs no extra
+
+    return jobs.main
 
 
 if __name__ == "__main__":

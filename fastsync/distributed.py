@@ -21,9 +21,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from . import _C
 from ._checks import check_not_sharded, resolve_group
+from .launch.environment import Rank, this_rank
 
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
 _num_opened = 0  # default groups of several ranks so far, which may share a store
+_store: Store | None = (
+    None  # of ranks that srun or MPI has started: a rank that comes later must not meet one that ends
+)
 
 
 @contextmanager
@@ -31,20 +35,22 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     """Opens the default process group for the time of a ``with`` block and yields this rank's device.
 
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without RANK this process is the only rank. A group that is open
-    already, as Ray opens one for its workers, is used as it is, and stays open.
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Where Slurm's ``srun``, ``mpirun`` or ``mpiexec`` has started the
+    ranks, these are set by what it tells, for the time of the block. Where nothing has, this process is the only rank.
+    A group that is open already, as Ray opens one for its workers, is used as it is, and stays open.
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
         backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. A rank that names none takes rank 0's. If
-            rank 0 names none, it takes NCCL if it sees as many GPUs as LOCAL_WORLD_SIZE, else Gloo, with a warning if
+            rank 0 names none, it takes NCCL if it sees as many GPUs as its host has ranks, else Gloo, with a warning if
             it sees some. Pass ``"nccl"`` where a launcher shows each rank its own GPU only. Where
             NCCL_MULTI_RANK_GPU_ENABLE is 1, ranks may share GPUs.
 
     Raises:
         ValueError: the backend does not exist, differs from rank 0's or from that of an open group, or is NCCL and this
             rank sees no GPU.
-        RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``.
+        RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``. Or the
+            launcher does not tell all that ranks need to find each other.
     """
     if backend not in ("nccl", "gloo", None):
         raise ValueError(f"backend: expected 'nccl', 'gloo' or None, got {backend!r}")
@@ -58,21 +64,24 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     # it; a thread that then drops a tensor while the interpreter shuts down aborts the process.
     importlib.import_module("torch._dynamo")
 
-    limit = timedelta(seconds=timeout)
-    if "RANK" in os.environ:
-        store, rank, world_size = next(rendezvous("env://", timeout=limit))
-        store.set_timeout(limit)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # Ranks that torchrun starts again meet in the same store, which still holds the addresses of those before.
-            # Elsewhere the store is new, and machines that have joined later count their attempts anew.
-            store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    else:
-        store, rank, world_size = HashStore(), 0, 1
+    this = this_rank()
+    with this.variables():
+        device = _open(this, backend, timedelta(seconds=timeout))
+        # After an error the group ends with the process: ended here, other ranks might be the first to report a
+        # failure, and NCCL would keep the error back until what is in flight is done.
+        yield device
+        dist.destroy_process_group()
+        gc.collect()  # DDP is part of reference cycles and holds the group
+
+
+def _open(this: Rank, backend: Literal["nccl", "gloo"] | None, limit: timedelta) -> torch.device:
+    """Opens the default group, and returns this rank's device."""
+    store, rank, world_size = _meet(this, limit)
     num_gpus = torch.cuda.device_count()
     global _num_opened
     key = f"fastsync/backend{_num_opened}"
     if rank == 0:
-        store.set(key, backend or _backend_for(num_gpus))
+        store.set(key, backend or _backend_for(num_gpus, this))
     of_rank_0 = store.get(key).decode()
     if backend not in (None, of_rank_0):
         way_out = "name the same one on every rank, or none here"
@@ -83,29 +92,60 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     else:
         if not num_gpus:
             raise ValueError(f"backend: NCCL needs GPUs, and rank {rank} sees none; pass backend='gloo' for the CPU")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % num_gpus)
+        device = torch.device("cuda", (rank if this.local_rank is None else this.local_rank) % num_gpus)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     _num_opened += world_size > 1
-    # After an error the group ends with the process: ended here, other ranks might be the first to report a failure,
-    # and NCCL would keep the error back until what is in flight is done.
-    yield device
-    dist.destroy_process_group()
-    gc.collect()  # DDP is part of reference cycles and holds the group
+    return device
 
 
-def _backend_for(num_gpus: int) -> Literal["nccl", "gloo"]:
+def _meet(this: Rank, limit: timedelta) -> tuple[Store, int, int]:
+    """Waits for the other ranks. Returns the store in which they meet, the rank and the world size."""
+    if this.launcher is None:
+        # In a batch script, and in the shell that salloc opens, only srun starts tasks.
+        if (num_tasks := int(os.environ.get("SLURM_NTASKS", "1"))) > 1:
+            warnings.warn(
+                f"this process trains alone, in a Slurm job of {num_tasks} tasks (SLURM_NTASKS). Put srun before the "
+                "command to start them all, or torchrun",
+                stacklevel=5,  # where the with block begins
+            )
+        return HashStore(), 0, 1
+    global _store
+    if _store is not None:
+        return PrefixStore(f"group{_num_opened}", _store), this.rank, this.world_size
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=limit))
+    except RuntimeError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0].rstrip(".")  # the others are C++'s stack
+        raise RuntimeError(
+            f"rank {this.rank} of {this.world_size}, by the variables of {this.launcher}, did not meet the others at "
+            f"{place} within {limit.total_seconds():g} s: {reason}. All of them have to run this script. If rank 0 is "
+            "elsewhere, or the port is taken, set MASTER_ADDR and MASTER_PORT on all ranks"
+        ) from error
+    store.set_timeout(limit)
+    if this.launcher != "torchrun":
+        _store = store
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # Ranks that torchrun starts again meet in the same store, which still holds the addresses of those before, and
+        # of groups before. Elsewhere the store is new, and machines that have joined later count their attempts anew.
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = PrefixStore(f"attempt{attempt}/group{_num_opened}", store)
+    return store, rank, world_size
+
+
+def _backend_for(num_gpus: int, this: Rank) -> Literal["nccl", "gloo"]:
     """Returns what rank 0 chooses, which sees so many GPUs."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus))
+    num_ranks = num_gpus if this.local_world_size is None else this.local_world_size
     is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if num_gpus > 0 and (is_shared or num_ranks <= num_gpus):
+    if num_gpus > 0 and (is_shared or num_ranks <= max(num_gpus, this.num_gpus)):
         return "nccl"
     if num_gpus > 0:
         warnings.warn(
             f"all ranks train on the CPU: rank 0 sees {num_gpus} GPU(s) for the {num_ranks} ranks of its machine. "
             "Start a rank for each GPU, or say that you mean the CPU with backend='gloo'. If a launcher shows each "
             "rank its own GPU only, pass backend='nccl', or set NCCL_MULTI_RANK_GPU_ENABLE=1",
-            stacklevel=4,  # where the with block begins
+            stacklevel=5,  # where the with block begins
         )
     return "gloo"
 
@@ -193,18 +233,26 @@ def check_consistency(
     lines = [f"{name} {_digest(each)}" for name, each in tensors.items() if buffers or name not in names_of_buffers]
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     try:
-        _C.check_agreement(group, "\n".join(lines), device, f"the tensors of {type(module).__name__}")
+        with every_rank_calls("check_consistency", group):
+            _C.check_agreement(group, "\n".join(lines), device, f"the tensors of {type(module).__name__}")
     except ValueError as error:
         way_out = (
             ". A buffer that every rank takes from its own samples, as BatchNorm and normalisers do, is left out with "
             "buffers=False, or shared, as torch.nn.SyncBatchNorm does"
         )
         raise RuntimeError(f"{error}{way_out if buffers and names_of_buffers else ''}") from None
+
+
+@contextmanager
+def every_rank_calls(function: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Says, if an error of the group comes out of the block, that every rank has to call the function."""
+    try:
+        yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"check_consistency: on rank {group.rank()} of {group.size()} the other ranks did not all come in time, or "
-            f"one is lost ({error}); every rank has to call it, between steps. Where ranks have different numbers of "
-            "batches, put the training loop inside `with sync.join():`"
+            f"{function}: on rank {group.rank()} of {group.size()} the other ranks did not all come in time, or one is "
+            f"lost ({error}); every rank has to call it, between steps. Where ranks have different numbers of batches, "
+            "put the training loop inside `with sync.join():`"
         ) from error
 
 

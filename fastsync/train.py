@@ -1,8 +1,7 @@
-"""Trains a policy as one rank: ``python -m fastsync.train`` alone, or started on every rank by torchrun."""
+"""Trains a policy as one rank: ``python -m fastsync.train`` alone, or started on every rank by torchrun or srun."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -22,24 +21,26 @@ def require_extra() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the settings from the command line and trains.
 
-    A rank that is alone exits with status 143 if it was stopped by a signal. Under torchrun it exits with 0, for
-    torchrun takes everything else for a failure; it has had the signal itself, and answers for the job. Settings that
-    cannot work end rank 0 with one sentence and status 2.
+    Where a signal has stopped the training, rank 0 exits with status 143, which srun and mpirun pass on. Under torchrun
+    it exits with 0, for torchrun takes everything else for a failure; it has had the signal itself, and answers for the
+    job. Settings that cannot work end rank 0 with one sentence and status 2.
     """
     require_extra()
+    from .launch.environment import this_rank
     from .ppo.cli import STOPPED, Arguments, check_environment, parse, train_rank
     from .ppo.runs.folder import check_run
 
     prog = "python -m fastsync.train"
     settings = parse(Arguments, prog, arguments).settings
-    if os.environ.get("RANK", "0") == "0":
+    this = this_rank()
+    if this.rank == 0:
         try:
             check_environment(settings)
-            check_run(settings, int(os.environ.get("WORLD_SIZE", "1")))
+            check_run(settings, this.world_size)
         except ValueError as error:
             print(f"{prog}: {error}", file=sys.stderr)
             sys.exit(2)
-    if train_rank(settings) and "RANK" not in os.environ:
+    if train_rank(settings) and this.rank == 0 and this.launcher != "torchrun":
         sys.exit(STOPPED)
 
 

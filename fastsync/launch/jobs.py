@@ -1,4 +1,4 @@
-"""``fastsync launch``: writes files by which Slurm, Kubernetes and SkyPilot start the trainer.
+"""``fastsync launch``: writes files by which Slurm, Kubernetes and SkyPilot start the trainer or one's own script.
 
 Templates lie beside this module. Options of the command that submits a file, such as ``sbatch --partition`` and ``sky
 launch --infra``, are none here.
@@ -10,23 +10,115 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .._checks import check_at_least, did_you_mean
-from ..ppo.cli import Arguments, option_words, parse
 
+if TYPE_CHECKING:
+    from ..ppo.ppo import Settings
+
+HELP = """\
+usage: fastsync launch {slurm,kubernetes,skypilot} [OPTIONS] [-- SCRIPT ...]
+
+Write the file by which a cluster starts ranks with torchrun. It starts nothing:
+the last line tells the command that submits it.
+
+  slurm       a batch script, for sbatch
+  kubernetes  a TrainJob of Kubeflow Trainer, for kubectl
+  skypilot    a task, for sky launch
+
+Your own script stands behind --, with its options, as torchrun takes it:
+
+  fastsync launch slurm --nodes 2 --nproc 8 -- train.py --lr 0.1
+  fastsync launch kubernetes --image IMAGE -- -m mypackage.train --lr 0.1
+
+Without -- the PPO trainer runs. It takes every setting of fastsync train:
+
+  fastsync launch slurm --nodes 2 --nproc 8 --env CartPole-v1
+
+Each kind has options: fastsync launch slurm --help
+Options of sbatch, kubectl and sky go to these, such as sbatch --partition.
+"""
 RUNS = "/runs"
 """Where a pod mounts the claim."""
+SLURM_RUN = '"$SLURM_JOB_NAME-$SLURM_JOB_ID"'
+"""Name of a run, for the shell. A requeued job keeps its number, so it finds its run."""
+SKYPILOT_SETUP = """\
+# Install fastsync here, by commands such as these, or by: fastsync launch skypilot --setup '...'
+# pip install torch ninja 'setuptools>=77.0.3'
+# pip install --no-build-isolation ./fastsync
+python -c 'import fastsync'"""
 _PLACE = re.compile(r"{{(\w+)}}")
 """Of a template, such as ``{{nodes}}``."""
 
 
 @dataclass(frozen=True)
-class Job(Arguments):
-    """A training on machines. A file of settings is read now, so later changes to it have no effect."""
+class Script:
+    """A script or a module of the user's, with its options, as torchrun takes them.
+
+    Raises:
+        ValueError: torchrun could not start it.
+    """
+
+    words: Sequence[str]
+    own: ClassVar[str | None] = ""
+    resumes: ClassVar[str | None] = None
+    """For places behind which nothing stands: the lines of a template that are for it, and those that are not."""
+
+    def __post_init__(self) -> None:
+        first = self.words[0] if self.words else ""
+        if re.fullmatch(r"torchrun|python[\d.]*", Path(first).name):
+            raise ValueError(f"leave {first!r} out: the file starts torchrun, which takes a script, or -m and a module")
+        if first.startswith("-") and first != "-m":
+            raise ValueError(f"{first!r} stands behind --, where a script comes first, or -m and a module")
+        if not self.words or list(self.words) == ["-m"]:
+            raise ValueError("nothing stands behind --: name a script, or -m and a module, as for torchrun")
+
+    def command(self, run_name: str, runs_dir: str | None = None) -> list[str]:
+        """Returns the words behind torchrun's options. Where a run is kept is for the trainer."""
+        return list(self.words)
+
+    def check_file(self) -> None:
+        """Raises ValueError where a script is to be in this folder, and is not. An absolute path may be elsewhere."""
+        script = Path(self.words[0])
+        if script.name == "-m" or script.exists():
+            return
+        if not script.is_absolute():
+            raise ValueError(f"{str(script)!r} is no file in this folder, where the job looks for it")
+        print(f"fastsync launch: warning: {script} is not on this machine", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The PPO trainer. A file of settings is read now, so later changes to it have no effect."""
+
+    settings: Settings
+    own: ClassVar[str | None] = None
+    resumes: ClassVar[str | None] = ""
+
+    def __post_init__(self) -> None:
+        if self.settings.resume not in (None, "auto"):
+            raise ValueError(f"resume={self.settings.resume!r}: jobs always use resume=auto; set run_name instead")
+
+    def command(self, run_name: str, runs_dir: str | None = None) -> list[str]:
+        """Returns the words behind torchrun's options. A run that has a name of its own keeps it."""
+        from ..ppo.cli import option_words
+
+        asked = self.settings
+        settings = replace(asked, run_name=asked.run_name or run_name, runs_dir=runs_dir or asked.runs_dir)
+        return ["-m", "fastsync.train", *option_words(settings, "resume"), "--resume", "auto"]
+
+    def check_file(self) -> None:
+        """The trainer is installed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run on machines, and on how many."""
 
     template: ClassVar[str]
     submit: ClassVar[str]
@@ -36,18 +128,21 @@ class Job(Arguments):
     """Machines, or pods."""
     nproc: int = 1
     """Ranks on each machine, as many as it has GPUs."""
+    cpus_per_node: int | None = None
+    """Cores for each machine, or pod. By default Slurm and SkyPilot are asked for one a rank."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, nodes=1, nproc=1)
-        if self.settings.resume not in (None, "auto"):
-            raise ValueError(f"resume={self.settings.resume!r}: jobs always use resume=auto; set run_name instead")
+        check_at_least(self, nodes=1, nproc=1, cpus_per_node=1)
 
 
 @dataclass(frozen=True)
 class Slurm(Job):
-    """Write a batch script that trains under Slurm. Shortly before its time limit the job saves and requeues itself.
+    """Write a batch script for Slurm, which starts torchrun on each machine.
 
-    Pass the options of ``sbatch``, such as ``--time``, to ``sbatch``.
+    Your own script stands behind --, as in: fastsync launch slurm --nodes 2 -- train.py. Without it the PPO trainer
+    runs. Shortly before its time limit that saves, and the job requeues itself.
+
+    Pass the options of sbatch, such as --time, to sbatch.
     """
 
     template: ClassVar[str] = "slurm.sbatch"
@@ -56,54 +151,65 @@ class Slurm(Job):
     file: str = "train.sbatch"
     """File to write. It must not exist yet."""
     setup: str | None = None
-    """Shell commands to begin with, such as "source venv/bin/activate"."""
+    """Shell commands to begin with. By default they activate the virtual environment of this command, if it has one."""
     max_restarts: int = 0
     """How often the job comes back from its last checkpoint when a rank is lost."""
 
-    def values(self) -> dict[str, object]:
+    def values(self, work: Script | Trainer) -> dict[str, object]:
         """Returns the values of the template's places."""
-        # A requeued job keeps its number, so it finds its run.
-        named = [] if self.settings.run_name else ["--run-name", '"$SLURM_JOB_NAME-$SLURM_JOB_ID"']
-        words = shlex.join(["-m", "fastsync.train", *option_words(self.settings, "resume")])
-        return {**vars(self), "command": " ".join([words, *named, "--resume", "auto"])}
+        work.check_file()
+        words = [word if word == SLURM_RUN else shlex.quote(word) for word in work.command(SLURM_RUN)]
+        setup = _activation() if self.setup is None else self.setup
+        cpus = self.cpus_per_node or self.nproc  # the task of a machine, which has all its ranks, would have one
+        return vars(self) | {"command": " ".join(words), "setup": setup, "cpus_per_node": cpus}
 
 
 @dataclass(frozen=True)
 class Kubernetes(Job):
-    """Write a TrainJob of Kubeflow Trainer, version 2.2 or newer, that trains on Kubernetes."""
+    """Write a TrainJob of Kubeflow Trainer, version 2.2 or newer, for Kubernetes.
+
+    Your own script stands behind --, as in: fastsync launch kubernetes --image IMAGE -- train.py. The image has to have
+    it. Without it the PPO trainer runs.
+
+    Pass the options of kubectl, such as --namespace, to kubectl.
+    """
 
     template: ClassVar[str] = "kubernetes.yaml"
-    submit: ClassVar[str] = "kubectl apply -f"
+    submit: ClassVar[str] = "kubectl apply"
 
     image: str | None = None
-    """Container image that has fastsync-torch with the extra train. It must be said."""
+    """Container image that has fastsync-torch, for the PPO trainer with the extra train. It must be said."""
     file: str = "trainjob.yaml"
     """File to write. It must not exist yet."""
     name: str = "fastsync"
     """Name of the job, and of the run's folder."""
     gpus_per_node: int | None = None
     """GPUs of NVIDIA for each pod."""
-    cpus_per_node: int | None = None
-    """Cores for each pod."""
     memory: str | None = None
     """Memory for each pod, such as 32Gi. What is in shared memory counts."""
     claim: str | None = None
-    """PersistentVolumeClaim for the run's folder, by which a job that is started again goes on."""
+    """PersistentVolumeClaim, which pods see as /runs. By it a training that is started again goes on."""
 
-    def values(self) -> dict[str, object]:
+    def values(self, work: Script | Trainer) -> dict[str, object]:
         """Returns the values of the template's places. Raises ValueError where no image is said."""
         if self.image is None:
-            raise ValueError("image is missing: say which container image has fastsync-torch with the extra train")
+            raise ValueError("image is missing: say which container image has fastsync-torch and what you run")
         asked = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
         resources = {name: value for name, value in asked.items() if value is not None} or None
-        settings = self.settings if self.claim is None else replace(self.settings, runs_dir=RUNS)
-        command = ["torchrun", *_words_of_a_rank(settings, self.name)]
-        return _as_json(vars(self) | {"command": command, "resources": resources, "runs": self.claim and RUNS})
+        runs = self.claim and RUNS
+        command = ["torchrun", *work.command(self.name, runs)]
+        return _as_json(vars(self) | {"command": command, "resources": resources, "runs": runs})
 
 
 @dataclass(frozen=True)
 class SkyPilot(Job):
-    """Write a SkyPilot task that trains on machines of a cloud or of Kubernetes."""
+    """Write a SkyPilot task, for machines of a cloud or of Kubernetes.
+
+    Your own script stands behind --, as in: fastsync launch skypilot --nodes 2 -- train.py. SkyPilot copies this folder
+    to the machines. Without it the PPO trainer runs.
+
+    Pass the options of sky launch, such as --infra, to sky launch.
+    """
 
     template: ClassVar[str] = "skypilot.yaml"
     submit: ClassVar[str] = "sky launch"
@@ -112,15 +218,18 @@ class SkyPilot(Job):
     """File to write. It must not exist yet."""
     name: str = "fastsync"
     """Name of the task, and of the run's folder."""
+    accelerators: str | None = None
+    """GPUs of each machine, such as H100:8."""
     setup: str | None = None
-    """Shell commands that install fastsync-torch with the extra train."""
+    """Shell commands that install fastsync-torch, for the PPO trainer with the extra train."""
 
-    def values(self) -> dict[str, object]:
+    def values(self, work: Script | Trainer) -> dict[str, object]:
         """Returns the values of the template's places."""
-        setup = self.setup and f"{self.setup.strip()}\n"
-        texts = {"name": self.name, "setup": setup}
-        command = shlex.join(_words_of_a_rank(self.settings, self.name))
-        return {**vars(self), **_as_json(texts), "command": command}
+        work.check_file()
+        setup = SKYPILOT_SETUP if self.setup is None else self.setup.strip()
+        texts = {"name": self.name, "cpus": f"{self.cpus_per_node or self.nproc}+", "accelerators": self.accelerators}
+        command = shlex.join(work.command(self.name))
+        return vars(self) | _as_json(texts) | {"setup": textwrap.indent(setup, "  "), "command": command}
 
 
 KINDS: dict[str, type[Slurm | Kubernetes | SkyPilot]] = {
@@ -137,35 +246,99 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: there is no such subcommand, the file exists already, or a setting does not suit.
     """
-    if not arguments or arguments[0].startswith("-"):
-        print(f"usage: fastsync launch {{{','.join(KINDS)}}} ...", file=sys.stderr)
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    name, *options = arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP, end="", file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    name, *words = arguments
+    if name.startswith("-"):
+        raise ValueError(f"one of {', '.join(KINDS)} comes first, as in: fastsync launch slurm -- train.py")
     if name not in KINDS:
         raise ValueError(f"{name!r} is not one of {', '.join(KINDS)}{did_you_mean(name, KINDS)}")
-    job = parse(KINDS[name], f"fastsync launch {name}", options)
-    text = content(job)
+    job, work = read(name, words)
+    text = content(job, work)
     try:
         with Path(job.file).open("x") as file:
             file.write(text)
     except FileExistsError:
         raise ValueError(f"file={job.file!r} exists already; remove it or choose another name") from None
-    print(f"wrote {job.file}. Submit it with: {job.submit} {shlex.quote(job.file)}")
+    print(f"wrote {job.file}. Submit it with: {_submitting(job, job.file)}")
     return 0
 
 
-def content(job: Slurm | Kubernetes | SkyPilot) -> str:
+def read(name: str, words: Sequence[str]) -> tuple[Slurm | Kubernetes | SkyPilot, Script | Trainer]:
+    """Reads the words behind the name of a kind: its options, and what is to run. Errors of tyro's end the process.
+
+    Raises:
+        ValueError: an option is not known here, or what stands behind ``--`` cannot run.
+    """
+    kind, prog = KINDS[name], f"fastsync launch {name}"
+    if "--" in words:
+        end = list(words).index("--")
+        work = Script(words[end + 1 :])
+        try:
+            import tyro
+        except ImportError:
+            raise ValueError("tyro is missing, which reads options: pip install tyro") from None
+        _check_options(prog, kind, words[:end], fields(kind))
+        return tyro.cli(kind, prog=prog, args=words[:end]), work
+    from ..train import require_extra
+
+    require_extra()
+    try:
+        from ..ppo.cli import Arguments, parse
+        from ..ppo.ppo import Settings
+    except ImportError as error:  # the extension is not built
+        raise ValueError(str(error)) from None
+    both = make_dataclass(kind.__name__, [], bases=(kind, Arguments), frozen=True)
+    both.__doc__ = kind.__doc__
+    _check_options(prog, kind, words, [*fields(both), *fields(Settings)])
+    job: Any = parse(both, prog, words)
+    return job, Trainer(job.settings)
+
+
+def content(job: Slurm | Kubernetes | SkyPilot, work: Script | Trainer) -> str:
     """Fills the template of a job. Its lines with a place that has None are left out."""
-    values = job.values()
+    values = job.values(work) | {"own": work.own, "resumes": work.resumes}
     lines = Path(__file__).with_name(job.template).read_text().splitlines(keepends=True)
     kept = [line for line in lines if all(values[name] is not None for name in _PLACE.findall(line))]
     return _PLACE.sub(lambda place: str(values[place[1]]), "".join(kept))
 
 
-def _words_of_a_rank(settings: Any, name: str) -> list[str]:
-    """What torchrun starts on each rank. Without a name of its own, the run has the job's."""
-    settings = replace(settings, run_name=settings.run_name or name)
-    return ["-m", "fastsync.train", *option_words(settings, "resume"), "--resume", "auto"]
+def _check_options(
+    prog: str, kind: type[Slurm | Kubernetes | SkyPilot], words: Sequence[str], known: Iterable[Field[Any]]
+) -> None:
+    """Says where words belong that are not known here: to the command that submits, or behind ``--``."""
+    names = {option.name for option in known} | {"h", "help"}
+    unknown: list[str] = []
+    is_known = False
+    for number, word in enumerate(words):
+        if word == "-m" or word.endswith(".py") or (number == 0 and not word.startswith("-")):
+            raise ValueError(f"put -- before your own script: {prog} -- {shlex.join(words[number:])}")
+        if option := re.match(r"--?([A-Za-z][\w-]*)", word):
+            name = option[1].replace("-", "_")
+            is_known = name in names or name.removeprefix("no_") in names
+        if not is_known:
+            unknown.append(word)
+    if not unknown:
+        return
+    name = unknown[0].partition("=")[0]
+    way_out = did_you_mean(name.lstrip("-"), names, cutoff=0.8) or (
+        f". If it is one of {kind.submit}, pass it there: {_submitting(kind, kind.file, unknown)}. If it is your "
+        f"script's, put it behind the script: {prog} -- train.py {shlex.join(unknown)}"
+    )
+    raise ValueError(f"{name} is no option of {prog}{way_out}")
+
+
+def _submitting(
+    job: Slurm | Kubernetes | SkyPilot | type[Slurm | Kubernetes | SkyPilot], file: str, options: Sequence[str] = ()
+) -> str:
+    flag = ["-f"] if job.submit.startswith("kubectl") else []
+    return f"{job.submit} {shlex.join([*options, *flag, file])}"
+
+
+def _activation() -> str | None:
+    """The command that activates the virtual environment of this process, if it has one."""
+    return None if sys.prefix == sys.base_prefix else f"source {shlex.quote(f'{sys.prefix}/bin/activate')}"
 
 
 def _as_json(values: Mapping[str, object]) -> dict[str, object]:

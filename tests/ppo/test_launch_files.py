@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,11 @@ import yaml
 from torch.distributed.run import parse_args as torchrun_arguments
 
 from fastsync.cli import main
+from fastsync.launch.jobs import KINDS
 from fastsync.ppo.cli import Arguments, parse
 from fastsync.ppo.evaluate import find_checkpoint
 from tests.ppo.test_launch_torchrun import ROOT, free_port
+from tests.tools.test_docs import faults
 
 pytestmark = pytest.mark.end_to_end
 
@@ -87,8 +90,8 @@ def test_a_task_of_skypilot_asks_for_what_was_said_and_starts_torchrun(tmp_path:
         tmp_path, monkeypatch, "skypilot", "--nodes", "2", "--nproc", "3", "--name", "mine",
         "--setup", "pip install here\npip list", *TINY,
     )  # fmt: skip
-    assert list(task) == ["name", "num_nodes", "setup", "run"]
-    assert (task["name"], task["num_nodes"]) == ("mine", 2)
+    assert list(task) == ["name", "num_nodes", "resources", "setup", "run"]
+    assert (task["name"], task["num_nodes"], task["resources"]) == ("mine", 2, {"cpus": "3+"})
     assert task["setup"] == "pip install here\npip list\n"
     (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
@@ -103,6 +106,29 @@ def test_a_task_of_skypilot_asks_for_what_was_said_and_starts_torchrun(tmp_path:
     settings = parse(Arguments, "test", asked.training_script_args).settings
     assert (settings.total_steps, settings.compression, settings.run_name) == (1000, "int8+ef", "mine")
     assert settings.resume == "auto"
+
+
+def test_scripts_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    script = ("--", "train.py", "--lr", "it's")
+    task = launch(tmp_path, monkeypatch, "skypilot", "--nproc", "8", "--accelerators", "H100:8", *script)
+    assert (task["workdir"], task["resources"]) == (".", {"cpus": "8+", "accelerators": "H100:8"})
+    assert shlex.split(task["run"])[-3:] == ["train.py", "--lr", "it's"]
+    assert task["setup"].splitlines()[-1] == "python -c 'import fastsync'"  # which fails where nobody installed it
+    (tmp_path / "sky.yaml").unlink()
+    job = launch(tmp_path, monkeypatch, "kubernetes", "--image", "mine", "--", "-m", "mypackage.train", "--lr", "1")
+    assert job["spec"]["trainer"]["command"] == ["torchrun", "-m", "mypackage.train", "--lr", "1"]
+
+
+def test_help_shows_the_kinds_and_the_form_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"\n  {kind:<10}  " in told for kind in KINDS)
+    assert "fastsync launch slurm --nodes 2 --nproc 8 -- train.py --lr 0.1\n" in told
+    assert max(map(len, told.splitlines())) <= 80
+    assert faults(told) == []
+    assert main(["launch"]) == 2
+    assert capsys.readouterr().err == told
 
 
 def test_skypilot_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -122,6 +148,24 @@ def test_skypilot_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["kubernetes"], "image is missing: say which container image"),
         (["slurm", "--nodes", "0"], "nodes=0 must be at least 1"),
         (["skypilot", "--resume", "runs/mine"], "jobs always use resume=auto"),
+        (["slurm", "--nodse", "2"], "--nodse is no option of fastsync launch slurm; did you mean nodes?"),
+        (
+            ["slurm", "--partition", "a", "--time=1", "--nodes", "2", "--", "x.py"],
+            "sbatch --partition a --time=1 train.sb",
+        ),
+        (["slurm", "--account", "me", "--env", "CartPole-v1"], "pass it there: sbatch --account me train.sbatch."),
+        (["kubernetes", "--namespace", "us"], "pass it there: kubectl apply --namespace us -f trainjob.yaml."),
+        (["skypilot", "--infra", "aws"], "pass it there: sky launch --infra aws sky.yaml."),
+        (["slurm", "train.py", "--lr", "1"], "put -- before your own script: fastsync launch slurm -- train.py --lr 1"),
+        (["slurm", "--nodes", "2", "-m", "mine"], "put -- before your own script: fastsync launch slurm -- -m mine"),
+        (["--", "train.py"], "one of slurm, kubernetes, skypilot comes first"),
+        (["slurm", "--"], "nothing stands behind --"),
+        (["slurm", "--", "-m"], "nothing stands behind --"),
+        (["slurm", "--", "python3", "train.py"], "leave 'python3' out"),
+        (["slurm", "--", "--nproc", "2", "train.py"], "'--nproc' stands behind --, where a script comes first"),
+        (["slurm", "--", "train.py"], "'train.py' is no file in this folder"),
+        (["skypilot", "--", "train.py"], "'train.py' is no file in this folder"),
+        (["slurm", "--nodes", "0", "--", "-m", "mine"], "nodes=0 must be at least 1"),
         (["kubernets"], "'kubernets' is not one of slurm, kubernetes, skypilot; did you mean kubernetes?"),
     ],
 )

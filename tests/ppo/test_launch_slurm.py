@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from torch.distributed.run import parse_args as torchrun_arguments
 
 from fastsync.cli import main
-from fastsync.launch.jobs import Slurm, content
+from fastsync.launch.jobs import Script, Slurm, Trainer, content
 from fastsync.ppo.cli import Arguments, Launch, option_words, parse
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings
@@ -40,8 +42,8 @@ def test_the_script_is_written_once_and_asks_for_what_was_said(
     assert main(arguments) == 0
     lines = (tmp_path / "train.sbatch").read_text().splitlines()
     directives = [
-        "job-name=fastsync", "output=%x-%j.out", "open-mode=append", "signal=B:USR1@120",
-        "nodes=3", "ntasks-per-node=1", "requeue",
+        "job-name=fastsync", "output=%x-%j.out", "open-mode=append", "nodes=3", "ntasks-per-node=1",
+        "cpus-per-task=4", "signal=B:USR1@120", "requeue",
     ]  # fmt: skip
     # Slurm stops to read them at the first command.
     assert lines[: 1 + len(directives)] == ["#!/bin/bash", *(f"#SBATCH --{directive}" for directive in directives)]
@@ -52,7 +54,7 @@ def test_the_script_is_written_once_and_asks_for_what_was_said(
 # Two machines, one after the other, as srun would start a task on each; then a task waits, as ranks do. To srun itself
 # SIGTERM means to kill its tasks; it passes SIGUSR1 on to them.
 SRUN = """#!/bin/bash
-shift  # its own option
+while [[ $1 = --* ]]; do shift; done  # its own options
 for SLURM_NODEID in 0 1; do
     SLURM_NODEID=$SLURM_NODEID "$@"
 done
@@ -83,18 +85,20 @@ printf '%q ' "$@" >> "$LOG"; echo >> "$LOG"
 class Job:
     """The script, running among programs that are not the real ones."""
 
-    def __init__(self, folder: Path, options: Slurm, *, ends_with: int, waits: bool = True) -> None:
+    def __init__(
+        self, folder: Path, options: Slurm, work: Script | Trainer, *, ends_with: int, waits: bool = True
+    ) -> None:
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", TORCHRUN)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
-        (folder / "job.sbatch").write_text(content(options))
+        (folder / "job.sbatch").write_text(content(options, work))
         self._log = folder / "log"
         self.process = subprocess.Popen(
             ["bash", str(folder / "job.sbatch")],
             env={
                 "PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(self._log), "ENDS_WITH": str(ends_with),
                 "WAITS": str(int(waits)), "SLURM_JOB_ID": "41234", "SLURM_JOB_NAME": "fastsync",
-                "SLURM_JOB_NODELIST": "[first,second]",
+                "SLURM_JOB_NODELIST": "[first,second]", "SLURM_CPUS_PER_TASK": "8",
             },
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
@@ -111,8 +115,8 @@ class Job:
 
 @pytest.mark.parametrize(("run_name", "expected"), [(None, "fastsync-41234"), ("a 'run' of $HOME",) * 2])
 def test_each_machine_gets_its_launcher(run_name: str | None, expected: str, tmp_path: Path):
-    options = Slurm(nodes=2, nproc=4, max_restarts=2, settings=replace(ODD, run_name=run_name), setup="export SEEN=1")
-    job = Job(tmp_path, options, ends_with=0, waits=False)
+    options = Slurm(nodes=2, nproc=4, max_restarts=2, setup="export SEEN=1")
+    job = Job(tmp_path, options, Trainer(replace(ODD, run_name=run_name)), ends_with=0, waits=False)
     assert job.process.wait(30) == 0
     *commands, last = map(shlex.split, job.log())
     assert (len(commands), last) == (2, ["started"])
@@ -137,10 +141,35 @@ def test_each_machine_gets_its_launcher(run_name: str | None, expected: str, tmp
 def test_a_signal_has_the_job_save_and_queued_again_if_it_is_to_go_on(
     tmp_path: Path, number: signal.Signals, ends_with: int, last: list[str]
 ):
-    job = Job(tmp_path, Slurm(), ends_with=ends_with)
+    job = Job(tmp_path, Slurm(setup=""), Trainer(Settings()), ends_with=ends_with)
     assert job.signalled(number) == ends_with
     assert job.log()[-2:] == last
 
 
 def test_the_status_is_that_of_the_ranks(tmp_path: Path):
-    assert Job(tmp_path, Slurm(), ends_with=1, waits=False).process.wait(30) == 1
+    job = Job(tmp_path, Slurm(setup=""), Trainer(Settings()), ends_with=1, waits=False)
+    assert job.process.wait(30) == 1
+
+
+@pytest.mark.parametrize("words", [["train.py", "--lr", "0.1", "it's"], ["-m", "mypackage.train", "--nodes", "3"]])
+def test_a_script_of_ones_own_is_what_the_launchers_start(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["launch", "slurm", "--nodes", "2", "--nproc", "2", "--cpus-per-node", "6", "--", *words]) == 0
+    assert capsys.readouterr().out == "wrote train.sbatch. Submit it with: sbatch train.sbatch\n"
+    script = (tmp_path / "train.sbatch").read_text()
+    assert "#SBATCH --cpus-per-task=6\n" in script
+    assert f"\nsource {sys.prefix}/bin/activate\n" in script  # of the environment that tests run in
+    # It may not go on from a checkpoint, so that the job would begin again for ever.
+    assert not re.search(r"^#SBATCH --(requeue|signal)", script, re.MULTILINE)
+    setup = "unset OMP_NUM_THREADS; trap 'echo $OMP_NUM_THREADS >> $LOG' EXIT"
+    job = Job(tmp_path, Slurm(nodes=2, nproc=2, setup=setup), Script(words), ends_with=0, waits=False)
+    assert job.process.wait(30) == 0
+    *commands, started, threads = map(shlex.split, job.log())
+    assert (len(commands), started, threads) == (2, ["started"], ["4"])  # the cores, shared by two ranks
+    for command in commands:
+        asked = torchrun_arguments(command)
+        assert asked.module == (words[0] == "-m")
+        assert [asked.training_script, *asked.training_script_args] == words[words[0] == "-m" :]

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from fastsync.distributed import dist_sum, process_group
 from fastsync.launch.torchrun import launch_ranks
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
@@ -159,3 +161,18 @@ def test_ctrl_c_ends_ranks_that_still_start_in_seconds(tmp_path: Path):
     assert status == 130
     assert line.startswith("fastsync train: ended by SIGINT before ")
     assert line.endswith(" had a checkpoint")
+
+
+def three_groups() -> list[float]:
+    """One after the other."""
+    sums = []
+    for _ in range(3):
+        with process_group(timeout=60, backend="gloo"):
+            sums.append(dist_sum(torch.ones(1)).item())
+    return sums
+
+
+def test_groups_of_torchruns_ranks_follow_each_other() -> None:
+    """They meet in one store, which still holds the addresses of the groups before."""
+    with forked_ranks():
+        assert launch_ranks(three_groups, 4) == [[4.0] * 3] * 4

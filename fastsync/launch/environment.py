@@ -1,0 +1,180 @@
+"""Which rank this process is, by the environment variables of what has started it.
+
+torchrun, Slurm's srun, and the launchers of MPI each have names of their own for it. All other code asks here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+_OMPI = "OMPI_COMM_WORLD_"
+_MPI = {
+    "Open MPI": (f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
+    "MPI's Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    "MPI's PALS": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # HPE Cray
+}
+_NAMING_HOSTS = {
+    "Open MPI": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...",
+    "MPI's Hydra": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ...",
+}
+_NOT_READ = ("PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
+"""What other launchers set. They do not all tell how many ranks there are."""
+_FIRST_PORT, _NUM_PORTS = 20000, 20000
+_PORT = 29500
+"""torchrun's, where no job has a number."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among those that were started together."""
+
+    launcher: str | None = None
+    """What has started them, or None: this process is the only one."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = 0
+    local_world_size: int | None = 1
+    """Ranks of this host, and which of them this is; None where the launcher does not tell."""
+    first_host: str | None = None
+    """Where rank 0 is, as far as the launcher tells."""
+    port: int = _PORT
+    """Where rank 0 listens, unless MASTER_PORT names another."""
+    num_gpus: int = 0
+    """GPUs that the ranks of this host have together, of which each may see its own only; 0 if nobody tells."""
+
+    @contextmanager
+    def variables(self) -> Iterator[None]:
+        """Inside the ``with`` block, the variables of torchrun tell torch and other libraries which rank this is.
+
+        MASTER_ADDR and MASTER_PORT stay as they are if they are set.
+
+        Raises:
+            RuntimeError: MASTER_ADDR is missing, and the launcher does not tell where rank 0 is.
+        """
+        if self.launcher in (None, "torchrun"):
+            yield
+            return
+        values = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_ADDR": os.environ.get("MASTER_ADDR") or self._meeting_host(),
+            "MASTER_PORT": os.environ.get("MASTER_PORT") or self.port,
+        }
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update({name: str(value) for name, value in values.items() if value is not None})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is not None:
+                    os.environ[name] = value
+                else:
+                    os.environ.pop(name, None)
+
+    def _meeting_host(self) -> str:
+        if self.local_world_size == self.world_size:
+            return "localhost"
+        if self.first_host is not None:
+            return self.first_host
+        raise RuntimeError(
+            f"MASTER_ADDR is missing: {self.launcher} does not tell where rank 0 is. Name its host and a free port: "
+            f"{_NAMING_HOSTS.get(self.launcher or '', 'export MASTER_ADDR=HOST MASTER_PORT=29500')}"
+        )
+
+
+def this_rank() -> Rank:
+    """Finds out which rank this process is.
+
+    RANK, which torchrun sets, comes first: torchrun runs inside steps of Slurm, too. Launchers of MPI come before
+    Slurm, by whose steps they start their daemons.
+
+    Raises:
+        RuntimeError: a launcher has started this process, and does not tell how many ranks there are.
+    """
+    if "RANK" in os.environ:
+        return _rank("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for launcher, names in _MPI.items():
+        if all(name in os.environ for name in names):
+            return _alone_or(replace(_rank(launcher, *names), port=_port_of_open_mpi()))
+    if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
+        return _alone_or(_of_slurm())
+    if "PMI_RANK" in os.environ and "PMI_SIZE" in os.environ:
+        return _alone_or(_rank("PMI", "PMI_RANK", "PMI_SIZE"))
+    for name in _NOT_READ:
+        if name in os.environ:
+            raise RuntimeError(
+                f"{name}={os.environ[name]} is set, so a launcher has started this process, but fastsync cannot read "
+                "how many ranks it has started. Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+                f"MASTER_PORT on every rank, or use torchrun. For a process that is alone, unset {name}"
+            )
+    return Rank()
+
+
+def first_host(hosts: str) -> str:
+    """Returns the first of a list of Slurm's, such as rack[0-1]node[08-15,17],login1."""
+    (first,) = re.findall(r"^(?:\[[^]]*\]|[^,[])+", hosts)
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first)
+
+
+def tasks_of_node(node: int, tasks_per_node: str) -> int:
+    """Returns how many tasks a node has by a list of Slurm's, such as 4(x2),1 for three nodes."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        counts += [int(count)] * int(times or 1)
+    return counts[node]
+
+
+def _rank(launcher: str, rank: str, world_size: str, local_rank: str = "", local_world_size: str = "") -> Rank:
+    """Reads the variables of these names. The local ones may be missing."""
+    return Rank(
+        launcher,
+        int(os.environ[rank]),
+        int(os.environ.get(world_size, "1")),
+        _number(local_rank),
+        _number(local_world_size),
+    )
+
+
+def _number(name: str) -> int | None:
+    value = os.environ.get(name)
+    return None if value is None else int(value)
+
+
+def _alone_or(rank: Rank) -> Rank:
+    """One rank needs no others, such as a shell that srun has opened."""
+    return rank if rank.world_size > 1 else Rank()
+
+
+def _port_of_open_mpi() -> int:
+    """Of each job another one, so that two jobs on a host do not meet."""
+    job = os.environ.get("PMIX_NAMESPACE")
+    return _PORT if job is None else _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+
+
+def _of_slurm() -> Rank:
+    """Reads the variables of the step: those of the job may say what other steps have."""
+
+    def of_step(name: str) -> int:
+        return int(os.environ[f"SLURM_{name}"])
+
+    rank, node = of_step("PROCID"), of_step("NODEID")
+    # By --distribution=arbitrary rank 0 may be elsewhere, which only rank 0 sees.
+    host = first_host(os.environ["SLURM_STEP_NODELIST"]) if rank > 0 or node == 0 else None
+    return Rank(
+        "Slurm",
+        rank,
+        of_step("STEP_NUM_TASKS"),
+        of_step("LOCALID"),
+        tasks_of_node(node, os.environ["SLURM_STEP_TASKS_PER_NODE"]),
+        host,
+        # Jobs of one host, and steps of one job, have numbers that follow each other.
+        _FIRST_PORT + (of_step("JOB_ID") + 1009 * of_step("STEP_ID")) % _NUM_PORTS,
+        int(os.environ.get("SLURM_GPUS_ON_NODE", "0")),
+    )
