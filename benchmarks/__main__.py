@@ -6,8 +6,6 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from fastsync.doctor import install_command
-
 COMMANDS = {
     "ops": "pack and unpack over sizes and numbers of tensors, against a copy of as many bytes and torch's operations",
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's methods and the bare all_reduce, in turns",
@@ -32,8 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=description, add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
-        sys.exit(f"benchmarks need {', '.join(missing)}: {install_command('bench')}")
+        sys.exit(how_to_install(missing))
+    if not {"-h", "--help"} & set(rest):
+        print(f"{options.command}: importing PyTorch", file=sys.stderr, flush=True)
     return importlib.import_module(f"benchmarks.commands.{options.command}").main(rest)
+
+
+def how_to_install(missing: Sequence[str]) -> str:
+    """Names the extra, and the packages for those who would not build again."""
+    from fastsync.doctor import install_command  # which imports torch
+
+    return (
+        f"benchmarks need {', '.join(missing)}, which the extra bench brings: in this folder run "
+        f"pip install --no-build-isolation -e '.[bench]', or only {install_command('bench')}"
+    )
 
 
 if __name__ == "__main__":

@@ -204,6 +204,7 @@ COLUMNS: Columns = {
 }
 _EXPOSED = {"sync": "over_no_sync", "ddp": "exposed"}
 LEGEND = (
+    "Hosts are simulated: network namespaces on this machine, with links that are shaped to a rate. "
     "step: median [p10, p90] of the slowest rank. exposed: what it adds to the step without communication. sent: what "
     "a host has to send at least, at the wire's width: 2(n − 1)/n of the gradients, in a reduce-scatter half of that, "
     "in one_shot all of them to each of the n − 1 others. link's limit: that, by the link's rate; TCP cannot do better "
@@ -224,7 +225,7 @@ def _title(record: Record) -> str:
     shared = settings.get("ranks_per_host", 1)
     ranks = f"{settings['backend']} ranks" + (f", {shared} on a host," if shared > 1 else "")
     return (
-        f"{subject}, {settings['world_size']} {ranks} on links of {format_rate(settings['link'])}"
+        f"{subject}, {settings['world_size']} {ranks} on simulated links of {format_rate(settings['link'])}"
         f"{crowded}, {settings['repetitions']} repetitions\n"
         f"{measured_on(record)}"
     )

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.baselines.passes import COPY, PASSES, WIRES, Buffers, is_right
 from benchmarks.harness.collect import Collected, collect
-from benchmarks.harness.options import Device, check_json
-from benchmarks.harness.progress import progress_bars
+from benchmarks.harness.options import Device, check_file
+from benchmarks.harness.progress import named, progress_bars
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
 from benchmarks.harness.timing import rounds
 from benchmarks.report.table import Columns, grouped_by, number, print_tables, spread
@@ -64,7 +64,7 @@ class Options:
         for name in ("sizes", "tensors", "wires"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: choose at least one")
-        check_json(self.json)
+        check_file("json", self.json)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device=cuda: there is no GPU that torch can use; choose cpu")
         for size in self.sizes:
@@ -101,7 +101,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
     device = options.torch_device
     cases = [(size, n, wire) for size in options.sizes for n in options.tensors for wire in options.wires]
     with progress_bars(shown=True) as progress:
-        for size, num_tensors, wire in progress.track(cases, description="pack and unpack"):
+        for size, num_tensors, wire in named(progress, cases, lambda case: "{} in {} tensors, wire {}".format(*case)):
             sets = _input_sets(parse_bytes(size), num_tensors, wire, device, options.seed)
             for name in PASSES:
                 rows.add(measure(name, sets, _settings(size, num_tensors, wire, len(sets), options), device))

@@ -6,7 +6,7 @@ time that is left for computing, and the bytes that a site sends, as its network
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ import fastsync
 from benchmarks.baselines.torchft_diloco import torchft_diloco
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.options import check_names
+from benchmarks.harness.progress import progress_bars, watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment
 from benchmarks.network.launch import measure_over_links
 from benchmarks.report.table import Columns, grouped_by, number, print_tables
@@ -124,10 +125,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure_rank(options: Options, rows: RowFile, rate: int) -> list[str]:
     """Measures all methods as one site, of which rank 0 adds the rows. Returns notes."""
-    with fastsync.distributed.process_group(options.timeout, backend="gloo") as device:
+    with (
+        fastsync.distributed.process_group(options.timeout, backend="gloo") as device,
+        progress_bars(shown=dist.get_rank() == 0) as progress,
+    ):
         alone = 0.0  # seconds of a step; measured first
         for name in (ALONE, *options.methods):
-            seconds, sent, steps = measure(Method(20) if name == ALONE else METHODS[name](), options)
+            watched = partial(watched_rounds, progress=progress, timeout=options.timeout)
+            seconds, sent, steps = measure(name, Method(20) if name == ALONE else METHODS[name](), options, watched)
             totals = torch.tensor([seconds, sent], dtype=torch.float64)
             dist.all_reduce(totals, dist.ReduceOp.MAX)
             a_step, bytes_a_step = (totals / steps).tolist()
@@ -140,8 +145,13 @@ def measure_rank(options: Options, rows: RowFile, rate: int) -> list[str]:
     return [LEGEND]
 
 
-def measure(method: Method, options: Options) -> tuple[float, int, int]:
-    """Returns the seconds and bytes of the slowest site's steps, and how many steps those were."""
+def measure(
+    name: str, method: Method, options: Options, watched: Callable[..., Iterator[int]]
+) -> tuple[float, int, int]:
+    """Returns the seconds and bytes of the slowest site's steps, and how many steps those were.
+
+    ``watched`` counts rounds of steps, as ``watched_rounds`` does.
+    """
     torch.manual_seed(0)
     model = Model(options.numel)
     wrapped = method.wrap(model)
@@ -151,7 +161,7 @@ def measure(method: Method, options: Options) -> tuple[float, int, int]:
     def step() -> None:
         optimizer.zero_grad()
         began = time.perf_counter()
-        loss = wrapped()
+        loss = (1 + dist.get_rank()) * wrapped()  # as if each site had data of its own
         # Before backward: what overlaps with it would have to share the cores.
         time.sleep(max(0.0, options.step_time - (time.perf_counter() - began)))
         loss.backward()
@@ -160,11 +170,11 @@ def measure(method: Method, options: Options) -> tuple[float, int, int]:
             method.after_step(model)
 
     with method.context(model, optimizer):
-        for _ in range(method.every):
+        for _ in watched([range(method.every)], description=f"{name}: steps that are not timed"):
             step()
         dist.barrier()
         began, sent_before = time.perf_counter(), bytes_sent()
-        for _ in range(rounds * method.every):
+        for _ in watched([range(rounds * method.every)], description=f"{name}: timed"):
             step()
         # As many fragments are on their way as when this began.
         return time.perf_counter() - began, bytes_sent() - sent_before, rounds * method.every

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from matplotlib.figure import Figure
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -25,13 +26,17 @@ import fastsync
 from benchmarks.baselines.models import GPT
 from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.options import check_names
+from benchmarks.harness.progress import progress_bars, watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment, read_json
-from benchmarks.report.pictures import COLOURS, MARKERS, STYLE
+from benchmarks.report.looks import looks
+from benchmarks.report.pictures import DPI, SOFT, STYLE, WIDTH
 from benchmarks.report.table import Columns, number, print_tables
 from benchmarks.units import format_rate
 from fastsync.distributed import dist_mean, process_group
 
 CONTEXT, VALIDATED_BATCHES = 64, 16
+TIMEOUT = 600.0
+"""Seconds that a step may take, and that a site waits for the other."""
 EACH_STEP = "each step"
 OUTER: dict[str, dict[str, Any]] = {
     "int8": {},
@@ -88,16 +93,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure_rank(options: Options, rows: RowFile) -> list[str]:
     """Trains in all methods as one of two sites."""
-    with process_group(600, backend="gloo") as device:
-        sites = Sites(options)
+    with process_group(TIMEOUT, backend="gloo") as device, progress_bars(shown=dist.get_rank() == 0) as progress:
+        sites = Sites(options, progress)
         for seed in options.seeds:
             begun = {"scratch": sites.begin(seed), "warm": sites.begin(seed)}
             if "warm" in options.starts:
-                sites.train(*begun["warm"], EACH_STEP, options.warm_steps, seed)
+                sites.train(*begun["warm"], EACH_STEP, options.warm_steps, seed, f"seed {seed}, warm-up")
             for start in options.starts:
                 for method in (EACH_STEP, *options.methods):
                     model, optimizer = copy.deepcopy(begun[start])
-                    losses = sites.train(model, optimizer, method, options.steps, seed + 100)
+                    what = f"seed {seed}, {start}, {method}"
+                    losses = sites.train(model, optimizer, method, options.steps, seed + 100, what)
                     if dist.get_rank() == 0:
                         numbers = {name: value for name, value in vars(options).items() if type(value) in (int, float)}
                         settings = numbers | {"seed": seed, "start": start}
@@ -108,20 +114,23 @@ def measure_rank(options: Options, rows: RowFile) -> list[str]:
 class Sites:
     """The text, and training on it as one of two sites."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, progress: Progress) -> None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
         self._unseen, *parts = text.split(-(-len(text) // 3))
         self._part = parts[dist.get_rank()]
         self._options = options
+        self._progress = progress
 
     def begin(self, seed: int) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(seed)
         model = GPT(256, CONTEXT, num_layers=4, width=192, num_heads=6)
         return model, AdamW(model.parameters(), lr=self._options.learning_rate)
 
-    def train(self, model: nn.Module, optimizer: Optimizer, method: str, steps: int, seed: int) -> dict[str, float]:
-        """Returns the sites' mean loss on unseen text after so many steps."""
+    def train(
+        self, model: nn.Module, optimizer: Optimizer, method: str, steps: int, seed: int, what: str
+    ) -> dict[str, float]:
+        """Returns the sites' mean loss on unseen text after so many steps. Progress calls it ``what``."""
         generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
         context: AbstractContextManager[object] = nullcontext()
         if method == EACH_STEP:
@@ -131,7 +140,7 @@ class Sites:
             context = fastsync.DiLoCo(model, optimizer, sync_every=int(every), **OUTER[outer])
         losses = {}
         with context:
-            for step in range(1, steps + 1):
+            for step in watched_rounds([range(1, steps + 1)], self._progress, what, TIMEOUT):
                 optimizer.zero_grad()
                 model(*self._batch(self._part, generator)).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -174,22 +183,31 @@ TIMED = {EACH_STEP: "ddp", "int8": "fastsync.DiLoCo/int8+ef, H=50", "topk": "fas
 def draw(losses: Sequence[Record], links: Sequence[Record], path: Path) -> None:
     """Draws the mean loss of all seeds over the time that steps take on each link, from the warm start."""
     warm = [record for record in losses if record.settings["start"] == "warm"]
+    rates = sorted({record.settings["link"] for record in links}, reverse=True)
     with mpl.rc_context(STYLE):
-        figure = Figure((9, 4.2))
-        rates = sorted({record.settings["link"] for record in links}, reverse=True)
-        for axes, rate in zip(figure.subplots(1, len(rates), sharey=True, squeeze=False).flat, rates, strict=True):
+        figure = Figure((WIDTH, 1.4 + 2.4 * len(rates)))
+        panels = figure.subplots(len(rates), 1, sharex=True, squeeze=False).flat
+        for axes, rate in zip(panels, rates, strict=True):
             timed = {record.method: record for record in links if record.settings["link"] == rate}
-            methods = dict.fromkeys(each.method for each in warm)
-            for method, colour, marker in zip(methods, COLOURS, MARKERS, strict=False):
+            for method, look in looks(each.method for each in warm).items():
                 of_method = [record.figures for record in warm if record.method == method]
                 minutes = [int(step) * seconds_a_step(method, timed) / 60 for step in of_method[0]]
                 means = [sum(figures[step] for figures in of_method) / len(of_method) for step in of_method[0]]
-                axes.plot(minutes, means, color=colour, marker=marker, markersize=4, label=method)
-            axes.set(xscale="log", xlabel="minutes", title=format_rate(rate))
+                axes.plot(minutes, means, markersize=5, label=method, **look.line)
+            axes.set(xscale="log", ylabel="loss, nats a byte")
+            axes.set_title(f"simulated link of {format_rate(rate)}", loc="left", fontsize=11)
+            axes.xaxis.set_major_formatter("{x:g}")
             axes.grid(visible=True)
-        figure.axes[0].set_ylabel("loss, nats a byte")
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
-        figure.savefig(path, dpi=110)
+        figure.axes[-1].set_xlabel("minutes")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
+        figure.supxlabel(CAPTION, x=0.01, ha="left", fontsize=9, color=SOFT)
+        figure.savefig(path, dpi=DPI)
+
+
+CAPTION = (
+    "Sites are network namespaces of one machine. Losses are those of\n"
+    "trainings; minutes are steps by what a step takes on the link."
+)
 
 
 def seconds_a_step(method: str, timed: Mapping[str, Record]) -> float:

@@ -14,13 +14,12 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from rich.progress import TaskID
 
 from benchmarks.baselines.trainers import run_alone
 from benchmarks.baselines.training import Outcome, Training
 from benchmarks.harness.collect import Collected, collect, termination_raises
-from benchmarks.harness.options import check_device, check_json, check_positive, places
-from benchmarks.harness.progress import progress_bars
+from benchmarks.harness.options import check_device, check_file, check_positive, places
+from benchmarks.harness.progress import named, progress_bars
 from benchmarks.harness.records import Record, RowFile, environment
 from benchmarks.report.table import OVERSUBSCRIBED, Columns, grouped_by, measured_on, number, print_tables
 from fastsync._checks import check_at_least
@@ -94,7 +93,7 @@ class Options:
             raise ValueError(f"hyperparameters: choose at least one of {', '.join(HYPERPARAMETERS)}")
         check_positive(self, "timeout")
         check_at_least(self, nproc=1, total_steps=1, repetitions=1)
-        check_json(self.json)
+        check_file("json", self.json)
         if self.num_envs and self.env != CARTPOLE:
             raise ValueError(f"num_envs are scaled for {CARTPOLE}: leave them out, or env={self.env!r}")
         if any(number < 1 for number in self.num_envs):
@@ -130,14 +129,13 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
     with progress_bars(shown=True) as progress:
         for name, base in options.sets().items():
             methods = dict(methods_of(base, options))
-            task = progress.add_task(f"hyperparameters of {name}", total=len(methods) * options.repetitions)
             outcomes: dict[str, list[Outcome]] = {}
-            for repetition in range(options.repetitions):
-                for method, (trainer, training) in methods.items():
-                    seeded = replace(training, seed=1 + repetition)
-                    outcomes.setdefault(method, []).append(run_alone(trainer, seeded, timeout=options.timeout))
-                    rows.replace([*done, *records_of(name, methods, outcomes, where)])
-                    progress.update(TaskID(task), advance=1, refresh=True)
+            turns = [(name, seed, method) for seed in range(1, options.repetitions + 1) for method in methods]
+            for _, seed, method in named(progress, turns, lambda turn: "{}, seed {}: {}".format(*turn)):
+                trainer, training = methods[method]
+                seeded = replace(training, seed=seed)
+                outcomes.setdefault(method, []).append(run_alone(trainer, seeded, timeout=options.timeout))
+                rows.replace([*done, *records_of(name, methods, outcomes, where)])
             done += records_of(name, methods, outcomes, where)
     return [] if importlib.util.find_spec("stable_baselines3") else ["Stable-Baselines3 is left out: not installed"]
 

@@ -27,9 +27,10 @@ import tyro
 
 from benchmarks.baselines import compressions
 from benchmarks.baselines.compressions import WIRE_BYTES
-from benchmarks.harness.options import check_positive
+from benchmarks.harness.options import check_file, check_positive
 from benchmarks.harness.records import Record, read_json
-from benchmarks.report.table import OVERSUBSCRIBED, Table, grouped_by, milliseconds, print_lines, print_table
+from benchmarks.report.prediction import FITTED, Measured, Prediction, draw, duration, sentences, what_it_does_not_know
+from benchmarks.report.table import OVERSUBSCRIBED, grouped_by, make_table, milliseconds, print_lines, print_table
 from benchmarks.units import format_rate, parse_rate
 
 ROUTES: Mapping[str, Callable[[int], tuple[float, float]]] = {
@@ -70,11 +71,14 @@ class Options:
     """Of the link, such as 1gbit 25gbit, in place of the fitted one: compression pays where its row is ahead."""
     bucket_mb: float = 25.0
     """MiB of gradients that travel together; as many buckets overlap with backward."""
+    picture: Path = Path("prediction.png")
+    """File to draw the efficiencies into, beside those of measured syncs."""
 
     def __post_init__(self) -> None:
         if not self.rows or not self.compression or not self.world_sizes:
             raise ValueError("rows, compression and world_sizes: choose at least one of each")
         check_positive(self, "bucket_mb", "numel", "compute_time")
+        check_file("picture", self.picture)
         if min(self.world_sizes) < 2:
             raise ValueError(f"world_sizes: {min(self.world_sizes)} must be 2 or more; one rank sends nothing")
         for rate in self.bandwidth:
@@ -98,6 +102,11 @@ class Job(NamedTuple):
     numel: int
     compute: float
     num_buckets: int
+
+    @property
+    def in_bucket(self) -> float:
+        """Values."""
+        return self.numel / self.num_buckets
 
 
 @dataclass(frozen=True)
@@ -152,10 +161,9 @@ class CostModel:
         Equal buckets get ready at equal distances during backward and travel one after the other. The first one's
         compute and the last one's communication hide nothing, and the host's work never hides.
         """
-        in_bucket = job.numel / job.num_buckets
-        link = slower * self.link_time(method, in_bucket, num_ranks, per_byte)
+        link = slower * self.link_time(method, job.in_bucket, num_ranks, per_byte)
         hidden = job.compute * BACKWARD_SHARE * (1 - 1 / job.num_buckets)
-        host = job.num_buckets * slower * self.host_time(method, in_bucket)
+        host = job.num_buckets * slower * self.host_time(method, job.in_bucket)
         return max(link, job.num_buckets * link - hidden) + host
 
 
@@ -173,7 +181,9 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"python -m benchmarks predict: {error}", file=sys.stderr)
         return 2
-    report(options, model, left_out, list(predict(options, model, points, left_out)))
+    predictions = list(predict(options, model, points, left_out))
+    report(options, model, left_out, predictions)
+    explain(options, model, points, predictions)
     if any(row.settings.get(OVERSUBSCRIBED) for row in rows):
         print_lines(["OVERSUBSCRIBED: some of the rows are of more ranks than cores."])
     return 0
@@ -268,27 +278,46 @@ def worst_near(left_out: Sequence[tuple[int, float]], numel: float) -> float:
 
 def predict(
     options: Options, model: CostModel, points: Sequence[Point], left_out: Sequence[tuple[int, float]]
-) -> Iterator[Sequence[str]]:
-    """Lines of the table: one for each bandwidth, method and number of ranks."""
+) -> Iterator[Prediction]:
+    """One for each bandwidth, method and number of ranks."""
     job, most_ranks = options.job, max(point.num_ranks for point in points)
-    in_bucket, numels = job.numel / job.num_buckets, [point.numel for point in points]
-    worst = worst_near(left_out, in_bucket)
+    numels = [point.numel for point in points]
+    worst = worst_near(left_out, job.in_bucket)
     sizes = sorted(set(options.world_sizes))
     for rate, method, num_ranks in product(options.bandwidth or [None], options.methods, sizes):
         per_byte = None if rate is None else 8 / parse_rate(rate)
         factors = (1.0, 1 / max(1 - worst, 1e-9), 1 / (1 + worst))
-        exposed = [model.exposed_time(method, job, num_ranks, per_byte, slower) for slower in factors]
-        efficiency, low, high = (f"{job.compute / (job.compute + seconds):.1%}" for seconds in exposed)
-        measured = num_ranks <= most_ranks and min(numels) <= in_bucket <= max(numels) and rate is None
-        ranks = f"{num_ranks}{'' if measured else '*'}"
-        yield method, rate or "as fitted", ranks, milliseconds(exposed[0]), efficiency, f"[{low}, {high}]"
+        expected, slower, faster = (model.exposed_time(method, job, num_ranks, per_byte, each) for each in factors)
+        measured = num_ranks <= most_ranks and min(numels) <= job.in_bucket <= max(numels) and rate is None
+        exposed = (expected, slower, faster)
+        yield Prediction(method, rate or FITTED, num_ranks, job.compute, exposed, measured)
 
 
-HEADINGS = ("method", "link", "ranks", "exposed, ms", "efficiency", "with the worst error")
+def measured_points(options: Options, model: CostModel, points: Sequence[Point]) -> tuple[int, Measured]:
+    """The measured number of values nearest to a bucket's, and the efficiencies if syncs take as long as those did."""
+    job = options.job
+    nearest = min((point.numel for point in points), key=lambda numel: abs(math.log(numel / job.in_bucket)))
+    found: dict[str, list[tuple[int, float]]] = {}
+    for point in sorted(points, key=lambda point: point.num_ranks):
+        if point.numel == nearest:
+            slower = point.seconds / model.sync_time(point.method, point.numel, point.num_ranks, point.burst)
+            exposed = model.exposed_time(point.method, job, point.num_ranks, slower=slower)
+            found.setdefault(point.method, []).append((point.num_ranks, job.compute / (job.compute + exposed)))
+    return nearest, found
+
+
+COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
+    "method": lambda each: each.method,
+    "link": lambda each: each.link,
+    "ranks": lambda each: f"{each.num_ranks}{'' if each.is_measured else '*'}",
+    "exposed, ms": lambda each: milliseconds(each.exposed[0]),
+    "efficiency": lambda each: f"{each.efficiencies[0]:.1%}",
+    "with the worst error": lambda each: "[{:.1%}, {:.1%}]".format(*each.efficiencies[1:]),
+}
 
 
 def report(
-    options: Options, model: CostModel, left_out: Sequence[tuple[int, float]], predictions: Sequence[Sequence[str]]
+    options: Options, model: CostModel, left_out: Sequence[tuple[int, float]], predictions: Sequence[Prediction]
 ) -> None:
     """Prints the parameters, how far they can be trusted, the predictions and what is assumed."""
     job = options.job
@@ -298,14 +327,34 @@ def report(
         errors = [error for _, error in of_size]
         trust = f"median {median(errors):.1%}, worst {max(errors):.1%} of {len(errors)}"
         print_lines([f"  {of_size[0][0]:>12,} values: {trust}"])
-    title = f"{job.numel:,} parameters, {job.compute * 1e3:.3g} ms of compute a step and rank"
-    print_table(title, Table(HEADINGS, predictions))
-    print_lines([ASSUMED.format(num_buckets=job.num_buckets, share=BACKWARD_SHARE)])
+    title = f"{job.numel:,} parameters, {duration(job.compute)} of compute a step and rank"
+    print_table(title, make_table(COLUMNS, predictions))
+    print_lines(["*: beyond measured ranks or bytes, or over another link. The error was seen elsewhere."])
+
+
+def explain(options: Options, model: CostModel, points: Sequence[Point], predictions: Sequence[Prediction]) -> None:
+    """Says what was predicted and what was not known, and draws it beside what was measured."""
+    job, most_ranks = options.job, max(point.num_ranks for point in points)
+    print_lines(
+        [
+            *sentences(predictions, most_ranks),
+            ASSUMED.format(num_buckets=job.num_buckets, share=BACKWARD_SHARE),
+            *what_it_does_not_know(job.compute),
+        ]
+    )
+    nearest, measured = measured_points(options, model, points)
+    caption = ["Lines are predicted, in bands of the worst error; grey: never measured."]
+    if not options.bandwidth:
+        caption += [
+            f"Large points have the measured time of a sync of {nearest:,} values,",
+            f"in place of the model's. A bucket has {job.in_bucket:,.0f}.",
+        ]
+    draw(predictions, most_ranks, measured, caption, options.picture)
+    print_lines([f"Picture: {options.picture}"])
 
 
 TRUST = "How far to trust it: the error of rows that a fit had not seen."
 ASSUMED = (
-    "Assumed: {num_buckets} equal buckets, each sent behind the one before while backward, {share:.0%} of the compute, "
-    "goes on; a ring where the process group adds; an idle link. *: beyond measured ranks or bytes, or over another "
-    "link: the error was seen elsewhere."
+    "It assumes {num_buckets} equal buckets. Each is sent after the one before it, while backward goes on, which is "
+    "{share:.0%} of the compute. Where the process group adds, it is a ring."
 )

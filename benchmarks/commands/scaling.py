@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
+from rich.progress import Progress
 
 from benchmarks.baselines.methods import SYNCHRONISED, left_out
 from benchmarks.baselines.models import TRAININGS, Scale
@@ -27,7 +28,7 @@ from benchmarks.baselines.training_steps import NO_DDP
 from benchmarks.harness.collect import ENDINGS, ending
 from benchmarks.harness.measure import Measurement, all_gather, measure_training, overhead
 from benchmarks.harness.options import Device, Methods, check_device, check_names, check_positive, check_warmup, places
-from benchmarks.harness.progress import progress_bars
+from benchmarks.harness.progress import announce, progress_bars
 from benchmarks.harness.records import Record, RowFile, read_json
 from benchmarks.harness.timing import TIMEOUT, Sampling
 from benchmarks.report.efficiency import points
@@ -36,6 +37,7 @@ from benchmarks.report.scaling import scaling_document
 from benchmarks.report.table import OVERSUBSCRIBED, print_lines, print_table
 from fastsync._checks import check_at_least
 from fastsync.distributed import process_group
+from fastsync.launch.environment import this_rank
 from fastsync.launch.torchrun import launch_ranks
 
 WorldSizes = Annotated[
@@ -131,7 +133,7 @@ class Options:
 
 def is_rank() -> bool:
     """Whether a launcher has started this process, as one of several."""
-    return "RANK" in os.environ
+    return this_rank().launcher is not None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -155,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
             return 2
     elif is_rank():
         records = measure_rank(options, 0)
-        if os.environ["RANK"] != "0":
+        if this_rank().rank != 0:
             return int(not all(record.correct for record in records))
     else:
         options.report.mkdir(parents=True, exist_ok=True)
@@ -178,34 +180,31 @@ def launch_all(options: Options, rows: RowFile) -> None:
     """Launches all world sizes, in turns, so that what drifts meets all of them."""
     sizes = sorted(set(options.world_sizes))
     order = [(repetition, size) for repetition in range(options.repetitions) for size in sizes]
-    with progress_bars(shown=True) as progress:
-        task = progress.add_task("", total=len(order))
-        for repetition, size in order:
-            what = f"{size} rank{'s' if size > 1 else ''}, launch {repetition + 1} of {options.repetitions}"
-            progress.update(task, description=what, refresh=True)
-            rows.add(launch_ranks(measure_rank, size, options, repetition, stop_timeout=STOPPING)[0])
-            progress.update(task, advance=1, refresh=True)
+    for number, (repetition, size) in enumerate(order, 1):
+        announce(f"[launch {number} of {len(order)}] starting {size} rank{'s' if size > 1 else ''}")
+        rows.add(launch_ranks(measure_rank, size, options, repetition, stop_timeout=STOPPING)[0])
 
 
 def measure_rank(options: Options, launch: int) -> list[Record]:
     """Measures as one rank of a launch. Every rank returns the same rows."""
     with process_group(options.step_timeout) as device:
-        own = int(os.environ["LOCAL_WORLD_SIZE"])
+        own = this_rank().local_world_size or dist.get_world_size()
         settings = {
             "scaling": "strong" if options.strong else "weak",
-            "nodes": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+            "nodes": int(os.environ.get("GROUP_WORLD_SIZE", dist.get_world_size() // own)),
             "launch": launch,
         }
         if any(all_gather(own > places(own, cpu=device.type == "cpu"))):
             settings[OVERSUBSCRIBED] = True
-        records = train(options, launch, device)
+        with progress_bars(shown=dist.get_rank() == 0) as progress:
+            records = train(options, launch, device, progress)
         return [replace(record, settings={**record.settings, **settings}) for record in records]
 
 
-def train(options: Options, launch: int, device: torch.device) -> list[Record]:
+def train(options: Options, launch: int, device: torch.device, progress: Progress) -> list[Record]:
     """A row for the step without communication and for each method."""
     steps = options.steps or TRAININGS[options.model][options.scale].repetitions
-    sampling = Sampling(options.warmup, steps, options.seed + launch, options.step_timeout, device)
+    sampling = Sampling(options.warmup, steps, options.seed + launch, options.step_timeout, device, progress)
 
     def figures(of_rank: Sequence[Mapping[str, Measurement]], *_: object) -> dict[str, float | None]:
         return {**compute_figures([rank[NO_DDP].samples for rank in of_rank]), "overhead": overhead(of_rank)}

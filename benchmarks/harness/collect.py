@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from benchmarks.harness.progress import announce
 from benchmarks.harness.records import Record, RowFile
 from fastsync.launch.signals import handling
 from fastsync.launch.torchrun import launch_ranks
@@ -44,12 +45,18 @@ class Collected:
     """Exit status: 0, 1 if a result is wrong or a rank has failed, 130 after Ctrl-C, 143 after SIGTERM."""
 
 
+def start_ranks(function: Callable[..., Any], nproc: int, *arguments: Any) -> list[Any]:
+    """Calls a function on ranks of this machine, and says so before they start, which takes seconds."""
+    announce(f"starting {nproc} rank{'s' if nproc > 1 else ''}")
+    return launch_ranks(function, nproc, *arguments)
+
+
 def collect(
     measure: Callable[[Any, RowFile], list[str]],
     nproc: int,
     options: Any,
     json: Path | None,
-    launch: Callable[..., list[Any]] = launch_ranks,
+    launch: Callable[..., list[Any]] = start_ranks,
 ) -> Collected:
     """Calls ``measure(options, rows)`` on ``nproc`` ranks and returns the rows that rank 0 has added, and its notes.
 

@@ -57,7 +57,7 @@ class RankOptions:
         check_at_least(self, nproc=1, repetitions=1)
         check_warmup(self.warmup)
         check_positive(self, "timeout")
-        check_json(self.json)
+        check_file("json", self.json)
         check_device(self.device, self.nproc, self.oversubscribe, self.share_gpus)
 
     def sampling(self, repetitions: int, device: torch.device, progress: Progress) -> Sampling:
@@ -140,7 +140,7 @@ def check_warmup(warmup: int) -> None:
         raise ValueError(f"warmup={warmup} must be at least {MIN_WARMUP}: DDP and PowerSGD start up that long")
 
 
-def check_json(path: Path | None) -> None:
+def check_file(option: str, path: Path | None) -> None:
     """Refuses a file of a folder that does not exist."""
     if path is not None and not path.parent.is_dir():
-        raise ValueError(f"json={path}: there is no folder {path.parent}")
+        raise ValueError(f"{option}={path}: there is no folder {path.parent}")

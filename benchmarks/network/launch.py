@@ -4,14 +4,16 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from benchmarks.harness.collect import Collected, collect, ending, termination_raises
+from benchmarks.harness.progress import announce
 from benchmarks.harness.records import RowFile
 from benchmarks.network.namespaces import Network, NetworkError, why_not
+from benchmarks.units import format_rate
 from fastsync.launch.torchrun import launch_ranks
 
 MASTER_PORT = 29500
@@ -27,7 +29,7 @@ def measure_over_links(
     prog: str,
     measure: Callable[[Any, RowFile, int], list[str]],
     options: Any,
-    networks: Iterable[tuple[int, int]],
+    networks: Sequence[tuple[int, int]],
     ranks_per_host: int,
     report: Callable[[Collected], None],
 ) -> int:
@@ -41,7 +43,9 @@ def measure_over_links(
     def launch(measure: Callable[..., list[str]], nproc: int, options: Any, rows: RowFile) -> list[list[str]]:
         del nproc
         notes: list[list[str]] = []
-        for hosts, rate in networks:
+        for number, (hosts, rate) in enumerate(networks, 1):
+            ranks = f"{hosts * ranks_per_host} ranks on {hosts} simulated hosts"
+            announce(f"[network {number} of {len(networks)}] {ranks}, links of {format_rate(rate)}: starting")
             with Network(hosts, rate) as network:
                 try:
                     notes = run_in_namespaces(network, ranks_per_host, measure, options, rows, rate)

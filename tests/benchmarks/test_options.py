@@ -29,6 +29,7 @@ REFUSED = {
     "link --ranks-per-host 3": "ranks_per_host=3 must divide ranks=4",
     "ppo --nproc 4": "4 ranks: this machine has 2 cores",
     "predict FILE --world-sizes 1": "1 must be 2 or more",
+    "predict FILE --picture nowhere/picture.png": "there is no folder nowhere",
 }
 
 
@@ -49,5 +50,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
-    with pytest.raises(SystemExit, match=r"^benchmarks need tyro: pip install jinja2 matplotlib .* tyro$"):
+    commands = r"pip install --no-build-isolation -e '\.\[bench\]', or only pip install jinja2 .* tyro"
+    said = f"^benchmarks need tyro, which the extra bench brings: in this folder run {commands}$"
+    with pytest.raises(SystemExit, match=said):
         main(["sync"])

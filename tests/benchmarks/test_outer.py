@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,17 @@ import pytest
 from benchmarks.commands import outer, outer_loss
 from benchmarks.harness.records import Record, RowFile, read_json
 from tests.benchmarks.rows import WHERE
+from tests.forked import Command
+
+
+def run(main: Callable[[Sequence[str]], int], folder: Path, *words: str) -> str:
+    """Runs a command, and returns what it says on standard error."""
+    command = Command(main, folder, *words)
+    try:
+        assert command.wait(150) == 0, command.err
+    finally:
+        command.kill()
+    return command.err
 
 
 @pytest.mark.usefixtures("namespaces")
@@ -16,15 +28,18 @@ def test_outer_steps_send_less_than_steps(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     options = ["--rate", "1gbit", "--sites", "2", "--numel", "200000", "--rounds", "1", "--step-time", "0.001"]
     methods = ["ddp", "fastsync.DiLoCo/int8+ef, H=50", "fastsync.DiLoCo/topk, H=30"]
-    assert outer.main([*options, "--methods", *methods, "--json", str(path)]) == 0
+    said = run(outer.main, tmp_path, *options, "--methods", *methods, "--json", str(path))
     sent = {record.method: record.figures["bytes_a_step"] for record in read_json(path)}
     assert sent[methods[2]] < sent[methods[1]] < sent[methods[0]] / 50
+    assert "[network 1 of 1] 2 ranks on 2 simulated hosts, links of 1 Gbit/s: starting" in said
+    assert "[0 of 4] ddp: timed" in said
+    assert "same gradients" not in said  # which would be a warning that ranks train on the same data
 
 
 def test_losses_are_shown_and_drawn_over_the_time_of_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, links, picture = tmp_path / "rows.json", tmp_path / "links.json", tmp_path / "loss.png"
     options = ["--steps", "4", "--warm-steps", "1", "--validate-every", "2", "--batch", "1", "--methods", "int8/2"]
-    assert outer_loss.main([*options, "--seeds", "0", "--starts", "warm", "--json", str(rows)]) == 0
+    run(outer_loss.main, tmp_path, *options, "--seeds", "0", "--starts", "warm", "--json", str(rows))
     assert [record.method for record in read_json(rows)] == ["each step", "int8/2"]
     settings = {"link": 10**8, "step_time": 0.1}
     timed = [

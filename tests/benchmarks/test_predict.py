@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.commands.predict import CostModel, Point, fit, leave_out
+from benchmarks.commands.predict import CostModel, Options, Point, fit, leave_out, measured_points
 from benchmarks.harness.records import Record, RowFile
 
 NUMELS = (1_000, 16_000, 250_000, 1_000_000, 4_000_000)
@@ -37,6 +38,12 @@ def made_rows(world_sizes: tuple[int, ...] = (2, 4, 8), slower_at_8: float = 1.0
 
 def predict(*arguments: str | Path) -> int:
     return main(["predict", *map(str, arguments), "--compression", "none", "fp16", "int8"])
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -76,6 +83,35 @@ def test_figures_come_with_the_error_of_unseen_rows(tmp_path: Path, capsys: pyte
         if ranks == "8":  # measured 1.25 times as slow as the other world sizes foretell
             measured = 0.1 / (0.1 + 1.25 * MODEL.sync_time(method, 1_000_000, 8))
             assert low <= measured <= high
+
+
+def test_it_says_in_sentences_what_it_means_and_draws_it(rows: Path, capsys: pytest.CaptureFixture[str]):
+    job = ("--numel", "1000000", "--bucket-mb", "4", "--compute-time", "0.1", "--world-sizes", "2", "4", "64")
+    assert predict(rows, *job) == 0
+    said = capsys.readouterr().out
+    exposed = 1e3 * MODEL.sync_time(INT8, 1_000_000, 4)
+    assert f"With 4 ranks over the measured link a step with {INT8} takes about {100 + exposed:.0f} ms," in said
+    assert f" {exposed:.0f} ms of it exposed communication." in said
+    assert f"Efficiency is {100 / (100 + exposed):.1%}, and between" in said
+    assert "No row has more than 8 ranks, so for 64 this is a guess from fewer." in said
+    assert "It does not know your step: that one computes for 100 ms is given, not measured." in said
+    assert "Picture: prediction.png" in said
+    assert Path("prediction.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_measured_points_are_those_of_the_rows():
+    """Where the model is exact, it goes through them, and where syncs were slower, they are below it."""
+    options = Options((Path("rows.json"),), numel=1_000_000, compute_time=0.1, bucket_mb=4)
+    slow = [replace(point, seconds=2 * point.seconds) if point.num_ranks == 4 else point for point in made_points()]
+    nearest, measured = measured_points(options, MODEL, slow)
+    assert nearest == 1_000_000
+    for method in METHODS:
+        times = [1, 2, 1]  # of 2, 4 and 8 ranks
+        expected = [
+            (ranks, 0.1 / (0.1 + many * MODEL.sync_time(method, 1_000_000, ranks)))
+            for ranks, many in zip((2, 4, 8), times, strict=True)
+        ]
+        assert measured[method] == [(ranks, pytest.approx(efficiency)) for ranks, efficiency in expected]
 
 
 def test_another_link_tells_where_compression_pays(rows: Path, capsys: pytest.CaptureFixture[str]):

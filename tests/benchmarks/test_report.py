@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.harness.records import RowFile, read_json
+from benchmarks.commands import headline
+from benchmarks.harness.records import Record, RowFile, read_json
+from benchmarks.report.looks import LOOKS, OTHERS, looks
 from benchmarks.report.page import Document, to_html
 from benchmarks.report.scaling import scaling_document
 from tests.benchmarks.rows import scaling_rows, step_row
@@ -63,9 +66,42 @@ def test_a_report_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_headline_is_drawn_from_kept_rows(tmp_path: Path):
     rows = [str(path) for path in RESULTS if "headline" in path.name]
-    titles = [f"panel {number}" for number in range(len(rows))]
-    assert main(["headline", *rows, "--titles", *titles, "--picture", str(tmp_path / "picture.png")]) == 0
+    assert main(["headline", *rows, "--picture", str(tmp_path / "picture.png")]) == 0
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_headline_says_what_was_simulated():
+    settings = {"world_size": 4, "link": 10**9, "ranks_per_host": 2, "numel": 12_595_200}
+    assert headline.title({"world_size": 2}) == "One host: 2 ranks"
+    assert headline.title(settings) == "2 simulated hosts, 2 ranks each, 1 Gbit/s"
+    said = headline.caption(Record("sync", "ddp", settings, {}, True, [1.0], {"cores": 2}))
+    assert "12.6 M float32 parameters, 2 cores" in said
+    assert "Simulated: network namespaces on this machine" in said
+
+
+def test_the_headline_refuses_rows_of_other_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    RowFile(tmp_path / "rows.json").add(scaling_rows())
+    assert main(["headline", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "picture.png")]) == 2
+    assert "rows.json has no rows of fastsync.attach/int8+ef, fastsync.attach/none" in capsys.readouterr().err
+    assert not (tmp_path / "picture.png").exists()
+
+
+def test_each_method_has_a_look_of_its_own_in_all_pictures():
+    for part in ("colour", "marker", "hatch", "dashes"):
+        of_all = [getattr(look, part) for look in {*LOOKS.values(), *OTHERS}]
+        assert len(set(of_all)) >= (len(of_all) if part in ("colour", "marker") else len(set(LOOKS.values())))
+    known, unknown = "fastsync.attach/fp16", "fastsync.attach/int8+two_shot"
+    assert looks([unknown, known])[known] == looks([known])[known] == LOOKS[known]
+    assert looks([unknown, known])[unknown] not in LOOKS.values()
+    assert LOOKS["fastsync.register_comm_hook/none"].colour != LOOKS["ddp"].colour
+
+
+def test_pictures_of_a_report_are_as_narrow_as_a_phone():
+    """390 points, so that 11 of text are 11 of a phone's."""
+    document = scaling_document(scaling_rows(), "command")
+    for section in document.sections:
+        assert float(re.search(r'width="([\d.]+)pt"', section.picture.svg)[1]) <= 390
+    assert "min-width" not in to_html(document)
 
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*.json"))
