@@ -104,7 +104,14 @@ def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_not_sharded(named: Mapping[str, Tensor], argument: str) -> None:
+_OF_SHARDED = (
+    "Use fastsync.register_reduce_scatter for models under fully_shard. After tensor parallelism call fully_shard with "
+    "the data-parallel dimension of the mesh first, or, for whole replicas, with one of a single rank, and "
+    "fastsync.register_all_reduce_hook"
+)
+
+
+def check_not_sharded(named: Mapping[str, Tensor], argument: str, way_out: str = _OF_SHARDED) -> None:
     """Raises ValueError for parameters of which this rank holds a part only, or might."""
     for name, parameter in named.items():
         # FullyShardedDataParallel's: a flat parameter, or a view of one in the original's place.
@@ -115,9 +122,7 @@ def check_not_sharded(named: Mapping[str, Tensor], argument: str) -> None:
             kind = "sharded by FullyShardedDataParallel" if is_fsdp1 else f"a {type(parameter).__name__}"
             raise ValueError(
                 f"{argument}: parameter {name} is {kind}, and this handles plain tensors that every rank holds whole. "
-                "Use fastsync.register_reduce_scatter for models under fully_shard. After tensor parallelism call "
-                "fully_shard with the data-parallel dimension of the mesh first, or, for whole replicas, with one of a "
-                "single rank, and fastsync.register_all_reduce_hook"
+                f"{way_out}"
             )
 
 
@@ -139,10 +144,10 @@ def check_at_least(options: Any, **least: int) -> None:
             raise ValueError(f"{name}={value} must be at least {lowest}")
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:
     """Asks, at the end of a sentence, for the names most like this one; empty if none is like it."""
     known = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), known, cutoff=cutoff)
     return f"; did you mean {' or '.join(known[found] for found in near)}?" if near else ""
 
 

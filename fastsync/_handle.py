@@ -303,6 +303,12 @@ def check_free(named: Mapping[str, Tensor], argument: str) -> None:
                 raise ValueError(f"{argument}: parameter {name} is averaged already, {handle._taken_by}")
 
 
+def groups_of(parameters: Iterable[Tensor]) -> set[dist.ProcessGroup]:
+    """Returns the groups over which handles in use average gradients of these parameters."""
+    ids = set(map(id, parameters))
+    return {handle._group for handle in _clippable() if any(id(each) in ids for each in handle.taken())}
+
+
 def handles_of(module: nn.Module) -> list[GradientHandle]:
     """Returns the handles that ``begin_use`` was called with for this module."""
     with _lock:

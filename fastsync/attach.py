@@ -18,7 +18,8 @@ from . import _C
 from ._checks import have_a_stage, named_parameters, resolve_group, with_gradients
 from ._handle import NOBODY, ClippableHandle, begin_use, check_free, end_use
 from .compression import AnyCompression
-from .distributed import as_bytes, broadcast_tensors
+from .distributed import as_bytes
+from .sync_weights import broadcast_named
 
 BUCKET_CAP_MB = 25.0
 LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
@@ -243,15 +244,10 @@ class GradientSynchronizer(ClippableHandle):
     def _init_sync(self, root: int = 0) -> None:
         """Gives all ranks of the group the parameters and buffers of one. Every rank must call it."""
         self._engine.agree()
-        others = {f"parameter {name}": p for name, p in self._without_gradients.items()}
+        named = {f"parameter {name}": p for name, p in (self._named | self._without_gradients).items()}
         if self._buffers is not None:
-            others |= {f"buffer {name}": buffer for name, buffer in self._buffers.named().items()}
-        lines = [
-            f"{name} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"
-            for name, tensor in others.items()
-        ]
-        _C.check_agreement(self._group, "\n".join(lines), next(iter(self._named.values())).device)
-        broadcast_tensors([*self._named.values(), *others.values()], self._group, root)
+            named |= {f"buffer {name}": buffer for name, buffer in self._buffers.named().items()}
+        broadcast_named(named, self._group, root)
 
     def _keep(self, owner: nn.Module | None) -> None:
         """Stays attached from now on, for as long as the owner lives; without one until ``detach``."""
@@ -350,8 +346,8 @@ def attach(
 
     Args:
         module_or_params: a model, which stays attached as long as it lives, or some parameters, until ``detach()``.
-        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), ``"auto"``, which measures the
-            group and chooses, or a ``Compression`` or an ``Auto``.
+        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), such a wire with error
+            feedback (``"int8+ef"``), or ``"auto"``, which measures the group and chooses. See ``AnyCompression``.
         bucket_cap_mb: how large a bucket gets, in MiB. Smaller ones start earlier and cost more latency.
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group.
         overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.

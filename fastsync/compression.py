@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -17,15 +17,13 @@ BLOCKS: tuple[Wire, ...] = ("int8", "int4")
 LOSSIER: tuple[Wire, ...] = ("int8",)
 """Wires that are chosen only where they are allowed."""
 
-_EXPECTED = f"{', '.join(map(repr, (*get_args(Wire), 'auto')))}, a Compression or an Auto"
-
 
 @dataclass(frozen=True)
 class Compression:
     """Says in which form gradients travel between the ranks, and who adds them up.
 
-    Wherever fastsync takes a ``compression``, the name of a wire stands for the Compression with that wire: ``"fp16"``
-    for ``Compression("fp16")``.
+    Wherever fastsync takes a ``compression``, a word may stand for it: ``"fp16"`` for ``Compression("fp16")``, and
+    ``"int8+ef"`` for ``Compression("int8", error_feedback=True)``. See ``AnyCompression``.
 
     Raises:
         ValueError: a value is none of those there are, or does not go with another one.
@@ -53,7 +51,7 @@ class Compression:
 
     def __post_init__(self) -> None:
         if self.wire not in get_args(Wire):
-            raise unknown(self.wire)
+            raise _no_wire(self.wire)
         if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
             raise ValueError(f"compression: ranks_per_node has to be at least 1, got {self.ranks_per_node!r}")
         if self.reduce is None:
@@ -118,21 +116,21 @@ class Auto:
 
 
 AnyCompression: TypeAlias = Compression | Auto | str
-"""The types of ``compression``: the name of a wire, ``"auto"``, or one of these objects."""
+"""The types of ``compression``: one of these objects, or a word for one. A word is a wire, such as ``"fp16"``, with
+options behind plus signs, such as ``"int8+ef"``; or ``"auto"``; or ``"auto:int8"``, which allows int8. The options are
+``ef`` (error feedback), ``fp32`` (ranks add in float32), ``one_shot`` and ``two_shot``. The command line has the same
+words."""
 
 
 def as_compression(compression: AnyCompression) -> Compression | Auto:
-    """Returns ``compression`` itself, or what the name stands for. Raises ValueError for what is none."""
+    """Returns ``compression`` itself, or what the word stands for. Raises ValueError for what is none."""
     if isinstance(compression, Compression | Auto):
         return compression
     if isinstance(compression, str):
-        return _named(compression)
-    raise unknown(compression)
-
-
-@lru_cache  # all_reduce_gradients asks at every step
-def _named(name: str) -> Compression | Auto:
-    return Auto() if name == "auto" else Compression(name)  # type: ignore[arg-type]  # it refuses what is no wire
+        return parse_compression(compression)
+    raise ValueError(
+        f"compression: expected a word such as 'fp16' or 'int8+ef', a Compression or an Auto, got {compression!r}"
+    )
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -141,28 +139,48 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "one_shot": {"reduce": "fp32", "algorithm": "one_shot"},
     "two_shot": {"reduce": "fp32", "algorithm": "two_shot"},
 }
+_AUTOS = {"auto": Auto(), **{f"auto:{wire}": Auto(allow=(wire,)) for wire in LOSSIER}}
 
 
+@lru_cache  # all_reduce_gradients asks at every step
 def parse_compression(text: str) -> Compression | Auto:
-    """Reads a command line's word: a wire with options behind plus signs, such as ``int8+ef``, ``auto``, ``auto:int8``.
+    """Reads a word, as ``AnyCompression`` describes them.
 
     Raises:
         ValueError: it stands for none.
     """
-    if text in ("auto", *(f"auto:{wire}" for wire in LOSSIER)):
-        return Auto(allow=tuple(text.split(":")[1:]))
+    if text in _AUTOS:
+        return _AUTOS[text]
     wire, *options = text.split("+")
-    if wire not in get_args(Wire) or any(option not in _OPTIONS for option in options):
-        names = (*get_args(Wire), "auto", *(f"auto:{wire}" for wire in LOSSIER))
+    wires = get_args(Wire)
+    if wire not in wires or any(option not in _OPTIONS for option in options):
+        names = [*wires, *_AUTOS]
+        # What has options, or a mistyped plus sign, is most like a word that has some.
+        known = names if text.isalnum() else [*names, *(f"{wire}+{option}" for wire in wires for option in _OPTIONS)]
         raise ValueError(
             f"compression: expected one of {', '.join(names)}, or a wire with options such as int8+ef "
-            f"({', '.join(_OPTIONS)}), got {text!r}{did_you_mean(text, names)}"
+            f"({', '.join(_OPTIONS)}), got {text!r}{did_you_mean(text, known)}"
         )
     values = {name: value for option in options for name, value in _OPTIONS[option].items()}
     return Compression(wire, **values)  # type: ignore[arg-type]  # it is one of them
 
 
-def unknown(compression: object) -> ValueError:
-    """Makes the error for what is no compression."""
-    meant = did_you_mean(compression, (*get_args(Wire), "auto")) if isinstance(compression, str) else ""
-    return ValueError(f"compression: expected one of {_EXPECTED}, got {compression!r}{meant}")
+def _no_wire(wire: object) -> ValueError:
+    """Makes the error for a Compression of a word that stands for another object. Raises that for what is no word."""
+    meant = as_compression(wire)  # type: ignore[arg-type]  # anything
+    return ValueError(
+        f"compression: {wire!r} is no wire, but a word for {_as_written(meant)}; write that, or pass the word itself "
+        "in place of the Compression"
+    )
+
+
+def _as_written(compression: Compression | Auto) -> str:
+    """Writes the call that makes it, without what it would have by default."""
+    if isinstance(compression, Auto):
+        return f"Auto(allow={compression.allow!r})" if compression.allow else "Auto()"
+    plain = Compression(compression.wire)
+    changed = (
+        field.name for field in fields(compression) if getattr(compression, field.name) != getattr(plain, field.name)
+    )
+    options = (f", {name}={getattr(compression, name)!r}" for name in changed)
+    return f"Compression({compression.wire!r}{''.join(options)})"

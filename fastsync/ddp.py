@@ -89,8 +89,7 @@ def register_comm_hook(
 
     Args:
         ddp_model: the wrapped model.
-        compression: a wire's name (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), ``"auto"``, which
-            measures the group and chooses, or a ``Compression`` or an ``Auto``.
+        compression: as in ``attach``.
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the model's own.
 
     Returns:

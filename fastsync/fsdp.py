@@ -161,8 +161,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
 
     Args:
         model: the model, or a part of it.
-        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), or a ``Compression`` without
-            ``algorithm`` and ``ranks_per_node``.
+        compression: as in ``attach``, but neither ``"auto"`` nor with ``algorithm`` or ``ranks_per_node``.
 
     Returns:
         The handle: statistics, the norm over this rank's shards, state, and the compression, which may be set later.

@@ -273,10 +273,11 @@ class LocalSGD(DiLoCo):
         sync_every: int = 100,
         compression: AnyCompression = "none",
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        timeout: float = 600.0,
     ) -> None:
         super().__init__(
             model, optimizer, sync_every=sync_every, outer_optimizer=partial(SGD, lr=1.0), compression=compression,
-            process_group=process_group,
+            process_group=process_group, timeout=timeout,
         )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ class _Turns:
     ) -> None:
         self._group, self._device, self._dtype = group, device, dtype
         self._compressions = list(measured)
-        self._parameter = torch.empty(0)
+        self._parameter = self._gradient = torch.empty(0)
         self._engines: list[_C.Synchronizer] = []
         self._began: float | None = None
         self._num_turns = 0
@@ -157,10 +157,11 @@ class _Turns:
         return seconds, elapsed
 
     def _prepare(self, numel: int) -> None:
-        # Equal on all ranks, so that averaging changes little from one turn to the next. Engines do not keep it alive.
-        gradient = torch.linspace(-1.0, 1.0, numel).to(self._device, self._dtype)
-        self._parameter = torch.empty_like(gradient).requires_grad_()
-        self._parameter.grad = gradient
+        # Another one on each rank: that all have the same in a first step is what engines warn of.
+        last = 1.0 + self._group.rank() / self._group.size()
+        self._gradient = torch.linspace(-1.0, last, numel).to(self._device, self._dtype)
+        self._parameter = torch.empty_like(self._gradient).requires_grad_()  # engines do not keep it alive
+        self._parameter.grad = torch.empty_like(self._gradient)
         self._engines = []
         for compression in self._compressions:
             engine = _C.Synchronizer([self._parameter], ["artificial"], self._group, self._parameter.nbytes)
@@ -169,7 +170,9 @@ class _Turns:
             self._engines.append(engine)
 
     def _time_sync(self, engine: _C.Synchronizer) -> float:
-        """Times one sync."""
+        """Times one sync. Each but an engine's first is of gradients that are means already, which change little."""
+        if engine.num_steps() == 0:
+            self._parameter.grad.copy_(self._gradient)  # type: ignore[union-attr]  # it has one
         start = time.perf_counter()
         engine.synchronize()
         if self._device.type == "cuda":

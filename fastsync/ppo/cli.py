@@ -35,6 +35,7 @@ from .ppo import Settings, train
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
 from .settings import file_words, words_of
+from .whole_numbers import WHOLE_NUMBERS
 
 STOPPED = 128 + 15
 """Exit status of a training that was asked to stop and has saved, as shells have it for SIGTERM."""
@@ -60,7 +61,8 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)
     # The last value of an option wins.
-    return tyro.cli(command, prog=prog, args=[*of_file, *words], config=(tyro.conf.OmitArgPrefixes,))
+    words = [*of_file, *words]
+    return tyro.cli(command, prog=prog, args=words, config=(tyro.conf.OmitArgPrefixes,), registry=WHOLE_NUMBERS)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,17 +23,21 @@ from .ppo import Settings
 from .runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from .runs.folder import CHECKPOINTS
 from .runs.metrics import returns_of
+from .whole_numbers import WHOLE_NUMBERS
 
 UNSEEN = 2**31
 """Number of the environment to evaluate in. No training environment has it, so the episodes are new."""
+
+LISTED = 5
+"""How many runs a message names."""
 
 
 @dataclass(frozen=True)
 class Evaluate:
     """Play episodes with a trained policy, by its likeliest actions, and print their mean return."""
 
-    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, or the folder of a run, which stands for its newest checkpoint."""
+    checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")] = None
+    """A checkpoint, or the folder of a run, which stands for its newest checkpoint. Without it the runs are listed."""
     episodes: int = 10  # Number of episodes.
     seed: int = 0  # Seeds episodes.
 
@@ -47,12 +52,13 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 1 if the checkpoint is damaged.
 
     Raises:
-        ValueError: there is no such checkpoint, or its environment cannot be made.
+        ValueError: no checkpoint is said, there is no such one, or its environment cannot be made.
     """
-    options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments)
-    path = Path(options.checkpoint)
+    options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments, registry=WHOLE_NUMBERS)
+    if options.checkpoint is None:
+        raise ValueError(f"say which run to play; {_runs_here()}")
     try:
-        checkpoint = find_checkpoint(path)
+        checkpoint = find_checkpoint(Path(options.checkpoint))
     except RuntimeError as error:
         print(f"fastsync eval: {error}", file=sys.stderr)
         return 1
@@ -79,7 +85,20 @@ def find_checkpoint(path: Path) -> Checkpoint:
     newest = CheckpointFolder(path / CHECKPOINTS).newest(lambda warning: print(warning, file=sys.stderr))
     if newest is not None:
         return newest[1]
-    raise ValueError(f"checkpoint={str(path)!r} is neither a checkpoint nor the folder of a run that has one")
+    raise ValueError(
+        f"checkpoint={str(path)!r} is neither a checkpoint nor the folder of a run that has one; {_runs_here()}"
+    )
+
+
+def _runs_here() -> str:
+    """Ends a message: with the commands that play the newest runs here."""
+    home = Settings.runs_dir
+    found = sorted(Path(home).glob(f"**/{CHECKPOINTS}"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    if not found:
+        return f"the folder {home!r} has none here: `fastsync train` makes one"
+    return "\n  ".join(
+        ["the newest here:", *(shlex.join(["fastsync", "eval", str(each.parent)]) for each in found[:LISTED])]
+    )
 
 
 def make_environment(checkpoint: Checkpoint, *, seed: int) -> Environments:

@@ -8,11 +8,7 @@ policy's methods as they were proven, and such layers. Everything else runs as i
 
 from __future__ import annotations
 
-import ast
 import functools
-import hashlib
-import inspect
-import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from .. import _ppo
+from .fingerprint import fingerprint
 
 Result = TypeVar("Result")
 
@@ -104,35 +101,17 @@ def _with_names(result: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor
 
 
 _OPERATORS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...]]] = {
-    "categorical": ("6de9fae8a7ad79cb", _categorical, ()),
-    "choose": ("1c79cdf067ea4aac", _choose, ()),
-    "ppo_loss": ("03ae43829a136a04", _ppo_loss, ()),
-    "minibatch_loss": ("046cc000ad947059", _minibatch_loss, ("autocast",)),
+    "categorical": ("a4ee9130bb217a2f", _categorical, ()),
+    "choose": ("516f1ff02e1456a2", _choose, ()),
+    "ppo_loss": ("4af4ff858aba0eed", _ppo_loss, ()),
+    "minibatch_loss": ("36661b8ee4d5be09", _minibatch_loss, ("autocast",)),
 }
 """By the name of a plain function: the fingerprint of it and of the functions named last, and the operator that was
 proven equal."""
 
 _METHODS = ("forward", "features", "outputs", "value", "_in_full_precision")
-_PROVEN = "fab5d27990fd7278"
+_PROVEN = "5e02c0429322d665"
 """The fingerprint of a policy's methods, and of its distribution's, that ``minibatch_loss`` was proven equal for."""
-
-
-def fingerprint(*functions: Callable[..., Any]) -> str:
-    """Hashes functions' source without docstrings and comments. Empty if one has none, or decorators of one's own."""
-    text = ""
-    for function in functions:
-        try:
-            definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-        except (OSError, TypeError, SyntaxError):  # the last of a lambda within an expression
-            return ""
-        if not isinstance(definition, ast.FunctionDef) or hasattr(function, "__wrapped__"):
-            return ""
-        if not {"fused.Operator", "staticmethod"}.issuperset(map(ast.unparse, definition.decorator_list)):
-            return ""
-        if ast.get_docstring(definition) is not None:
-            definition.body = definition.body[1:]
-        text += ast.unparse(definition.args) + "".join(map(ast.unparse, definition.body))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Operator(Generic[Result]):

@@ -156,7 +156,7 @@ class Policy(nn.Module):
     """An actor and a critic. A subclass calls ``super().__init__`` and makes ``actor`` and ``critic``.
 
     Attributes:
-        actor: maps observations [..., *shape] to the distribution's outputs [..., distribution.num_outputs].
+        actor: maps observations ``[..., *shape]`` to the distribution's outputs [..., distribution.num_outputs].
         critic: maps observations to values [..., 1].
         distribution: the distribution of actions, chosen by the action space.
         normalizer: normalises observations; None without norm_observations.
@@ -177,7 +177,7 @@ class Policy(nn.Module):
         self.trunk: nn.Module | None = None
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the distribution's outputs [..., num_outputs] and the values [...] of observations [..., *shape]."""
+        """Returns the outputs [..., num_outputs] and the values [...] of observations ``[..., *shape]``."""
         features = self.features(observations)
         return self.outputs(features), self.value(features)
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
-from ..compression import parse_compression
 from ..stats import SyncStats
 from ..stopwatch import Stopwatch
 from . import fused
@@ -274,16 +273,17 @@ class PPO:
         lr = torch.tensor(settings.learning_rate, device=device)
         self.parameters = list(self.policy.parameters())
         self.optimizer = Adam(self.parameters, lr=lr, eps=1e-5)
-        compression = parse_compression(settings.compression)
         self.outer: DiLoCo | None = None  # averages weights, if gradients are not averaged
         # From here on all ranks have rank 0's weights, and backward() averages gradients over the ranks of self.sync.
         if settings.sync == "gradients":
-            self.sync = attach(self.policy, compression)
+            self.sync = attach(self.policy, settings.compression)
         else:
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             self.sync = attach(self.policy, process_group=alone)
             kind = DiLoCo if settings.sync == "diloco" else LocalSGD
-            self.outer = kind(self.policy, self.optimizer, sync_every=1, compression=compression)
+            self.outer = kind(
+                self.policy, self.optimizer, sync_every=1, compression=settings.compression, timeout=settings.timeout
+            )
         self.scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
         self.learning_rate = LearningRate(settings, dist.get_world_size(), self.optimizer)
         self.shuffler = Shuffler(settings.num_minibatches, self.streams)

@@ -16,6 +16,7 @@ import yaml
 
 from .._checks import did_you_mean
 from ..compression import parse_compression
+from .whole_numbers import WHOLE_NUMBERS
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Activation = Literal["tanh", "relu", "elu"]
@@ -117,7 +118,7 @@ def load_settings(source: str, kind: type[Kind]) -> Kind:
     Raises:
         ValueError: there is no such file or preset, or the content is not YAML.
     """
-    return tyro.cli(kind, prog=source, args=file_words(source))
+    return tyro.cli(kind, prog=source, args=file_words(source), registry=WHOLE_NUMBERS)
 
 
 def file_words(source: str) -> list[str]:

@@ -74,7 +74,8 @@ def test_buckets_follow_the_first_backward(rank: int, world_size: int) -> None:
     parameters = {size: nn.Parameter(torch.ones(size * 256)) for size in (2, 4, 1, 3)}
     sync = fastsync.attach(list(parameters.values()), bucket_cap_mb=SMALL_BUCKETS)  # 256 elements
     for _ in range(2):
-        torch.stack([parameters[size].sum() for size in (1, 2, 3, 4)]).sum().backward()
+        sums = torch.stack([parameters[size].sum() for size in (1, 2, 3, 4)])
+        (sums.sum() * (1.0 + rank)).backward()
         assert [bucket.numel for bucket in sync.stats().buckets] == [4 * 256, 3 * 256, 2 * 256, 256]
 
 
@@ -239,7 +240,8 @@ def test_ways_to_call_backward(rank: int, world_size: int) -> None:
     assert_all_bitwise_equal(grads_of(model), expected[::2], "inputs=")
     # A graph of the gradients themselves.
     model.zero_grad()
-    model(everyone[rank]).backward(create_graph=True)
+    with pytest.warns(UserWarning, match=r"Using backward\(\) with create_graph=True"):
+        model(everyone[rank]).backward(create_graph=True)
     assert_all_bitwise_equal([grad.detach() for grad in grads_of(model)], expected, "create_graph")
 
 

@@ -36,9 +36,9 @@ each_way = pytest.mark.parametrize("way", ["attach", "hook"])
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def _given(way: str, like: Sequence[Tensor], wire: str = "none") -> tuple[nn.Module, Any]:
+def _given(way: str, like: Sequence[Tensor], wire: str = "none", *, are_all_used: bool = True) -> tuple[nn.Module, Any]:
     """A ``Given`` model and its handle."""
-    options = {"find_unused_parameters": True} if way == "hook" else {}
+    options = {"find_unused_parameters": True} if way == "hook" and not are_all_used else {}
     given = average(way, Given(like), wire, **options)
     return given.model, given.handle
 
@@ -95,10 +95,12 @@ def test_gradients_are_clipped_as_torch_does(rank: int, world_size: int, way: st
     for norm_type in (1.0, 3.0, math.inf):
         _backward(model, grads)
         _assert_clips_like_torch(handle, model, 0.5, norm_type)
+    model, handle = _given(way, grads, "fp16", are_all_used=False)
     # A gradient that is missing here and not elsewhere is one of them; one that is missing everywhere is not.
     for used in ([grads[0], None, grads[2]], [grads[0] if rank else None, None, grads[2]]):
         _backward(model, used)
         _assert_clips_like_torch(handle, model, 0.5)
+    model, handle = _given(way, grads, "fp16")
     for value in (math.inf, math.nan):
         spoilt = [*grads[:2], torch.full_like(grads[2], value if rank else 1.0)]
         _backward(model, spoilt)
@@ -111,7 +113,7 @@ def test_gradients_are_clipped_as_torch_does(rank: int, world_size: int, way: st
         assert not torch.cat([grad.flatten() for grad in grads_of(model)]).isfinite().all()
     mixed = [torch.full((3,), 2.0), torch.full((4,), 2.0, dtype=torch.bfloat16)]
     model, handle = _given(way, mixed)
-    _backward(model, mixed)
+    _backward(model, [grad * (0.5 + rank) for grad in mixed])  # whose means are these
     assert fastsync.clip_grad_norm_(handle, 7**0.5).item() == pytest.approx(28**0.5)
     for grad in grads_of(model):
         assert grad.unique().tolist() == [pytest.approx(1.0, rel=2.0**-8)]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
@@ -30,50 +33,102 @@ def test_a_wires_name_is_shorthand_for_its_compression() -> None:
     assert as_compression(compression) is compression
 
 
-def test_a_command_line_has_options_behind_the_wire() -> None:
-    assert parse_compression("int8+ef") == fastsync.Compression("int8", error_feedback=True)
-    assert parse_compression("fp16+ef") == fastsync.Compression("fp16", reduce="fp32", error_feedback=True)
-    assert parse_compression("none+one_shot") == fastsync.Compression(reduce="fp32", algorithm="one_shot")
+@pytest.mark.parametrize("read", [parse_compression, as_compression])
+def test_a_word_has_options_behind_the_wire(read: Callable[[str], object]) -> None:
+    assert read("int8+ef") == fastsync.Compression("int8", error_feedback=True)
+    assert read("fp16+ef") == fastsync.Compression("fp16", reduce="fp32", error_feedback=True)
+    assert read("none+one_shot") == fastsync.Compression(reduce="fp32", algorithm="one_shot")
     everything = fastsync.Compression("int8", error_feedback=True, algorithm="two_shot")
-    assert parse_compression("int8+two_shot+ef+fp32") == everything
+    assert read("int8+two_shot+ef+fp32") == everything
+
+
+@on_ranks(2)
+def test_every_entry_point_takes_the_words(rank: int, world_size: int) -> None:
+    """What is meant arrives: error feedback is not dropped."""
+    meant = fastsync.Compression("int8", error_feedback=True)
+    sync = fastsync.attach(Mlp(), "int8+ef")
+    hook = fastsync.register_comm_hook(DistributedDataParallel(Mlp()), "int8+ef")
+    alone = fully_shard(Mlp(), mesh=init_device_mesh("cpu", (world_size,)))
+    sharded = fastsync.register_reduce_scatter(alone, "int8+ef")
+    prepared = fastsync.register_prepared(DistributedDataParallel(Mlp()), "int8+ef")
+    assert sync.compression == hook.compression == sharded.compression == prepared.compression == meant
+    sync.compression = "none"
+    sync.compression = "int8+ef"
+    assert sync.compression == meant
+    sync.compression = "auto:int8"
+    assert sync.compression == fastsync.Auto(allow=("int8",))
+    for kind in (fastsync.DiLoCo, fastsync.LocalSGD):
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = kind(model, optimizer, sync_every=2, compression="int8+ef")
+        assert outer._compression == meant
+    grads = [torch.zeros(256, requires_grad=True) for _ in range(2)]
+    for each, compression in zip(grads, ("int8+ef", meant), strict=True):
+        for step in range(2):
+            each.grad = torch.linspace(rank, 1.0 + step, 256).square()
+            fastsync.all_reduce_gradients([each], compression)
+    assert_all_bitwise_equal([grads[0].grad], [grads[1].grad], "after two steps, gradient")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("int8+eff", "expected one of .*, got 'int8\\+eff'"),
+        ("int8+eff", "expected one of .*, got 'int8\\+eff'; did you mean int8\\+ef or "),
+        ("int8_ef", "expected one of .*, got 'int8_ef'; did you mean int8\\+ef or "),
         ("int8+", "expected one of .*, got 'int8\\+'"),
         ("ef+int8", "expected one of .*, got 'ef\\+int8'"),
         ("auto+ef", "expected one of .*, got 'auto\\+ef'"),
+        ("auto:int4", "expected one of .*, got 'auto:int4'; did you mean auto:int8 or "),
         ("none+ef", "error_feedback needs a wire that loses something"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^compression: {message}"):
-        parse_compression(text)
+    for read in (parse_compression, as_compression, fastsync.Compression):
+        with pytest.raises(ValueError, match=f"^compression: {message}"):
+            read(text)
 
 
 @pytest.mark.parametrize(
-    ("wire", "meant"),
+    ("text", "meant"),
     [
         ("fp8", "; did you mean fp16?"),
         ("FP16", "; did you mean fp16 or bf16?"),
         ("float16", "; did you mean fp16 or bf16?"),
         ("bfloat16", "; did you mean bf16 or fp16?"),
-        ("auto:int8", "; did you mean int8 or auto?"),
-        ("int8+ef", "; did you mean int8 or int4?"),
         ("", ""),
-        (None, ""),
-        (16, ""),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_names_there_are(wire: object, meant: str) -> None:
-    names = "'none', 'bf16', 'fp16', 'int8', 'int4', 'auto'"
-    message = rf"compression: expected one of {names}, .*, got {re.escape(repr(wire))}{re.escape(meant)}$"
-    with pytest.raises(ValueError, match=message):
-        as_compression(wire)
-    with pytest.raises(ValueError, match=message):
-        fastsync.Compression(wire=wire)
+def test_an_unknown_word_is_refused_with_those_there_are(text: str, meant: str) -> None:
+    known = r"none, bf16, fp16, int8, int4, auto, auto:int8, or a wire with options such as int8\+ef \(ef, fp32, .*\)"
+    message = rf"^compression: expected one of {known}, got {text!r}{re.escape(meant)}$"
+    for read in (parse_compression, as_compression, fastsync.Compression):
+        with pytest.raises(ValueError, match=message):
+            read(text)
+
+
+@pytest.mark.parametrize("other", [None, 16, b"fp16"])
+def test_what_is_no_word_is_refused(other: object) -> None:
+    message = r"^compression: expected a word such as 'fp16' or 'int8\+ef', a Compression or an Auto, got "
+    for read in (as_compression, fastsync.Compression):
+        with pytest.raises(ValueError, match=f"{message}{other!r}$"):
+            read(other)
+
+
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [
+        ("int8+ef", "Compression('int8', error_feedback=True)"),
+        ("fp16+ef", "Compression('fp16', reduce='fp32', error_feedback=True)"),
+        ("int4+two_shot", "Compression('int4', algorithm='two_shot')"),
+        ("none+fp32", "Compression('none', reduce='fp32')"),
+        ("auto", "Auto()"),
+        ("auto:int8", "Auto(allow=('int8',))"),
+    ],
+)
+def test_a_compression_of_a_word_says_what_to_write(word: str, written: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"compression: '{word}' is no wire, but a word for {written}; ")):
+        fastsync.Compression(word)
+    assert eval(written, vars(fastsync)) == as_compression(word)
 
 
 def test_who_adds_follows_from_the_wire() -> None:

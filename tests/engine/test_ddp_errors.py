@@ -139,7 +139,7 @@ def test_a_hook_may_be_the_last_owner_of_its_group(rank: int, world_size: int) -
         group = dist.new_group()
         ddp = given_ddp([torch.ones(2)], process_group=group)
         hook = fastsync.register_comm_hook(ddp, "fp16")
-        backward_of(ddp, [torch.ones(2)])
+        backward_of(ddp, [torch.full((2,), 1.0 + rank)])
         dist.destroy_process_group(group)
         del group, ddp
         assert hook.stats().num_steps == 1

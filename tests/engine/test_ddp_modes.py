@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 
 import torch
@@ -53,11 +54,19 @@ class _Checkpointed(Mlp):
         return checkpoint(nn.Sequential(*rest), hidden, use_reentrant=False)
 
 
+class _PartlyUsed(Mlp):
+    """Where DDP finds no unused parameters, it warns of the search."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(3))
+
+
 MODES: list[tuple[type[nn.Module], Callable[..., None], dict[str, bool]]] = [
     (Mlp, _train, {"static_graph": True}),
     (Mlp, _train, {"gradient_as_bucket_view": True}),
     (Mlp, _train, {"gradient_as_bucket_view": True, "static_graph": True}),
-    (Mlp, _train, {"find_unused_parameters": True}),
+    (_PartlyUsed, _train, {"find_unused_parameters": True}),
     (Mlp, _train_from_zeros, {"gradient_as_bucket_view": True}),
     (Mlp, _accumulate, {}),
     (Mlp, _accumulate, {"gradient_as_bucket_view": True}),
@@ -161,6 +170,7 @@ def test_state_none_follows_the_default_group_when_it_is_made_anew(tmp_path: obj
 
 @on_ranks(2)
 def test_compiled_ddp_runs_the_hook(rank: int, world_size: int) -> None:
+    torch._logging.set_logs(dynamo=logging.ERROR)  # it warns that it leaves out what DDP marks for profilers
     torch.manual_seed(1)
     model = Mlp()
     plain = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)

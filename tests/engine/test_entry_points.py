@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import ALL, AVERAGING, average, mean_of, whole, whole_numbers
+from tests.engine.same_data import same_data_is_meant
 from tests.models import (
     SMALL_BUCKETS,
     Given,
@@ -197,10 +198,11 @@ def test_gradients_of_some_are_averaged_and_those_of_nobody_stay_none(
     rank: int, world_size: int, entry_point: str
 ) -> None:
     for wire in WIRES:
-        model = Given(whole_numbers(0, 0, SHAPES))
+        model = Given([*whole_numbers(0, 0, SHAPES), torch.ones(2)])
         given = average(entry_point, model, wire, **_options(entry_point, find_unused_parameters=True))
         for step in range(5):
-            everyone: list[list[Tensor | None]] = [[*whole_numbers(r, step, SHAPES)] for r in range(world_size)]
+            # The last is never used: where DDP finds none such, it warns of the search.
+            everyone: list[list[Tensor | None]] = [[*whole_numbers(r, step, SHAPES), None] for r in range(world_size)]
             for grads in everyone:
                 if step % 2 == 0 or entry_point == "sharded":
                     grads[1] = None  # on all ranks
@@ -260,6 +262,7 @@ def test_a_second_backward_leaves_alone_what_was_averaged(rank: int, world_size:
 @each_entry_point
 @on_ranks(2)
 def test_fp16_fits_large_and_small_gradients(rank: int, world_size: int, entry_point: str) -> None:
+    same_data_is_meant()
     # A gradient that float16 does not hold; and one that it holds as zero.
     mine = [torch.tensor([[1e5, 1.2e5], [-5e4, 0.0]][rank])]
     given = average(entry_point, Given(mine), "fp16")
@@ -279,6 +282,7 @@ def test_fp16_fits_large_and_small_gradients(rank: int, world_size: int, entry_p
 @each_averaging
 @on_ranks(2, shared_memory=False)
 def test_the_fp16_scale_follows_the_gradients(rank: int, world_size: int, entry_point: str) -> None:
+    same_data_is_meant()
     # Behind a scale that fits 1e6 tiny ones are lost at first; it rises by a factor of two a step.
     tiny = [torch.full((3,), 8e-8)]
     given = average(entry_point, Given(tiny), "fp16")
@@ -312,6 +316,7 @@ def test_the_fp16_scale_follows_the_gradients(rank: int, world_size: int, entry_
 @each_averaging
 @on_ranks(2)
 def test_fp16_finds_its_scale_anew_after_zeros_and_nan(rank: int, world_size: int, entry_point: str) -> None:
+    same_data_is_meant()
     for spoil in (0.0, float("nan")):
         ones = torch.ones(300)
         given = average(entry_point, Given([ones, ones]), "fp16")
@@ -350,6 +355,7 @@ def test_inf_and_nan_of_one_rank_reach_all_and_are_counted(rank: int, world_size
 @each_averaging
 @on_ranks(2)
 def test_a_grad_scaler_skips_the_same_step_everywhere(rank: int, world_size: int, entry_point: str) -> None:
+    same_data_is_meant()
     for wire in WIRES:
         torch.manual_seed(0)
         ours = average(entry_point, nn.Linear(4, 1), wire)

@@ -22,6 +22,7 @@ import fastsync
 from fastsync import Compression, DiLoCo, LocalSGD, TopK
 from fastsync.outer import _split
 from fastsync.topk import BLOCK, decode, encode
+from tests.engine.same_data import same_data_is_meant
 from tests.ranks import on_ranks, run_ranks
 
 NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -251,13 +252,14 @@ def attach(model: nn.Module, mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("inside", [shard, attach])
 @on_ranks(4)
 def test_sites_of_several_ranks(rank: int, world_size: int, inside: Callable[..., None]) -> None:
+    same_data_is_meant()  # within a site
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
     site = rank // 2
     model, alone = make_model(), make_model()
     inside(model, mesh["ranks"])
     optimizer, lone_optimizer = make_optimizer(model), make_optimizer(alone)
     with LocalSGD(model, optimizer, sync_every=3, process_group=mesh["sites"]):
-        for step in range(1, 4):  # both ranks of a site have the same samples
+        for step in range(1, 4):
             train_step(model, optimizer, site, step)
             train_step(alone, lone_optimizer, site, step)
     means = [weight.clone() for weight in weights(alone)]
@@ -288,11 +290,11 @@ def test_the_others_go_on_without_a_site_that_is_lost(delay: int) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
 
 
-def trained_where_one_is_ahead(rank: int, world_size: int, compression: Any) -> list[Tensor]:
+def trained_where_one_is_ahead(rank: int, world_size: int, kind: type[DiLoCo], compression: Any) -> list[Tensor]:
     """Rank 1 takes a mean for lost that rank 0 has got."""
     model = make_model()
     optimizer = make_optimizer(model)
-    with DiLoCo(model, optimizer, sync_every=2, timeout=2.0, compression=compression) as sync:
+    with kind(model, optimizer, sync_every=2, timeout=2.0, compression=compression) as sync:
         averager = sync._fragments[0].averager
         arrive = averager.synchronize
 
@@ -307,9 +309,11 @@ def trained_where_one_is_ahead(rank: int, world_size: int, compression: Any) -> 
     return weights(model)
 
 
-@pytest.mark.parametrize("compression", [Compression("int8", error_feedback=True), "fp16", TopK()], ids=str)
-def test_who_has_come_further_tells_the_others(compression: Any) -> None:
-    first, second = run_ranks(trained_where_one_is_ahead, 2, compression)
+@pytest.mark.parametrize(
+    ("kind", "compression"), [(DiLoCo, "int8+ef"), (DiLoCo, "fp16"), (DiLoCo, TopK()), (LocalSGD, "none")]
+)
+def test_who_has_come_further_tells_the_others(kind: type[DiLoCo], compression: Any) -> None:
+    first, second = run_ranks(trained_where_one_is_ahead, 2, kind, compression)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
 
 

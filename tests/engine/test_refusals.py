@@ -72,7 +72,7 @@ def test_what_cannot_be_synchronised_is_refused(argument: str) -> None:
 def test_bad_settings_are_refused_and_leave_nothing_behind(argument: str) -> None:
     call, model = CALLS[argument], Mlp()
     for compression in ("fp32", "fp8", None):
-        with pytest.raises(ValueError, match="compression: expected one of 'none', 'bf16', 'fp16'"):
+        with pytest.raises(ValueError, match=r"compression: expected (one of none, bf16, fp16|a word)"):
             call(model, compression)
     for wire in ("bf16", "fp16"):
         with pytest.raises(ValueError, match=rf"'{wire}' cannot carry parameter odd, which is torch\.complex64"):

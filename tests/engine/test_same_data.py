@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,3 +60,15 @@ def test_weights_and_joins_are_left_alone(rank: int, world_size: int) -> None:
     assert not _warnings_of(lambda step: weighted(batch(0, step)).square().mean())
     with fastsync.attach(joined).join():
         assert not _warnings_of(lambda step: joined(batch(0, step)).square().mean())
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(2, parametrized=("shared_memory",))
+def test_measuring_says_nothing_of_its_own_gradients(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Not to Python's warnings, nor where C++ says it without Python's lock."""
+    said = tmp_path / f"rank {rank}"
+    with said.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    warnings.simplefilter("always")
+    fastsync.measure_group(wires=["none", "fp16", "bf16", "int8"])
+    assert said.read_text() == ""

@@ -15,6 +15,7 @@ from fastsync import Compression
 from fastsync.compression import parse_compression
 from tests import reference
 from tests.engine.entry_points import whole_numbers
+from tests.engine.same_data import same_data_is_meant
 from tests.models import (
     SMALL_BUCKETS,
     Given,
@@ -101,6 +102,7 @@ def test_weighted_means_are_the_references_to_the_bit(rank: int, world_size: int
 @on_ranks(parametrized=("shared_memory",))
 def test_sums_that_their_dtype_does_not_hold_are_counted(rank: int, world_size: int) -> None:
     """A sum that its own dtype does not hold saturates, and is counted on every rank."""
+    same_data_is_meant()
     for wire in ("none", "fp16", "bf16"):
         model = Given([torch.ones(700, dtype=torch.float16)])
         sync = fastsync.attach(model, parse_compression(wire), op="sum")
@@ -181,6 +183,7 @@ def test_piggybacked_values_are_exact_means_and_change_no_gradient(rank: int, wo
 
 @on_ranks(2)
 def test_piggybacked_values_go_with_the_next_sync(rank: int, world_size: int) -> None:
+    same_data_is_meant()
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     sync.piggyback("value", torch.tensor([float(rank)]))
@@ -216,6 +219,7 @@ def test_ranks_whose_piggybacked_values_differ_are_told(rank: int, world_size: i
 @on_ranks(2)
 def test_a_piggybacked_value_that_some_ranks_leave_out_is_nan(rank: int, world_size: int) -> None:
     """In the second step rank 1 sends no a: rank 0, which asked for its mean, gets nan."""
+    same_data_is_meant()
     for wire in ("none", "fp16"):
         model = Given([torch.ones(3)])
         sync = fastsync.attach(model, wire)
@@ -235,6 +239,7 @@ def test_a_piggybacked_value_that_some_ranks_leave_out_is_nan(rank: int, world_s
 @on_ranks(2, timeout=40.0)
 def test_ranks_do_not_wait_for_each_other_inside_backward_where_a_setting_is_new(rank: int, world_size: int) -> None:
     """The gradients of two engines, each with a group of its own, get ready in other orders on the ranks."""
+    same_data_is_meant()
     models = [Given([torch.ones(3)]) for _ in range(2)]
     syncs = [fastsync.attach(model, process_group=dist.new_group()) for model in models]
     for step in range(3):

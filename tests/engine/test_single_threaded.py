@@ -30,7 +30,7 @@ def _threads() -> Counter[str]:
 
 def _new_threads(entry_point: str, compression: Compression) -> Counter[str]:
     model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(3)])  # several buckets, of several chunks each
-    inputs = torch.randn(8, 300)
+    inputs = torch.randn(8, 300) + torch.distributed.get_rank()
     model(inputs).sum().backward()
     before = _threads()
     if entry_point == "attach":

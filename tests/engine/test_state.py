@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync.compression import AnyCompression
 from tests.engine.entry_points import Averaged, average
+from tests.engine.same_data import same_data_is_meant
 from tests.models import (
     Given,
     Mlp,
@@ -111,6 +112,7 @@ ODD_SHAPES = [(3,), (5, 7), (9,)]  # of no multiples of what gradients are align
 @on_ranks(2, timeout=40.0, parametrized=("shared_memory",))
 def test_a_compression_without_error_feedback_drops_residuals(rank: int, world_size: int) -> None:
     """What a rank holds does not change where gradients lie on the wire, nor the means."""
+    same_data_is_meant()
     for wire in ("bf16", "fp16", "none"):
         for reduce in ("wire", "fp32"):
             ddp = given_ddp([torch.ones(shape) for shape in ODD_SHAPES])
@@ -211,6 +213,7 @@ def test_what_rank_0_has_saved_loads_on_all(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_zeros_are_not_saved(rank: int, world_size: int) -> None:
     """Of what is not used, once the sync has begun."""
+    same_data_is_meant()
     used, unused = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300))
     sync = fastsync.attach([used, unused], FEEDBACK)
     assert sync.state_dict()["residuals"].keys() == {f"{name} of rank {rank}" for name in ("0", "1")}

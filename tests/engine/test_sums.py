@@ -7,6 +7,7 @@ that need a GPU.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ def start(function: Callable[..., Any], world_size: int, transport: str, *args: 
 
 
 def _with_kernels(rank: int, world_size: int, kernels: str, function: Callable[..., Any], *args: Any) -> Any:
+    os.environ["FASTSYNC_KERNELS"] = kernels  # chosen, so nobody is warned
     _C.use_kernels(kernels)
     return function(rank, world_size, *args)
 
@@ -471,7 +473,7 @@ FLAG_BYTES = 4
 def _payloads(rank: int, world_size: int, numel: int) -> float:
     """Copies of a bucket's values that this rank sends."""
     given = average("synchronize", Given([torch.ones(numel)]), Compression("bf16", reduce="fp32"))
-    given.step([torch.ones(numel)])
+    given.step([torch.full((numel,), 1.0 + rank)])
     return (given.handle.stats().wire_bytes - FLAG_BYTES * (world_size - 1)) / (2 * numel)
 
 
@@ -494,7 +496,7 @@ def _bytes_between_nodes(rank: int, world_size: int, ranks_per_node: int) -> Non
     numel = world_size * 512 * 3  # whole shards
     for wire, size in (("none", 4.0), ("bf16", 2.0), ("int8", 132 / 128), ("int4", 68 / 128)):
         given = average("hook", Given([torch.ones(numel)]), by(ranks_per_node, wire))  # type: ignore[arg-type]
-        given.step([torch.ones(numel)])
+        given.step([torch.full((numel,), 1.0 + rank)])
         within = (ranks_per_node - 1) * numel // ranks_per_node * (4 + size)
         between = 2 * (num_nodes - 1) * numel // world_size * size
         stamps = (ranks_per_node - 1 + num_nodes - 1) * STAMP * world_size * 4

@@ -27,7 +27,8 @@ from examples.ppo_own_metric import with_value_error
 from fastsync.ppo.batches import Batch
 from fastsync.ppo.cli import Arguments, check_environment, parse
 from fastsync.ppo.evaluate import main
-from fastsync.ppo.fused import Operator, Perceptron, fingerprint, fuse
+from fastsync.ppo.fingerprint import fingerprint
+from fastsync.ppo.fused import Operator, Perceptron, fuse
 from fastsync.ppo.policies import ActorCritic, Policy, categorical, choose, make_policy
 from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss, train
 from tests.ranks import RankError, run_ranks
@@ -305,3 +306,9 @@ def test_numbers_that_an_environment_puts_into_info_are_logged(tmp_path: Path):
         assert 0 < float(row["info/left"]) < 3  # n - 1, ..., 0 of n
         assert 2 <= float(row["info/length"]) <= 7
         assert row["info/nothing"] == ""
+
+
+def test_the_reference_has_every_public_name():
+    reference = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text()
+    described = re.findall(r"auto(?:function|class):: fastsync\.ppo\.(\w+)$", reference, re.MULTILINE)
+    assert sorted(described) == sorted(fastsync.ppo.__all__)

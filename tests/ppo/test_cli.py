@@ -132,12 +132,14 @@ def test_a_rank_that_is_started_by_others_refuses_with_one_sentence(
     assert capsys.readouterr().err == ""
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     missing = ("rich", "pyyaml")
     monkeypatch.setattr("fastsync.doctor.metadata.distributions", lambda name: [] if name in missing else [name])
-    for command in ("train", "launch", "eval"):
+    for words in (["train"], ["launch", "slurm"], ["eval"]):
         with pytest.raises(SystemExit, match=r"^training needs pyyaml, rich: pip install "):
-            main([command])
+            main(words)
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "slurm", "--", "-m", "mine"]) == 0  # which does not train by the extra
 
 
 def test_a_rank_that_fails_is_named_with_its_traceback(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,3 +62,23 @@ def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path, capsys: pytest.
     newest, named = capsys.readouterr().out.splitlines()
     assert "after 2,000 steps, likeliest actions: return 0.00 ± 0.00 over 2 episodes of 5.0 steps" in newest
     assert "after 1,000 steps, likeliest actions: return 31.00 ± 0.00 over 1 episode of 5.0 steps" in named
+
+
+def test_runs_are_named_where_none_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval"]) == 2
+    assert capsys.readouterr().err == (
+        "fastsync eval: say which run to play; the folder 'runs' has none here: `fastsync train` makes one\n"
+    )
+    for age, name in enumerate(["newest", "of mine/and old", *map(str, range(5))]):
+        CheckpointFolder(Path("runs") / name / CHECKPOINTS, keep=1).save(checkpoint_of(leaning_to_1(1.0)), 1.0)
+        os.utime(Path("runs") / name / CHECKPOINTS, (2_000_000_000 - age, 2_000_000_000 - age))
+    listed = ["runs/newest", "'runs/of mine/and old'", "runs/0", "runs/1", "runs/2"]
+    for words, said in (([], "say which run to play"), (["runs/new"], "checkpoint='runs/new' is neither a ")):
+        assert main(["eval", *words]) == 2
+        first, *lines = capsys.readouterr().err.splitlines()
+        assert first.startswith(f"fastsync eval: {said}")
+        assert first.endswith("; the newest here:")
+        assert lines == [f"  fastsync eval {each}" for each in listed]

@@ -43,7 +43,8 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
     ("text", "message"),
     [
         ("learning_rat: 1", "--learning-rate"),
-        ("num_envs: 1.5", "--num-envs: invalid literal for int() with base 10: '1.5'"),
+        ("num_envs: 1.5", "--num-envs: expected a whole number, such as 1000000, 1_000_000 or 1e6, got '1.5'"),
+        ("total_steps: .inf", "--total-steps: expected a whole number, such as 1000000, 1_000_000 or 1e6, got 'inf'"),
         ("num_envs: 0", "num_envs=0 must be at least 1"),
         ("- seed", "must hold lines such as 'total_steps: 100000', not a list"),
         ("seed: !!python/object/apply:os.getcwd []", "is not YAML: "),
@@ -55,6 +56,19 @@ def test_what_cannot_be_is_refused_with_its_name(
     with pytest.raises((SystemExit, ValueError)) as error:
         load_settings(write(tmp_path, text), Settings)
     assert message in str(error.value) + " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("million", ["1e6", "1.0e+6", "1_000_000", "1000000", "1.E6", "'1e6'"])
+def test_whole_numbers_are_as_people_write_them(tmp_path: Path, million: str):
+    """YAML takes some of these for text, and some for a float."""
+    many = {"total_steps": 1_000_000, "seed": 1_000_000, "hidden_sizes": (1_000_000, 64)}
+    text = f"total_steps: {million}\nseed: {million}\nhidden_sizes: [{million}, 64]\n"
+    assert load_settings(write(tmp_path, text), Settings) == Settings(**many)
+    word = million.strip("'")
+    words = ["--total-steps", word, "--seed", word, "--hidden-sizes", word, "64", "--nproc", "1e1"]
+    launch = parse(Launch, "test", words)
+    assert launch.settings == Settings(**many)
+    assert launch.nproc == 10
 
 
 def test_what_is_neither_file_nor_preset_is_refused():

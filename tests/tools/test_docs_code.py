@@ -250,12 +250,14 @@ def fastsync_command(words: list[str]) -> None:
 
 def python_command(words: list[str]) -> None:
     if words[0] != "-m":
-        assert (ROOT / words[0]).exists()
+        assert words[0] == "train.py" or (ROOT / words[0]).exists()
         return
     module, *rest = words[1:]
     if module == "benchmarks":
         help_of = [] if any(word.startswith("-") for word in rest) else ["--help"]
         read_by(import_module("benchmarks.__main__").main, [*rest, *help_of])
+    elif module == "fastsync.train":
+        fastsync_command(["train", *rest])
     elif module.split(".")[0] in ("tests", "tools"):
         assert find_spec(module)
     else:
@@ -268,6 +270,11 @@ def make_command(words: list[str]) -> None:
     assert {word for word in words if "=" not in word} <= set(targets[1].split())
 
 
+def wheel_command(words: list[str]) -> None:
+    """Python, torch, kernels."""
+    assert re.fullmatch(r"python3\.\d+ \d+\.\d+\.\d+ (cpu|cuda)", " ".join(words))
+
+
 def pip_command(words: list[str]) -> None:
     section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
     extras = re.findall(r"^(\w+) = ", section, re.MULTILINE)
@@ -275,12 +282,37 @@ def pip_command(words: list[str]) -> None:
     assert named <= set(extras)
 
 
+def started_command(words: list[str]) -> None:
+    """What srun or MPI's launchers start, behind their options, each of which has a value here."""
+    while words[0].startswith("-"):
+        words = words[3 if words[0] == "-genv" else 2 :]
+    READERS[words[0]](words[1:])
+
+
+def submitting_command(words: list[str]) -> None:
+    from fastsync.launch.jobs import KINDS
+
+    assert words[-1] in {kind.file for kind in KINDS.values()}
+
+
+def py_spy_command(words: list[str]) -> None:
+    assert words[:2] == ["dump", "--pid"]
+
+
 READERS: dict[str, Callable[[list[str]], None]] = {
     "fastsync": fastsync_command,
+    "kubectl": submitting_command,
     "make": make_command,
+    "mpiexec": started_command,
+    "mpirun": started_command,
     "pip": pip_command,
+    "py-spy": py_spy_command,
     "python": python_command,
     "python3": python_command,
+    "sbatch": submitting_command,
+    "sky": submitting_command,
+    "srun": started_command,
+    "tools/wheel.sh": wheel_command,
     "torchrun": read_torchrun,
 }
 
@@ -312,9 +344,10 @@ def expanded(word: str, variables: dict[str, str]) -> list[str]:
 NOT_RUN = {
     "--nnodes": "needs several machines",
     "benchmarks ppo ": "takes minutes until all have learnt, and tests/benchmarks/test_ppo.py runs parts of it",
+    "^(srun|sbatch|mpirun|mpiexec|kubectl|sky|py-spy) ": "needs a cluster; tests of launching have srun and mpirun",
     "--launcher ray": "needs Ray, with which tests/ppo/test_launch_ray.py runs",
     "^fastsync (train|eval|launch [a-z]+)$|benchmarks( predict)?$": "is a name; its whole command is elsewhere",
-    "^(make|pip|python3) |^python -m (tools|build|pytest)": "needs a network or hours, or is run by .ci/run",
+    "^(make|pip|python3|tools/wheel.sh) |^python -m (tools|build|pytest)": "needs a network or hours, or is in .ci/run",
 }
 SMALLER = {
     r"(--nproc(?:-per-node)?)[ =]\d+": r"\1=2",
@@ -323,6 +356,7 @@ SMALLER = {
     r"(benchmarks ops.*)": r"\1 --sizes 18KiB --tensors 6 --repetitions 1",
     r"(benchmarks (?:sync|link)(?!.*gpt2).*)": r"\1 --sizes 5k --repetitions 2 --warmup 2",
     r"(benchmarks (?:ddp|link.*gpt2).*)": r"\1 --models mlp --batch-size 2 --repetitions 1 --warmup 2",
+    r"(torchrun .*benchmarks/standalone.py)": r"\1 --numel 50000 --steps 2",
     r"(benchmarks scaling.*)": r"\1 --world-sizes 1 2 --batch-size 2 --steps 2 --warmup 2 --repetitions 1",
     r"(benchmarks outer.*)": r"\1 --numel 200000 --step-time 0.001 --rate 100mbit --rounds 1 --each-step 1",
 }
@@ -358,7 +392,8 @@ def run_in(folder: Path, line: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has what the commands name: scripts, settings, rows, an environment, and a run."""
     folder = tmp_path_factory.mktemp("docs")
-    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("benchmarks", "examples"):
+        (folder / name).symlink_to(ROOT / name)
     (folder / "mypkg").mkdir()
     (folder / "mypkg/envs.py").write_text("import gymnasium\ndef make_env(): return gymnasium.make('CartPole-v1')\n")
     (folder / "run.yaml").write_text("env: CartPole-v1\n")

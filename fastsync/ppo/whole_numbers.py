@@ -1,0 +1,36 @@
+"""Whole numbers on command lines and in files of settings, as people write them: 1000000, 1_000_000 or 1e6."""
+
+from __future__ import annotations
+
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+WHOLE_NUMBERS = ConstructorRegistry()
+"""For ``tyro.cli(..., registry=WHOLE_NUMBERS)``, whose own rule takes digits only."""
+
+
+def whole_number(text: str) -> int:
+    """Reads a whole number. Raises ValueError, which says what is accepted, if it is none."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not value.is_integer():
+        raise ValueError(f"expected a whole number, such as 1000000, 1_000_000 or 1e6, got {text!r}")
+    return int(value)
+
+
+@WHOLE_NUMBERS.primitive_rule
+def _of_int(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+    if info.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: whole_number(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
