@@ -28,7 +28,7 @@ from setuptools.command.dist_info import dist_info
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # pip runs this file from elsewhere
-from tools.compile import Flags, compile_units, units  # noqa: E402
+from tools.compile import Flags, compile_units, host_compiler, units  # noqa: E402
 
 SETUPTOOLS_NEEDED = (77, 0, 3)
 HOW_TO_BUILD = "pip install torch numpy ninja 'setuptools>=77.0.3', then the same command with --no-build-isolation"
@@ -127,6 +127,11 @@ def toolkit_folders(torch_cuda: str) -> list[str]:
     return [folder for folder in (*usual, *from_pypi) if folder == chosen or os.path.exists(f"{folder}/bin/nvcc")]
 
 
+def compiler_of_nvcc() -> list[str]:
+    """nvcc has a compiler of its own choice, unless the user names one."""
+    return ["-ccbin", host_compiler()[-1]] if "CXX" in os.environ else []
+
+
 def toolkit_obstacle(cuda_home: str, torch_cuda: str) -> str | None:
     """Why this toolkit cannot compile for a torch with CUDA ``torch_cuda``; None where it can."""
     toolkit = toolkit_version(cuda_home)
@@ -138,8 +143,8 @@ def toolkit_obstacle(cuda_home: str, torch_cuda: str) -> str | None:
         Path(folder, "probe.cu").write_text("#include <cuda_bf16.h>\n__global__ void fill(float* x) { *x = 1; }\n")
         headers = ["-include", "cuda_runtime_api.h", "-I", f"{cuda_home}/include"]
         for command in (
-            [os.environ.get("CXX", "c++"), "-E", *headers, "-x", "c++", os.devnull],
-            [f"{cuda_home}/bin/nvcc", "-c", "probe.cu", "-o", "probe.o"],
+            [*host_compiler(), "-E", *headers, "-x", "c++", os.devnull],
+            [f"{cuda_home}/bin/nvcc", "-c", "probe.cu", "-o", "probe.o", *compiler_of_nvcc()],
         ):
             result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
             if result.returncode != 0:
@@ -267,7 +272,9 @@ def make_flags(with_cuda: bool, sanitizer: str = "") -> Flags:
     """One set for both extensions, because g++ takes precompiled headers for units with the same flags alone."""
     from torch.utils.cpp_extension import _get_cuda_arch_flags, include_paths
 
-    cxx, nvcc = ["-O1", *CXX_FLAGS], list(NVCC_FLAGS)
+    # The user's first, for ours decide how values are rounded.
+    of_user = shlex.split(f"{os.environ.get('CPPFLAGS', '')} {os.environ.get('CXXFLAGS', '')}")
+    cxx, nvcc = [*of_user, *CXX_FLAGS], list(NVCC_FLAGS)
     if os.environ.get("FASTSYNC_WERROR") == "1":
         cxx.append("-Werror")
         nvcc.append("-Werror=all-warnings")
@@ -275,13 +282,11 @@ def make_flags(with_cuda: bool, sanitizer: str = "") -> Flags:
         cxx += SANITIZERS[sanitizer] + SANITIZER_FLAGS
     # torch's headers become system headers: the warnings are for our own code.
     folders = [*include_paths("cuda" if with_cuda else "cpu"), sysconfig.get_path("include")]
-    shared = [*(["-DFASTSYNC_WITH_CUDA"] if with_cuda else []), f"-I{HERE / 'csrc'}", *system_includes(folders)]
-    of_user = shlex.split(f"{os.environ.get('CPPFLAGS', '')} {os.environ.get('CXXFLAGS', '')}")
-    cxx += [*shared, *of_user]
+    shared = [*(["-DFASTSYNC_WITH_CUDA"] if with_cuda else []), "-Icsrc", *system_includes(folders)]
     return Flags(
-        cxx=cxx,
-        loops=cxx if sanitizer else ["-O3", *cxx[1:]],
-        nvcc=[*nvcc, *(_get_cuda_arch_flags() if with_cuda else []), *shared],
+        cxx=[*cxx, "-O1", *shared],
+        loops=[*cxx, "-O1" if sanitizer else "-O3", *shared],
+        nvcc=[*nvcc, *compiler_of_nvcc(), *(_get_cuda_arch_flags() if with_cuda else []), *shared],
     )
 
 
@@ -332,7 +337,7 @@ def main() -> None:
 
         Objects of one torch and one Python lie in one folder under build/. pip, which would compile everything in a
         fresh folder each time, and `setup.py build_ext --inplace` share it. Objects compiled for another torch are
-        never taken for this one's.
+        never taken for this one's, and linking is always done again.
         """
 
         def build_extensions(self) -> None:
@@ -341,9 +346,14 @@ def main() -> None:
             longest_first = itertools.chain(*reversed(parts.values()))
             compiled = compile_units(longest_first, flags, Path(objects), jobs, is_quiet=self.verbose < 1)
             for extension in self.extensions:
-                extension.extra_objects = extension.depends = [compiled[unit] for unit in parts[extension.name]]
+                extension.extra_objects = [compiled[unit] for unit in parts[extension.name]]
                 extension.sources = []
+            # A library of another torch may be newer than these objects.
+            self.force = self.compiler.force = True
             super().build_extensions()
+
+        def run(self) -> None:
+            super().run()
             note = Path(self.get_ext_fullpath("fastsync._C")).with_suffix(".torch")
             leave_note(note, torch.__version__, left_out)
 

@@ -161,6 +161,8 @@ def parse_compression(text: str) -> Compression | Auto:
             f"compression: expected one of {', '.join(names)}, or a wire with options such as int8+ef "
             f"({', '.join(_OPTIONS)}), got {text!r}{did_you_mean(text, known)}"
         )
+    if len(options) != len(set(options)) or {"one_shot", "two_shot"} <= set(options):
+        raise ValueError(f"compression: {text!r} names an option twice, or two algorithms")
     values = {name: value for option in options for name, value in _OPTIONS[option].items()}
     return Compression(wire, **values)  # type: ignore[arg-type]  # it is one of them
 

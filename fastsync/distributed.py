@@ -25,9 +25,8 @@ from .launch.environment import Rank, this_rank
 
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
 _num_opened = 0  # default groups of several ranks so far, which may share a store
-_store: Store | None = (
-    None  # of ranks that srun or MPI has started: a rank that comes later must not meet one that ends
-)
+# Of ranks that srun or MPI has started. It is kept, so that the next group can meet though a rank is still ending.
+_store: Store | None = None
 
 
 @contextmanager

@@ -47,6 +47,8 @@ def built_for() -> str:
 
 def cuda_left_out() -> str:
     """Why the extension was built without its CUDA kernels, and how to get them; empty where it was built with them."""
+    if is_a_wheel_for_others() and _note()[1:]:
+        return "this wheel was made without them; the version of one that has them ends in cu and CUDA's version"
     return "".join(f"{reason}; to build again: {rebuild_command()}" for reason in _note()[1:])
 
 

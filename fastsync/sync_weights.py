@@ -23,13 +23,14 @@ def sync_weights(module: nn.Module, *, process_group: dist.ProcessGroup | Device
     names, shapes and dtypes first, and nothing is sent where they differ.
 
     Weights only: gradients, the optimizer's state, and what a handle's ``state_dict()`` holds stay each rank's own. So
-    load those on every rank.
+    load those on every rank. ``DiLoCo`` and ``LocalSGD`` keep what the sites have in common: make them afterwards.
 
     Args:
         module: the model, wrapped in ``DistributedDataParallel`` or not.
         process_group: the ranks that take the weights of the group's rank 0: a group or a one-dimensional
             ``DeviceMesh``. By default the group that the module's gradients are averaged over; the default group if
-            fastsync does not average them.
+            fastsync does not average them. A site that averages by itself, as with ``DiLoCo``, is such a group: to
+            reach the other sites, pass theirs.
 
     Raises:
         ValueError: it is no module, or a parameter or buffer is sharded. Or the ranks hold different ones. Or its

@@ -32,14 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     prog = "python -m fastsync.train"
     settings = parse(Arguments, prog, arguments).settings
-    this = this_rank()
-    if this.rank == 0:
-        try:
+    try:
+        this = this_rank()
+        if this.rank == 0:
             check_environment(settings)
             check_run(settings, this.world_size)
-        except ValueError as error:
-            print(f"{prog}: {error}", file=sys.stderr)
-            sys.exit(2)
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        sys.exit(2)
     if train_rank(settings) and this.rank == 0 and this.launcher != "torchrun":
         sys.exit(STOPPED)
 

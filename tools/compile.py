@@ -35,6 +35,11 @@ class Flags:
     nvcc: Sequence[str] = ()
 
 
+def host_compiler() -> list[str]:
+    """The words of $CXX, such as those of "ccache g++"."""
+    return shlex.split(os.environ.get("CXX", "c++"))
+
+
 def units(sources: Iterable[str], folder: Path) -> list[str]:
     """Writes sources of C++ that include up to FILES_A_UNIT of ``sources`` each, all of one folder.
 
@@ -49,7 +54,7 @@ def units(sources: Iterable[str], folder: Path) -> list[str]:
         for begin in range(0, len(members), size):
             included = (os.path.relpath(member, "csrc") for member in members[begin : begin + size])
             unit = folder / f"{name.replace('/', '_')}_{begin // size}.cpp"
-            _write(unit, "".join(f'#include "{member}"\n' for member in included))
+            write(unit, "".join(f'#include "{member}"\n' for member in included))
             written.append(str(unit))
     return [*alone, *written]
 
@@ -68,7 +73,7 @@ def compile_units(sources: Iterable[str], flags: Flags, folder: Path, num_jobs: 
     if ninja is None:
         raise SystemExit("fastsync: ninja, which runs the compilers, is missing; run: pip install ninja")
     objects = {source: f"{folder}/{source.replace('/', '_')}.o" for source in sources}
-    _write(folder / "build.ninja", _ninja_file(objects, flags, folder))
+    write(folder / "build.ninja", _ninja_file(objects, flags, folder))
     if not is_quiet:
         print(f"fastsync: compiling what has changed of {len(objects)} units, {num_jobs} at a time", flush=True)
     command = [ninja, f"-j{num_jobs}", *(["--quiet"] if is_quiet else []), "-f", f"{folder}/build.ninja"]
@@ -80,18 +85,22 @@ def compile_units(sources: Iterable[str], flags: Flags, folder: Path, num_jobs: 
 
 def _ninja_file(objects: Mapping[str, str], flags: Flags, folder: Path) -> str:
     """The edges stand in the order in which they are to begin."""
-    cxx = os.environ.get("CXX", "c++")
-    headers = _headers(cxx, folder)
+    macros = subprocess.run([*host_compiler(), "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True)
+    version = "".join(re.findall(r"__VERSION__ (.*)", macros.stdout))
+    headers = _headers(macros.stdout, folder)
+    cxx = [*host_compiler(), "-MD", *flags.cxx]
     rules = {
-        "precompile": f"{cxx} -MMD {_words(flags.cxx)} -x c++-header",
-        "loops": f"{cxx} -MMD {_words(flags.loops)} -c",
-        "cxx": f"{cxx} -MMD {_words(flags.cxx)} -c",
-        "cxx_with_headers": f"{cxx} -MMD {_words(flags.cxx)} {_words(['-Winvalid-pch', '-include', headers or ''])} -c",
-        "nvcc": f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc -MD {_words(flags.nvcc)} -c",
+        "precompile": [*cxx, "-x", "c++-header"],
+        "loops": [*host_compiler(), "-MD", *flags.loops, "-c"],
+        "cxx": [*cxx, "-c"],
+        "cxx_with_headers": [*cxx, "-Winvalid-pch", "-include", headers or "", "-c"],
+        "nvcc": [f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc", "-MD", *flags.nvcc, "-c"],
     }
-    lines = [f"builddir = {folder}"]  # where ninja notes what it has done
+    lines = [f"builddir = {_path(str(folder))}"]  # where ninja notes what it has done
     for name, command in rules.items():
-        lines += [f"rule {name}", f"  command = {command} -MF $out.d $in -o $out", "  description = $in"]
+        # The comment makes it another command with another compiler of the same name.
+        line = f"{_words(command)} -MF $out.d $in -o $out # {_words([version])}"
+        lines += [f"rule {name}", f"  command = {line}", "  description = $in"]
         lines += ["  depfile = $out.d", "  deps = gcc"]
     if headers is not None:
         lines.append(f"build {_path(f'{headers}.gch')}: precompile {_path(headers)}")
@@ -107,13 +116,12 @@ def _ninja_file(objects: Mapping[str, str], flags: Flags, folder: Path) -> str:
     return "\n".join([*lines, ""])
 
 
-def _headers(cxx: str, folder: Path) -> str | None:
+def _headers(macros: str, folder: Path) -> str | None:
     """The header that g++ precompiles; None for other compilers, which take a precompiled one in other ways."""
-    macros = subprocess.run([*shlex.split(cxx), "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True)
-    if "__GNUC__" not in macros.stdout or "__clang__" in macros.stdout:
+    if "__GNUC__" not in macros or "__clang__" in macros:
         return None
     headers = folder / "precompiled.h"
-    _write(headers, '#include "torch_headers.h"\n')
+    write(headers, '#include "torch_headers.h"\n')
     return str(headers)
 
 
@@ -125,7 +133,7 @@ def _path(path: str) -> str:
     return re.sub(r"[$ :]", r"$\g<0>", path)
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     """Leaves a file alone that has this text already, so that nothing is compiled again because of it."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
 """Makes the pages by which pip finds wheels: ``python -m tools.wheel_index WHEELS PAGES [--wheels-at URL]``.
 
 A wheel is for one torch, and of two versions pip takes the higher one, whatever torch is there. So each torch has pages
-of its own, which a user names: ``pip install fastsync-torch --extra-index-url PAGES/torch2.13.0.cpu``. They have the
-form of https://peps.python.org/pep-0503/.
+of its own, which a user names: ``pip install fastsync-torch==0.1.0+torch2.13.0.cpu --extra-index-url
+PAGES/torch2.13.0.cpu``. They have the form of https://peps.python.org/pep-0503/. A version that names its torch is on
+no other index, so nobody else's package of this name can take its place.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"no wheel in {options.wheels}")
     address = options.wheels_at or options.wheels.resolve().as_uri()
     for folder in write_pages(wheels, options.pages, f"{address.rstrip('/')}/"):
-        print(f"{folder}: pip install {PROJECT} --extra-index-url {folder.resolve().as_uri()}")
+        print(f"{folder}: pip install {PROJECT}==VERSION+{folder.name} --extra-index-url {folder.resolve().as_uri()}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ _NAMING_HOSTS = {
 }
 _NOT_READ = ("PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 """What other launchers set. They do not all tell how many ranks there are."""
-_FIRST_PORT, _NUM_PORTS = 20000, 20000
+_FIRST_PORT, _NUM_PORTS = 20000, 12000  # below those that Linux gives to connections, from 32768 on
 _PORT = 29500
 """torchrun's, where no job has a number."""
 
@@ -93,13 +93,15 @@ def this_rank() -> Rank:
     """Finds out which rank this process is.
 
     RANK, which torchrun sets, comes first: torchrun runs inside steps of Slurm, too. Launchers of MPI come before
-    Slurm, by whose steps they start their daemons.
+    Slurm, by whose steps they start their daemons; but srun may set PMI's variables itself.
 
     Raises:
-        RuntimeError: a launcher has started this process, and does not tell how many ranks there are.
+        ValueError: a launcher has started this process, and does not tell how many ranks there are.
     """
     if "RANK" in os.environ:
         return _rank("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if _is_task_of_slurm():
+        return _alone_or(_of_slurm())
     for launcher, names in _MPI.items():
         if all(name in os.environ for name in names):
             return _alone_or(replace(_rank(launcher, *names), port=_port_of_open_mpi()))
@@ -109,12 +111,18 @@ def this_rank() -> Rank:
         return _alone_or(_rank("PMI", "PMI_RANK", "PMI_SIZE"))
     for name in _NOT_READ:
         if name in os.environ:
-            raise RuntimeError(
+            raise ValueError(
                 f"{name}={os.environ[name]} is set, so a launcher has started this process, but fastsync cannot read "
                 "how many ranks it has started. Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
                 f"MASTER_PORT on every rank, or use torchrun. For a process that is alone, unset {name}"
             )
     return Rank()
+
+
+def _is_task_of_slurm() -> bool:
+    """Whether PMI's variables are srun's own."""
+    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+    return all(os.environ.get(pmi, "") == os.environ.get(slurm) for pmi, slurm in pairs)
 
 
 def first_host(hosts: str) -> str:

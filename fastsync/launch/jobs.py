@@ -312,7 +312,9 @@ def _check_options(
     unknown: list[str] = []
     is_known = False
     for number, word in enumerate(words):
-        if word == "-m" or word.endswith(".py") or (number == 0 and not word.startswith("-")):
+        is_value = is_known and re.fullmatch(r"--?[A-Za-z][\w-]*", words[number - 1])
+        is_script = word == "-m" or (word.endswith(".py") and not word.startswith("-"))
+        if not is_value and (is_script or (number == 0 and not word.startswith("-"))):
             raise ValueError(f"put -- before your own script: {prog} -- {shlex.join(words[number:])}")
         if option := re.match(r"--?([A-Za-z][\w-]*)", word):
             name = option[1].replace("-", "_")

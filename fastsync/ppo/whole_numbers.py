@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal, InvalidOperation
+
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 WHOLE_NUMBERS = ConstructorRegistry()
@@ -15,10 +17,10 @@ def whole_number(text: str) -> int:
     except ValueError:
         pass
     try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not value.is_integer():
+        value = Decimal(text)
+    except InvalidOperation:
+        value = Decimal("nan")
+    if not value.is_finite() or value != value.to_integral_value():
         raise ValueError(f"expected a whole number, such as 1000000, 1_000_000 or 1e6, got {text!r}")
     return int(value)
 

@@ -79,6 +79,8 @@ def test_every_entry_point_takes_the_words(rank: int, world_size: int) -> None:
         ("ef+int8", "expected one of .*, got 'ef\\+int8'"),
         ("auto+ef", "expected one of .*, got 'auto\\+ef'"),
         ("auto:int4", "expected one of .*, got 'auto:int4'; did you mean auto:int8 or "),
+        ("int8+ef+ef", "'int8\\+ef\\+ef' names an option twice, or two algorithms"),
+        ("int8+one_shot+two_shot", ".* names an option twice, or two algorithms"),
         ("none+ef", "error_feedback needs a wire that loses something"),
     ],
 )

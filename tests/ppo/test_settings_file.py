@@ -71,6 +71,10 @@ def test_whole_numbers_are_as_people_write_them(tmp_path: Path, million: str):
     assert launch.nproc == 10
 
 
+def test_a_large_whole_number_loses_nothing():
+    assert parse(Launch, "test", ["--seed", "9007199254740993.0"]).settings.seed == 2**53 + 1
+
+
 def test_what_is_neither_file_nor_preset_is_refused():
     said = r"config='cartpole' is neither a file nor a preset; did you mean CartPole-v1\?; presets: Acrobot-v1, "
     with pytest.raises(ValueError, match=said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -13,6 +14,9 @@ from types import ModuleType
 import pytest
 import torch
 from torch.utils import cpp_extension
+
+from tests.tools.source_tree import copy_tree, run
+from tools import compile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -163,3 +167,74 @@ def test_extension_brings_no_openmp_runtime_of_its_own() -> None:
         libraries = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "libtorch_cpu" in libraries
         assert "omp" not in libraries
+
+
+@pytest.mark.end_to_end
+def test_a_second_build_links_alone_and_notes_the_torch(tmp_path: Path) -> None:
+    """What was compiled is taken by any way in. Without the note another torch would load the extension, and crash."""
+    copy_tree(tmp_path)
+    said = run(tmp_path, sys.executable, "setup.py", "build_ext", "--inplace")
+    assert "fastsync: compiling what has changed of " in said
+    assert "fastsync: [" not in said
+    (note,) = (tmp_path / "fastsync").glob("_C.*.torch")
+    assert note.read_text().splitlines()[0] == torch.__version__
+    (library,) = (tmp_path / "fastsync").glob("_ppo.*.so")
+    # A library of another torch, which is newer than these objects.
+    for built in (tmp_path / "build").glob("lib*/fastsync/_ppo.*.so"):
+        built.write_bytes(b"of another torch")
+    run(tmp_path, sys.executable, "setup.py", "build_ext", "--inplace")
+    assert library.read_bytes() != b"of another torch"
+
+
+class Tree:
+    """A few sources, compiled by a g++ that needs no torch."""
+
+    def __init__(self, folder: Path) -> None:
+        for name, text in {
+            "csrc/torch_headers.h": "#include <vector>\n",
+            "csrc/passes/cpu/loops.cpp": "int loop() { return AT; }\n",
+            "csrc/engine/state.h": "inline int state() { return 1; }\n",
+            "csrc/engine/state.cpp": '#include "engine/state.h"\nint two() { return 2 * state(); }\n',
+            "csrc/engine/step.cpp": "int step() { return 1; }\n",
+        }.items():
+            compile.write(folder / name, text)
+        self.folder = folder
+
+    def compiled(self, capfd: pytest.CaptureFixture[str], *flags: str) -> set[str]:
+        """What was compiled now."""
+        sources = compile.units(
+            ["csrc/passes/cpu/loops.cpp", "csrc/engine/state.cpp", "csrc/engine/step.cpp"], Path("u")
+        )
+        both = ["-Icsrc", "-Wall", "-Werror", *flags]
+        objects = compile.compile_units(
+            sources, compile.Flags(cxx=both, loops=[*both, "-DAT=3"]), Path("o b$j"), num_jobs=2, is_quiet=False
+        )
+        assert all(Path(each).exists() for each in objects.values())
+        said = capfd.readouterr()
+        assert not said.err
+        return set(re.findall(r"^fastsync: \[\d/\d\] (.*)$", said.out, re.MULTILINE))
+
+
+def test_what_has_changed_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", "env g++")  # more than a word, such as "ccache g++"
+    tree = Tree(tmp_path)
+    headers, unit, loops = "'o b$j/precompiled.h'", "u/csrc_engine_0.cpp", "csrc/passes/cpu/loops.cpp"
+    assert tree.compiled(capfd) == {headers, unit, loops}
+    assert tree.compiled(capfd) == set()
+    (tmp_path / "csrc/engine/state.h").write_text("inline int state() { return 3; }\n")
+    assert tree.compiled(capfd) == {unit}
+    (tmp_path / "csrc/torch_headers.h").write_text("#include <map>\n")
+    assert tree.compiled(capfd) == {headers, unit}
+    assert tree.compiled(capfd, "-O1") == {headers, unit, loops}
+    (tmp_path / "csrc/engine/step.cpp").write_text("int step() { return nothing; }\n")
+    with pytest.raises(SystemExit, match="the compiler's errors are above"):
+        tree.compiled(capfd, "-O1")
+
+
+def test_without_ninja_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="ninja, which runs the compilers, is missing; run: pip install ninja"):
+        compile.compile_units([], compile.Flags([], []), tmp_path, num_jobs=1, is_quiet=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
+import shutil
 import sys
 import sysconfig
 import venv
@@ -13,17 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastsync
+from tests.tools.source_tree import ROOT, copy_tree, run
 from tools import wheel_index
 
-ROOT = Path(__file__).resolve().parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-
-
-def run(*command: str, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | variables
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
 
 
 @pytest.fixture
@@ -40,27 +33,33 @@ def environment(tmp_path: Path) -> Path:
 @pytest.mark.end_to_end
 @pytest.mark.timeout(600)
 def test_a_wheel_trains_where_no_compiler_is(environment: Path, tmp_path: Path) -> None:
-    wheels, pages = tmp_path / "wheels", tmp_path / "pages"
+    tree, wheels, pages = tmp_path / "tree", tmp_path / "wheels", tmp_path / "pages"
+    tree.mkdir()
+    copy_tree(tree)
     make = ("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), ".")
-    run(*PIP, *make, FASTSYNC_WHEEL="1", FASTSYNC_CUDA="0")
-    wheel_index.main([str(wheels), str(pages)])
-    public = torch.__version__.split("+")[0]
-    address = (pages / f"torch{public}.cpu").as_uri()
+    run(tree, *PIP, *make, FASTSYNC_WHEEL="1")
+    shutil.rmtree(tree)
+    (folder,) = wheel_index.write_pages(list(wheels.glob("*.whl")), pages, f"{wheels.as_uri()}/")
+    version = f"{fastsync.__version__}+{folder.name}"
+    assert folder.name.startswith(f"torch{torch.__version__.split('+')[0]}.")
     # Without dependencies, because the network is not asked for torch. pip sees the editable fastsync beside torch.
-    options = ("--no-deps", "--ignore-installed", "--no-cache-dir", "--index-url", address)
-    run(*PIP, "--python", str(environment), "install", *options, "fastsync-torch")
+    options = ("--no-deps", "--ignore-installed", "--no-cache-dir", "--index-url", folder.as_uri())
+    run(tmp_path, *PIP, "--python", str(environment), "install", *options, f"fastsync-torch=={version}")
 
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     (script,) = (block for block in blocks if "process_group" in block)
-    (tmp_path / "train.py").write_text(f"{script}\n    print(fastsync.__file__)\n")
+    (tmp_path / "train.py").write_text(script)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     alone = {"PATH": str(environment / "bin"), "PYTHONPATH": "", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-    said = run(str(environment / "bin/python"), *torchrun, str(tmp_path / "train.py"), **alone)
+    python = str(environment / "bin/python")
+    assert run(tmp_path, python, "-c", "import fastsync; print(fastsync.__file__)", **alone).startswith(
+        f"{environment}/"
+    )
+    said = run(tmp_path, python, *torchrun, str(tmp_path / "train.py"), **alone)
     assert re.search(r"^loss 0\.\d+, [1-9]\d* bytes sent$", said, re.M), said
-    assert said.count(f"{environment}/lib/") == 2
 
-    needs = run(*PIP, "--python", str(environment), "show", "--verbose", "fastsync-torch")
-    assert f"Version: 0.1.0+torch{public}.cpu\n" in needs
+    needs = run(tmp_path, *PIP, "--python", str(environment), "show", "--verbose", "fastsync-torch")
+    assert f"Version: {version}\n" in needs
     assert "Requires: numpy, torch\n" in needs
 
 
