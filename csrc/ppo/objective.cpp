@@ -1,6 +1,7 @@
 // ppo_objective: PPO's loss and what is logged of it, with its gradient, in one pass over the rows. ppo_loss in
 // fastsync/ppo/ppo.py is the specification.
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cmath>
@@ -27,7 +28,11 @@ struct Outcome {
   float grad_log_prob, grad_value;  // of surrogate and of squared_error
 };
 
-// As torch's minimum, maximum and clamp have it: a clamp passes gradients at its bounds, and equal arguments share one.
+// A clamp passes gradients at its bounds before torch 2.15, and none since. A value can lie there; a
+// ratio does so by the rounding of exp alone.
+constexpr bool kPassesAtBounds = TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15;
+
+// As torch's minimum, maximum and clamp have it: equal arguments share a gradient.
 Outcome evaluate(const Row& row, float clip, bool clip_value_loss) {
   const float log_ratio = row.log_prob - row.old_log_prob;
   const float ratio = std::exp(log_ratio);
@@ -45,7 +50,8 @@ Outcome evaluate(const Row& row, float clip, bool clip_value_loss) {
   if (clip_value_loss) {
     const float moved = row.value - row.old_value;
     const float near_error = row.old_value + std::clamp(moved, -clip, clip) - row.target;
-    const float near_grad = std::abs(moved) > clip ? 0 : 2 * near_error;
+    const bool is_cut = kPassesAtBounds ? std::abs(moved) > clip : std::abs(moved) >= clip;
+    const float near_grad = is_cut ? 0 : 2 * near_error;
     const float near_squared = near_error * near_error;
     if (!(near_squared <= outcome.squared_error)) {  // larger, or nan
       outcome.squared_error = near_squared;
