@@ -146,7 +146,7 @@ def test_what_an_option_is_given_is_no_script(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     for number, setup in enumerate((["--setup", "source env.sh; python prep.py"], ["--setup=python prep.py"])):
-        assert main(["slurm", *setup, "--file", f"job{number}.py", "--", "train.py"]) == 0
+        assert main(["launch", "slurm", *setup, "--file", f"job{number}.py", "--", "train.py"]) == 0
         assert setup[-1].removeprefix("--setup=") in (tmp_path / f"job{number}.py").read_text()
 
 
