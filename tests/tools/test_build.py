@@ -198,7 +198,6 @@ class Tree:
             "csrc/engine/step.cpp": "int step() { return 1; }\n",
         }.items():
             compile.write(folder / name, text)
-        self.folder = folder
 
     def compiled(self, capfd: pytest.CaptureFixture[str], *flags: str) -> set[str]:
         """What was compiled now."""

@@ -27,8 +27,8 @@ void unpack_typed(const UnpackArgs& args) {
   const C inverse_scale = C(1) / value_or_one<C>(args.bucket_scale);
   const Wires wires{args.wire, args.num_wires, args.stride_bytes};
   const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
-    return (unpack_chunk<W>(wires, chunk.place(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
-                            inverse_scale));
+    return unpack_chunk<W>(wires, chunk.place(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
+                           inverse_scale);
   });
   tally.write_to(args.stats, args.turn.is_first);
   if (args.turn.is_last && args.bucket_scale != nullptr) {
@@ -42,8 +42,8 @@ void reduce_typed(const ReduceArgs& args) {
   const C scale = value_or_one<C>(args.bucket_scale) * static_cast<C>(args.residual_share);
   const Segment all{nullptr, args.numel, 0, args.residual};
   for_each_chunk(&all, 1, [&](const Chunk& chunk) {
-    return (reduce_chunk<C, W, Out>(wires, chunk.begin, chunk.length, static_cast<C>(args.multiplier),
-                                    limit_on<Out, C>(args.limit), scale, chunk.residual<C>(), args.out));
+    return reduce_chunk<C, W, Out>(wires, chunk.begin, chunk.length, static_cast<C>(args.multiplier),
+                                   limit_on<Out, C>(args.limit), scale, chunk.residual<C>(), args.out);
   });
 }
 
