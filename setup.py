@@ -28,7 +28,7 @@ from setuptools.command.dist_info import dist_info
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # pip runs this file from elsewhere
-from tools.compile import Flags, compile_units, host_compiler, units  # noqa: E402
+from tools.compile import Flags, compile_units, host_compiler, macros, units  # noqa: E402
 
 SETUPTOOLS_NEEDED = (77, 0, 3)
 HOW_TO_BUILD = "pip install torch numpy ninja 'setuptools>=77.0.3', then the same command with --no-build-isolation"
@@ -42,7 +42,7 @@ TERMINAL = "/dev/tty"
 # -fwrapv, -DNDEBUG: as Python's own flags have it, from which distutils takes them.
 # -fopenmp belongs to compiling only. at::parallel_for is a template, so its parallel region is compiled into the
 # extension, but the OpenMP runtime has to be the one that torch has loaded: linking another would give the process a
-# second thread pool.
+# second thread pool. clang is the exception: it calls LLVM's runtime, which torch's wheels for Linux do not bring.
 # -g0: Python asks for debug information, which takes as long to write as all else.
 # -Wno-psabi: vectors are passed between inlined functions alone, so how the ABI passes them does not matter.
 # -ffp-contract=off: the arithmetic must round like the reference, so no multiply-add may be fused.
@@ -294,7 +294,8 @@ def make_extension(name: str, sources: list[str], with_cuda: bool = False, sanit
     """What is linked with what."""
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    link = [*SANITIZERS.get(sanitizer, []), *loaded_libstdcxx()]
+    openmp = ["-fopenmp"] if "__clang__" in macros() else []
+    link = [*SANITIZERS.get(sanitizer, []), *openmp, *loaded_libstdcxx()]
     extension = (CUDAExtension if with_cuda else CppExtension)(name, sources, extra_link_args=link)
     if with_cuda:
         extension.libraries = [runtime_library() if name == "cudart" else name for name in extension.libraries]

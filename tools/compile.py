@@ -40,6 +40,12 @@ def host_compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "c++"))
 
 
+def macros() -> str:
+    """What the compiler defines by itself, such as its name and version."""
+    command = [*host_compiler(), "-dM", "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
 def units(sources: Iterable[str], folder: Path) -> list[str]:
     """Writes sources of C++ that include up to FILES_A_UNIT of ``sources`` each, all of one folder.
 
@@ -85,9 +91,9 @@ def compile_units(sources: Iterable[str], flags: Flags, folder: Path, num_jobs: 
 
 def _ninja_file(objects: Mapping[str, str], flags: Flags, folder: Path) -> str:
     """The edges stand in the order in which they are to begin."""
-    macros = subprocess.run([*host_compiler(), "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True)
-    version = "".join(re.findall(r"__VERSION__ (.*)", macros.stdout))
-    headers = _headers(macros.stdout, folder)
+    defined = macros()
+    version = "".join(re.findall(r"__VERSION__ (.*)", defined))
+    headers = _headers(defined, folder)
     cxx = [*host_compiler(), "-MD", *flags.cxx]
     rules = {
         "precompile": [*cxx, "-x", "c++-header"],
@@ -116,9 +122,9 @@ def _ninja_file(objects: Mapping[str, str], flags: Flags, folder: Path) -> str:
     return "\n".join([*lines, ""])
 
 
-def _headers(macros: str, folder: Path) -> str | None:
+def _headers(defined: str, folder: Path) -> str | None:
     """The header that g++ precompiles; None for other compilers, which take a precompiled one in other ways."""
-    if "__GNUC__" not in macros or "__clang__" in macros:
+    if "__GNUC__" not in defined or "__clang__" in defined:
         return None
     headers = folder / "precompiled.h"
     write(headers, '#include "torch_headers.h"\n')

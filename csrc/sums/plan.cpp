@@ -257,7 +257,11 @@ Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bu
 // A node's sum is divided by the ranks of the largest node, so that it is never beyond what its own ranks have. Times
 // share_of_node, those of all nodes add up to the mean over the ranks.
 Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket) {
-  const auto& [nodes, local_ranks, num_ranks, most_ranks, node, peers] = levels;
+  // No structured binding, because clang before version 16 lets no lambda capture one.
+  const int64_t nodes = levels.num_nodes, local_ranks = levels.num_local_ranks;
+  const int64_t num_ranks = levels.num_ranks, most_ranks = levels.most_ranks;
+  const std::shared_ptr<Team>& node = levels.node;
+  const std::shared_ptr<Team>& peers = levels.peers;
   const DType wire = bucket.wire_dtype;
   const double share_of_node =
       bucket.rows_add_up ? 1.0 : static_cast<double>(most_ranks) / static_cast<double>(num_ranks);

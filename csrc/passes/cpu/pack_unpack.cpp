@@ -11,17 +11,26 @@
 #include "passes/cpu/chunks.h"
 #include "passes/cpu/instruction_sets.h"
 
+#if FASTSYNC_HAS_AVX2
+#include <cpuid.h>
+#endif
+
 namespace fastsync::cpu {
 namespace {
 
 // A multiple of kBlockValues, so that a chunk begins where a block does.
 constexpr int64_t kChunkSize = 32768;
 
-// ATEN_CPU_CAPABILITY=default, which makes torch itself do without vector instructions, does so here too.
 #if FASTSYNC_HAS_AVX2
+// clang 14 has no __builtin_cpu_supports("f16c").
+bool has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+
+// ATEN_CPU_CAPABILITY=default, which makes torch itself do without vector instructions, does so here too.
 bool has_avx2() {
-  static const bool has =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && at::get_cpu_capability() != "DEFAULT";
+  static const bool has = __builtin_cpu_supports("avx2") && has_f16c() && at::get_cpu_capability() != "DEFAULT";
   return has;
 }
 #define FASTSYNC_BEST(pass) (has_avx2() ? avx2::pass : any::pass)
