@@ -221,7 +221,7 @@ def leave_note(path: Path, torch_version: str, left_out: str | None) -> None:
         print(sentence, file=sys.stderr)
 
 
-def needed_torch(for_others: bool, torch_version: str, with_cuda: bool) -> dict[str, object]:
+def version_and_requirements(for_others: bool, torch_version: str, with_cuda: bool) -> dict[str, object]:
     """What setuptools is told of version and requirements.
 
     For others the version ends in the torch that was built for, and in the kernels: 0.1.0+torch2.13.0.cpu. On this
@@ -361,7 +361,7 @@ def main() -> None:
     setuptools.setup(
         ext_modules=make_extensions(left_out is None, sanitizer),
         cmdclass={"build_ext": BuildByNinja},
-        **needed_torch(os.environ.get("FASTSYNC_WHEEL") == "1", torch.__version__, left_out is None),
+        **version_and_requirements(os.environ.get("FASTSYNC_WHEEL") == "1", torch.__version__, left_out is None),
     )
 
 

@@ -134,6 +134,17 @@ def test_a_wheel_for_another_torch_names_the_one_to_take_at_import(tmp_path: Pat
     assert result.err.strip().splitlines()[-1].startswith("ImportError: ")
 
 
+def test_a_wheel_without_the_kernels_of_gpus_names_one_that_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    (tmp_path / f"_C{suffix}").with_suffix(".torch").write_text(f"{torch.__version__}\nleft out on request")
+    monkeypatch.setattr(doctor, "HERE", tmp_path)
+    assert doctor.cuda_left_out().startswith("left out on request; to build again: `pip install ")
+    monkeypatch.setattr(doctor, "_version", lambda: "0.1.0+torch1.2.3.cpu")
+    assert doctor.cuda_left_out().endswith("the version of one that has them ends in cu and CUDA's version")
+
+
 # ---- the doctor -----------------------------------------------------------------------------------------------------
 
 
