@@ -19,10 +19,12 @@ namespace {
 
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// What the call gives the process group, as one launch. Whatever fails in between, the thread's group does not stay
-// open: what came after it would neither be launched nor waited for.
+// What the call gives the process group, as one launch where the backend can do that. Its end is a work more to wait
+// for, and not the only one: calls that do not join the launch, as some backends' collectives, run at once, and only
+// their own works tell when they are done. Whatever fails in between, the thread's group does not stay open: what came
+// after it would neither be launched nor waited for.
 template <class Call>
-Work coalesced(c10d::ProcessGroup& group, c10::Device device, const Call& call) {
+void coalesced(c10d::ProcessGroup& group, c10::Device device, Transfer::Works& works, const Call& call) {
   const WithoutPythonObjects without_python;
   const c10::DeviceGuard guard(device);  // the backend asks for the current device where nothing else tells it
   group.startCoalescing(device.type());
@@ -36,7 +38,9 @@ Work coalesced(c10d::ProcessGroup& group, c10::Device device, const Call& call) 
     }
     throw;
   }
-  return group.endCoalescing(device.type());
+  if (Work end = group.endCoalescing(device.type())) {
+    works.push_back(std::move(end));
+  }
 }
 
 using Message = std::pair<at::Tensor, int>;  // the rank is the group's
@@ -78,12 +82,10 @@ class Messages final : public Transfer {
       post(sent_, &c10d::ProcessGroup::send, departures_);
       return;
     }
-    arrivals_ = {coalesced(*group_, device_, [&] {
-      Works of_each;
-      post(expected_, &c10d::ProcessGroup::recv, of_each);
-      of_each.clear();
-      post(sent_, &c10d::ProcessGroup::send, of_each);
-    })};
+    coalesced(*group_, device_, arrivals_, [&] {
+      post(expected_, &c10d::ProcessGroup::recv, arrivals_);
+      post(sent_, &c10d::ProcessGroup::send, departures_);
+    });
   }
 
  private:
@@ -161,7 +163,7 @@ std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device devi
     }
   };
   if (buffers.size() > 1 && group.getBackend(device.type())->supportsCoalescing()) {
-    works = {coalesced(group, device, post)};
+    coalesced(group, device, works, post);
   } else {
     post();
   }

@@ -127,9 +127,7 @@ def _follows_nccls_rules(rank: int, world_size: int) -> None:
     assert group._end_coalescing(device) is None
     before = tensor.clone()
     group._start_coalescing(device)
-    grouped = group.allreduce([tensor])
-    with pytest.raises(AssertionError, match="misuse"), watched():
-        grouped.wait()
+    group.allreduce([tensor]).wait()  # for nothing
     assert tensor.equal(before)  # not yet
     group._end_coalescing(device).wait()
     assert tensor.equal(2 * before)
@@ -143,3 +141,33 @@ def _follows_nccls_rules(rank: int, world_size: int) -> None:
 
 def test_the_group_follows_nccls_rules() -> None:
     fake_device.run_ranks(_follows_nccls_rules, 2)
+
+
+def _runs_at_once(rank: int, world_size: int) -> None:
+    group = fake_device.new_group()
+    fake_device.backend_of(group).run_at_once()
+    device = torch.device(DEVICE)
+    tensor, sent, got = (torch.full((4,), 1.0 + rank, device=DEVICE) for _ in range(3))
+
+    def given() -> list[dist.Work]:
+        group._start_coalescing(device)
+        works = [group.allreduce([tensor]), group.recv([got], 1 - rank, 0), group.send([sent], 1 - rank, 0)]
+        group._end_coalescing(device).wait()  # for nothing
+        return works
+
+    with watched():
+        for work in given():
+            work.wait()
+        assert tensor.tolist() == [3.0] * 4
+        assert got.tolist() == [2.0 - rank] * 4
+    touches = {"allreduce": lambda: tensor.add_(0), "recv": lambda: got + 1, "send": lambda: sent.zero_()}
+    for call, touch in touches.items():
+        works = given()
+        with pytest.raises(AssertionError, match=rf"race.* after {call}"), watched():
+            touch()
+        for work in works:
+            work.wait()
+
+
+def test_a_group_whose_calls_run_at_once() -> None:
+    fake_device.run_ranks(_runs_at_once, 2)

@@ -98,9 +98,11 @@ def world() -> dist.ProcessGroup:
 
 
 def _gives_the_cpus_bits(
-    rank: int, world_size: int, entry_point: str, compressions: list[Compression], kernels: str
+    rank: int, world_size: int, entry_point: str, compressions: list[Compression], kernels: str, runs_at_once: bool
 ) -> None:
     group = fake_device.new_group(with_passes=kernels == "fused")
+    if runs_at_once:
+        fake_device.backend_of(group).run_at_once()
     if kernels == "generic":  # test_kernels.py has the warning
         warnings.filterwarnings("ignore", f"fastsync: gradients on {DEVICE} are packed by torch's own operations")
     for compression in compressions:
@@ -117,19 +119,25 @@ def _gives_the_cpus_bits(
 
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
-@pytest.mark.parametrize(("world_size", "kernels"), [(2, "fused"), (2, "generic"), (4, "fused")])
-def test_the_bits_are_the_cpus(world_size: int, entry_point: str, kernels: str) -> None:
-    """Of kernels of its own, and of torch's operations where none were built for the device."""
+@pytest.mark.parametrize(
+    ("world_size", "kernels", "runs_at_once"),
+    [(2, "fused", False), (2, "generic", False), (4, "fused", False), (2, "fused", True), (4, "fused", True)],
+)
+def test_the_bits_are_the_cpus(world_size: int, entry_point: str, kernels: str, runs_at_once: bool) -> None:
+    """Of kernels of its own, and of torch's operations where none were built for the device. With a process group
+    that groups calls, and with one whose calls run at once."""
     compressions = ONE_LEVEL + (TWO_LEVELS if world_size == 4 else [])
     if entry_point == "hook" and world_size > 1:
         # A CPU's messages carry a stamp in every step, those of a device in one of several. By their length goes the
         # order in which Gloo adds on four ranks.
         compressions = [each for each in compressions if world_size < 4 or each.reduce == "fp32" or each.wire == "none"]
-    fake_device.run_ranks(_gives_the_cpus_bits, world_size, entry_point, compressions, kernels)
+    fake_device.run_ranks(_gives_the_cpus_bits, world_size, entry_point, compressions, kernels, runs_at_once)
 
 
-def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str) -> None:
+def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str, runs_at_once: bool) -> None:
     group = fake_device.new_group()
+    if runs_at_once:
+        fake_device.backend_of(group).run_at_once()
     for compression in ONE_LEVEL:
         given = begin(entry_point, compression, DEVICE, group)
         for step in range(FIRST_QUIET_STEP):
@@ -139,9 +147,10 @@ def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str) -> None:
             )
 
 
+@pytest.mark.parametrize("runs_at_once", [False, True])
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
-def test_after_a_step_the_group_keeps_no_buffer(entry_point: str) -> None:
-    fake_device.run_ranks(_lets_go_of_buffers, 2, entry_point)
+def test_after_a_step_the_group_keeps_no_buffer(entry_point: str, runs_at_once: bool) -> None:
+    fake_device.run_ranks(_lets_go_of_buffers, 2, entry_point, runs_at_once)
 
 
 def _fails_in_a_group(rank: int, world_size: int) -> None:

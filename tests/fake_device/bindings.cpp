@@ -33,5 +33,6 @@ PYBIND11_MODULE(fake_device, m) {
       .def(py::init(&make_group), py::arg("gloo"), py::arg("rank"), py::arg("size"))
       .def("fail_after", &fake_device::Group::fail_after, py::arg("calls"))
       .def("is_open", &fake_device::Group::is_open)
+      .def("run_at_once", &fake_device::Group::run_at_once)
       .def("kept_bytes", &fake_device::Group::kept_bytes);
 }

@@ -40,14 +40,11 @@ class StreamWork : public c10d::Work {
   c10::intrusive_ptr<Future> future_;
 };
 
-// What a call inside a group returns: nothing of it has run, so there is nothing to wait for.
-class GroupedWork : public c10d::Work {
+// What a call inside a group returns, and what the end of a group does that has run before: nobody waits for it.
+class EmptyWork : public c10d::Work {
  public:
-  bool isCompleted() override { return false; }
-  bool wait(std::chrono::milliseconds /*timeout*/) override {
-    report("misuse: wait() for a call inside a group waits for nothing");
-    return true;
-  }
+  bool isCompleted() override { return true; }
+  bool wait(std::chrono::milliseconds /*timeout*/) override { return true; }
 };
 
 std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
@@ -88,7 +85,8 @@ Group::Work Group::give(const std::string& name, Tensors read, Tensors written, 
                         std::function<Work()> on_gloo, std::optional<int> peer) {
   const c10::Device device = (read.empty() ? written : read).front().device();
   const c10::Stream now = current_stream(device);
-  const c10::Stream stream = is_async ? stream_of(device, is_open_ ? std::nullopt : peer) : now;
+  const bool is_queued = is_open_ && !runs_at_once_;
+  const c10::Stream stream = is_async ? stream_of(device, is_queued ? std::nullopt : peer) : now;
   Tensors all = read;
   all.insert(all.end(), written.begin(), written.end());
   check(name, all, device);
@@ -96,9 +94,13 @@ Group::Work Group::give(const std::string& name, Tensors read, Tensors written, 
   record(given, now);
   block(given, stream);
   Given call{name, stream, std::move(read), std::move(written), std::move(on_gloo)};
-  if (is_open_) {
+  if (is_queued) {
     queued_.push_back(std::move(call));
-    return c10::make_intrusive<GroupedWork>();
+    return c10::make_intrusive<EmptyWork>();
+  }
+  if (is_open_) {  // the host may not wait: the others may be sent their messages only after this rank's have come
+    under_way_.push_back(call.on_gloo());
+    return on_stream({std::move(call)});
   }
   return run({std::move(call)});
 }
@@ -111,6 +113,10 @@ Group::Work Group::run(std::vector<Given> all) {
   for (const Work& work : works) {
     work->wait();
   }
+  return on_stream(all);
+}
+
+Group::Work Group::on_stream(const std::vector<Given>& all) {
   auto stash = std::make_shared<Tensors>();
   Tensors outputs;
   for (const Given& call : all) {
@@ -140,9 +146,16 @@ void Group::startCoalescing() {
 Group::Work Group::endCoalescing() {
   is_open_ = false;
   auto queued = std::exchange(queued_, {});
+  const auto under_way = std::exchange(under_way_, {});
   if (has_failed_) {  // what is left of the group may wait for messages that nobody sends: NCCL's stream would, not the
                       // host
     return {};
+  }
+  if (runs_at_once_) {
+    for (const Work& work : under_way) {
+      work->wait();
+    }
+    return c10::make_intrusive<EmptyWork>();
   }
   return queued.empty() ? Work() : run(std::move(queued));
 }

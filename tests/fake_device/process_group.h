@@ -1,6 +1,6 @@
 // A process group for the fake device that keeps NCCL's rules: what is called runs on a stream of its own, a wait
-// is the current stream's and never the host's, and calls between startCoalescing and endCoalescing run at its end. The
-// data travels through Gloo, at once.
+// is the current stream's and never the host's, and calls between startCoalescing and endCoalescing run at its end, or
+// at once. The data travels through Gloo, at once.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -44,6 +44,9 @@ class Group : public c10d::Backend {
   // The call after so many more throws, before anything is sent.
   void fail_after(int64_t calls) { calls_until_failure_ = calls; }
   bool is_open() const { return is_open_; }
+  // From now on calls inside a group run as those outside do, and what endCoalescing returns waits for nothing: as
+  // collectives of torch 2.14's ProcessGroupNCCL2 and of torchcomms do.
+  void run_at_once() { runs_at_once_ = true; }
   // Of tensors that the group still keeps because nobody has waited.
   int64_t kept_bytes();
 
@@ -61,15 +64,18 @@ class Group : public c10d::Backend {
             std::optional<int> peer = {});
   void check(const std::string& name, const Tensors& tensors, c10::Device device);
   Work run(std::vector<Given> all);
+  Work on_stream(const std::vector<Given>& all);
   c10::Stream stream_of(c10::Device device, std::optional<int> peer);
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::map<std::pair<int, int>, c10::Stream> streams_;  // by device, and by peer for messages outside a group
   bool is_open_ = false;
   bool has_failed_ = false;
+  bool runs_at_once_ = false;
   int64_t calls_until_failure_ = -1;
   std::vector<Given> queued_;
-  std::mutex mutex_;  // guards what follows
+  std::vector<Work> under_way_;  // on Gloo, of calls that have run inside a group
+  std::mutex mutex_;             // guards what follows
   std::vector<Stash> stashes_;
 };
 
