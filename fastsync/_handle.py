@@ -229,7 +229,8 @@ class ClippableHandle(GradientHandle):
 
 
 def _no_residual(parameter: Tensor) -> Tensor:
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    is_wide = (parameter.grad_dtype or parameter.dtype) == torch.float64
+    dtype = torch.float64 if is_wide else torch.float32
     return torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
 
 

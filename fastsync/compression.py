@@ -30,7 +30,8 @@ class Compression:
     """
 
     wire: Wire = "none"
-    """``"none"``: the gradients' own dtype. ``"bf16"``: bfloat16, as wide in range as float32, 8 significant bits.
+    """``"none"``: the gradients' own dtype, which is the parameter's or its ``grad_dtype``.
+    ``"bf16"``: bfloat16, as wide in range as float32, 8 significant bits.
     ``"fp16"``: float16 behind a power-of-two scale per bucket that keeps finite values finite, 11 significant bits.
     ``"int8"``: whole numbers from -127 to 127, blocks of 128 of them behind a float32 scale each.
     ``"int4"``: from -7 to 7, 128 behind a scale, too; it needs error feedback to learn as well."""

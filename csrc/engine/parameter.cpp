@@ -19,19 +19,23 @@ bool has_memory(const at::Tensor& tensor) {
          (tensor.has_storage() && tensor.storage().data() != nullptr);
 }
 
-// The same elements at the same places of a dense block of memory.
+// The same elements at the same places of a dense block of memory, as every rank's gradient travels.
 bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter) {
   return gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense() &&
-         gradient.scalar_type() == parameter.scalar_type() && gradient.device() == parameter.device() &&
+         gradient.scalar_type() == grad_dtype_of(parameter) && gradient.device() == parameter.device() &&
          !gradient.is_conj() && !gradient.is_neg();
 }
 
 // Dense, whatever the gradient is, with the strides that every rank's parameter has.
 at::Tensor new_stand_in(const at::Tensor& parameter) {
-  return at::empty_like(parameter, at::TensorOptions(), at::MemoryFormat::Preserve);
+  return at::empty_like(parameter, at::TensorOptions().dtype(grad_dtype_of(parameter)), at::MemoryFormat::Preserve);
 }
 
 }  // namespace
+
+at::ScalarType grad_dtype_of(const at::Tensor& parameter) {
+  return parameter.grad_dtype().value_or(parameter.scalar_type());
+}
 
 at::Tensor Parameter::lock() const {
   at::Tensor locked(id.lock());
@@ -39,11 +43,16 @@ at::Tensor Parameter::lock() const {
   return locked;
 }
 
+at::Tensor Parameter::outline() const {
+  return at::empty({1}, tensor.options().dtype(real_dtype())).expand({num_reals()});
+}
+
 void Parameter::lay_out(size_t in_bucket, size_t at_place) {
   bucket = in_bucket;
   place = at_place;
-  numel = tensor.numel();
-  dtype = tensor.scalar_type();
+  sizes = tensor.sizes().vec();
+  strides = tensor.strides().vec();
+  dtype = grad_dtype_of(tensor);
   device = tensor.device();
 }
 
@@ -52,8 +61,11 @@ std::string Parameter::change() const {
   if (takes_part() != is_in_bucket) {
     return c10::str("parameter ", name, is_in_bucket ? " was frozen" : " was unfrozen");
   }
-  if (is_in_bucket && (tensor.numel() != numel || tensor.scalar_type() != dtype || tensor.device() != device)) {
+  if (is_in_bucket && (tensor.sizes() != sizes || grad_dtype_of(tensor) != dtype || tensor.device() != device)) {
     return c10::str("parameter ", name, " became another tensor");
+  }
+  if (is_in_bucket && tensor.strides() != strides) {
+    return c10::str("parameter ", name, " lies in memory in another order, as after to(memory_format=...)");
   }
   return "";
 }
@@ -65,6 +77,13 @@ void Parameter::check_gradient() const {
   TORCH_CHECK_VALUE(!gradient.defined() || has_memory(gradient), "fastsync: parameter ", name,
                     " got a gradient of a tensor subclass that has no memory of its own, such as a DTensor; give it a ",
                     "plain one (DTensor.to_local(), full_tensor())");
+  TORCH_CHECK_VALUE(!gradient.defined() || gradient.sizes() == tensor.sizes(), "fastsync: parameter ", name,
+                    " has the shape ", tensor.sizes(), ", and its gradient has ", gradient.sizes(),
+                    ": call zero_grad() where a parameter's data gets another shape");
+  const at::ScalarType sent_as = grad_dtype_of(tensor);
+  TORCH_CHECK_VALUE(!gradient.defined() || c10::promoteTypes(gradient.scalar_type(), sent_as) == sent_as,
+                    "fastsync: parameter ", name, " got a gradient of ", gradient.scalar_type(), ", which ", sent_as,
+                    " cannot hold; set its grad_dtype to the gradient's, on every rank");
 }
 
 at::Tensor Parameter::gradient_to_send() {

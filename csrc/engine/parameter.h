@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/view_as_real.h>
 #include <c10/core/Stream.h>
 
 #include <cstdint>
@@ -10,10 +9,14 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "engine/saved_state.h"
 
 namespace fastsync {
+
+// What the parameter's gradients are of: its own dtype, but where torch was told another one (Tensor.grad_dtype).
+at::ScalarType grad_dtype_of(const at::Tensor& parameter);
 
 struct Parameter {
   static constexpr size_t kNone = std::numeric_limits<size_t>::max();
@@ -29,11 +32,13 @@ struct Parameter {
 
   bool takes_part() const { return tensor.requires_grad() && tensor.numel() > 0; }
   // Complex gradients travel as the pairs of reals that they are.
-  at::ScalarType real_dtype() const { return c10::toRealValueType(tensor.scalar_type()); }
-  at::Tensor reals() const { return tensor.is_complex() ? at::view_as_real(tensor.detach()) : tensor; }
-  int64_t num_reals() const { return tensor.is_complex() ? 2 * tensor.numel() : tensor.numel(); }
+  at::ScalarType real_dtype() const { return c10::toRealValueType(grad_dtype_of(tensor)); }
+  int64_t num_reals() const { return c10::isComplexType(grad_dtype_of(tensor)) ? 2 * tensor.numel() : tensor.numel(); }
+  // As many values of that dtype, in almost no memory.
+  at::Tensor outline() const;
   void lay_out(size_t in_bucket, size_t at_place);
-  // Which parameter was frozen, unfrozen, moved or cast since the layout was made; empty where none of that was.
+  // Which parameter was frozen, unfrozen, moved, cast or put in another order since the layout was made; empty where
+  // none of that was.
   std::string change() const;
 
   // Throws c10::ValueError where it has a gradient that cannot travel.
@@ -62,8 +67,9 @@ struct Parameter {
   std::optional<c10::Stream> stream;  // on which its gradient got ready
   bool repeats = false;               // gets more than one gradient in a backward: final only at its end
   at::Tensor stand_in;                // what travels where the gradient is missing or lies otherwise than the parameter
-  int64_t numel = 0;                  // this and the next two: what the layout was made for
-  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> sizes;         // this and the next three: what the layout was made for
+  std::vector<int64_t> strides;
+  at::ScalarType dtype = at::kFloat;  // of gradients
   c10::Device device = c10::kCPU;
   std::optional<ParameterId> averaged;  // the newest sync's gradient and its version
   uint32_t averaged_version = 0;

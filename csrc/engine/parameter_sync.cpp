@@ -368,9 +368,10 @@ void ParameterSync::lay_out() {
   }
   agree();  // first, for what this rank alone cannot send all have to hear of
   for (const Parameter& parameter : parameters_) {
+    const at::ScalarType dtype = grad_dtype_of(parameter.tensor);
     TORCH_CHECK_VALUE(!parameter.takes_part() || (is_supported(parameter.real_dtype()) &&
-                                                  (compressions_->is_lossless() || !parameter.tensor.is_complex())),
-                      "fastsync: parameter ", parameter.name, " is ", parameter.tensor.scalar_type(),
+                                                  (compressions_->is_lossless() || !c10::isComplexType(dtype))),
+                      "fastsync: the gradients of parameter ", parameter.name, " are ", dtype,
                       ", which cannot be synchronised with ", compressions_->description);
   }
   const auto layout = layout_of(order_of_rank_0());
@@ -405,7 +406,7 @@ std::vector<std::vector<size_t>> ParameterSync::layout_of(const std::vector<int6
   std::vector<at::Tensor> tensors;
   size_t bytes = 0;
   for (const int64_t index : order) {
-    tensors.push_back(parameters_[index].reals());
+    tensors.push_back(parameters_[index].outline());
     bytes += tensors.back().nbytes();
   }
   const auto cap = static_cast<size_t>(bucket_cap_bytes_);
@@ -461,7 +462,11 @@ void ParameterSync::agree() {
   for (const Parameter& parameter : parameters_) {
     const at::Tensor tensor = parameter.lock();
     text << "parameter " << parameter.name << " of shape " << tensor.sizes() << ", strides " << tensor.strides() << ", "
-         << tensor.scalar_type() << (tensor.requires_grad() ? "" : ", frozen") << "\n";
+         << tensor.scalar_type();
+    if (const at::ScalarType dtype = grad_dtype_of(tensor); dtype != tensor.scalar_type()) {
+      text << ", gradients of " << dtype;
+    }
+    text << (tensor.requires_grad() ? "" : ", frozen") << "\n";
     device = tensor.device();
   }
   text << side_values_.newcomers();

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <utility>
 
+#include "engine/parameter.h"
 #include "transport/agreement.h"
 
 namespace fastsync {
@@ -79,7 +80,7 @@ std::vector<at::Tensor> SavedState::take_residuals(const std::vector<ParameterId
     const at::Tensor residual = entry != entries_.end() ? std::exchange(entry->second.residual, {}) : at::Tensor();
     const at::Tensor parameter(parameters[i].lock());
     if (residual.defined() && residual.numel() == (parameter.is_complex() ? 2 : 1) * parameter.numel()) {
-      const bool is_wide = c10::toRealValueType(parameter.scalar_type()) == at::kDouble;
+      const bool is_wide = c10::toRealValueType(grad_dtype_of(parameter)) == at::kDouble;
       taken[i] = residual.to(device, is_wide ? at::kDouble : at::kFloat);
       has_any = true;
     }

@@ -8,9 +8,10 @@ namespace fastsync {
 
 namespace {
 
-std::vector<at::Tensor> clones_of(std::vector<at::Tensor> tensors) {
-  std::transform(tensors.begin(), tensors.end(), tensors.begin(),
-                 [](const at::Tensor& tensor) { return tensor.defined() ? tensor.clone() : tensor; });
+std::vector<at::Tensor> flat_clones_of(std::vector<at::Tensor> tensors) {
+  std::transform(tensors.begin(), tensors.end(), tensors.begin(), [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.clone(at::MemoryFormat::Contiguous).view({-1}) : tensor;
+  });
   return tensors;
 }
 
@@ -37,8 +38,10 @@ void ErrorFeedback::lay_out(const Bucket& bucket) {
   alignment_ = bucket.alignment;
   residuals_.resize(bucket.grads.size());
   for (size_t i = 0; i < residuals_.size(); ++i) {
-    const at::Tensor place = memory_.narrow(0, bucket.segments[i].offset, bucket.segments[i].numel);
-    residuals_[i] = residuals_[i].defined() ? place.copy_(residuals_[i]) : place;
+    const at::Tensor& gradient = bucket.grads[i];
+    const at::Tensor place = memory_.narrow(0, bucket.segments[i].offset, bucket.segments[i].numel)
+                                 .as_strided(gradient.sizes(), gradient.strides());
+    residuals_[i] = residuals_[i].defined() ? place.copy_(residuals_[i].reshape(gradient.sizes())) : place;
   }
 }
 
@@ -48,11 +51,11 @@ void ErrorFeedback::take_back(size_t index) {
   }
 }
 
-std::vector<at::Tensor> ErrorFeedback::residuals() const { return clones_of(residuals_); }
+std::vector<at::Tensor> ErrorFeedback::residuals() const { return flat_clones_of(residuals_); }
 
 void ErrorFeedback::set_residuals(const std::vector<at::Tensor>& residuals) {
   *this = ErrorFeedback();
-  residuals_ = clones_of(residuals);
+  residuals_ = flat_clones_of(residuals);
 }
 
 }  // namespace fastsync

@@ -12,14 +12,14 @@
 
 namespace fastsync {
 
-// A residual is of one gradient and in its units: flat, in the order of the gradient's memory. One of a sum counts in
-// it as this rank's gradient does, so it becomes part of that gradient's.
+// A residual is of one gradient and in its units. One of a sum counts in it as this rank's gradient does, so it becomes
+// part of that gradient's.
 class ErrorFeedback {
  public:
   // Has the bucket's passes send what is kept, and keep what they lose.
   void lend(Bucket& bucket, const std::vector<bool>& stand_in);
 
-  // One for each gradient, undefined where nothing is kept.
+  // One for each gradient, undefined where nothing is kept: flat, in the order of its indices and not of its memory.
   std::vector<at::Tensor> residuals() const;
   void set_residuals(const std::vector<at::Tensor>& residuals);
 
@@ -30,7 +30,7 @@ class ErrorFeedback {
  private:
   void lay_out(const Bucket& bucket);
 
-  std::vector<at::Tensor> residuals_;  // one for each gradient; undefined where there is nothing
+  std::vector<at::Tensor> residuals_;  // one for each gradient, undefined where there is nothing
   at::Tensor memory_;  // in which they lie as the gradients do on the wire; undefined where they lie elsewhere
   int64_t alignment_ = 0;
   std::unordered_map<size_t, at::Tensor> before_;  // the newest sum, of the gradients that stood in for none

@@ -1,0 +1,207 @@
+"""Gradients that are not what their parameter is: another order in memory, another dtype."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastsync
+from tests.bitwise import assert_bitwise_equal
+from tests.engine.entry_points import Averaged, average
+from tests.ranks import on_ranks
+
+WHOLE = ("attach", "synchronize", "all_reduce")
+"""The entry points that read ``.grad`` itself."""
+CHANNELS_LAST = torch.channels_last
+FEEDBACK = "int8+ef"
+
+# ---- order in memory ------------------------------------------------------------------------------------------------
+
+
+def backward(given: Averaged, rank: int, step: int) -> list[Tensor]:
+    """A step of a convolution. Returns copies of the averages in the order of their indices."""
+    given.model.zero_grad()
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    given.backward(given.model(images).square().mean())
+    return [grad.clone(memory_format=torch.contiguous_format) for grad in given.grads() if grad is not None]
+
+
+@pytest.mark.parametrize("compression", ["none", FEEDBACK])
+@pytest.mark.parametrize("entry_point", WHOLE)
+@on_ranks(3, timeout=60.0)
+def test_a_memory_order_that_one_rank_changes_is_told(
+    rank: int, world_size: int, entry_point: str, compression: str
+) -> None:
+    given = average(entry_point, nn.Conv2d(3, 4, 3), compression)
+    backward(given, rank, 0)
+    if rank == 0:
+        given.model.to(memory_format=CHANNELS_LAST)
+    with pytest.raises(RuntimeError, match=r"parameter (weight|0) lies in memory in another order") as error:
+        backward(given, rank, 1)
+    assert "rank 0" in str(error.value)
+
+
+@pytest.mark.parametrize("entry_point", WHOLE)
+@on_ranks(2)
+def test_all_ranks_may_change_the_memory_order(rank: int, world_size: int, entry_point: str) -> None:
+    """What error feedback keeps stays with its value."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+    plain, changed = (average(entry_point, copy.deepcopy(model), "bf16+ef+two_shot") for _ in range(2))
+    for step in range(4):
+        if step in (2, 3):
+            changed.model.to(memory_format=CHANNELS_LAST if step == 2 else torch.contiguous_format)
+        expected, actual = (backward(given, rank, step) for given in (plain, changed))
+        for one, other in zip(expected, actual, strict=True):
+            torch.testing.assert_close(one, other, rtol=2.0**-12, atol=2.0**-14)
+
+
+@on_ranks(2)
+def test_a_state_is_the_same_in_each_memory_order(rank: int, world_size: int) -> None:
+    """Residuals of a model that was channels_last load into one that is not."""
+    gradient = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(rank))
+    states: list[dict[str, Any]] = []
+    for order in (torch.contiguous_format, CHANNELS_LAST):
+        weight = nn.Parameter(torch.zeros(4, 3, 3, 3).to(memory_format=order))
+        sync = fastsync.attach([weight], "bf16+ef+two_shot", overlap=False)
+        weight.grad = gradient.clone(memory_format=torch.preserve_format).to(memory_format=order)
+        sync.synchronize()
+        states.append(sync.state_dict())
+        sync.load_state_dict(states[-1])
+        name = f"0 of rank {rank}"
+        assert_bitwise_equal(sync.state_dict()["residuals"][name], states[-1]["residuals"][name], "loaded")
+    of_each = [state["residuals"][f"0 of rank {rank}"] for state in states]
+    assert of_each[0].count_nonzero() > 0
+    assert_bitwise_equal(of_each[1], of_each[0], "residual")
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+@on_ranks(2)
+def test_gradients_in_another_order_than_their_parameter(rank: int, world_size: int, compression: str) -> None:
+    """Transposed, permuted, expanded, or a part of something larger; on one rank only."""
+    values = torch.arange(60.0).view(3, 4, 5)
+    of_rank = [values + 1, values * 3]
+    for of_parameter in (values, values.permute(2, 0, 1).contiguous().permute(1, 2, 0)):
+        parameter = nn.Parameter(torch.empty_strided(of_parameter.size(), of_parameter.stride()).zero_())
+        sync = fastsync.attach([parameter], compression, overlap=False)
+        for strange in (
+            of_rank[rank].permute(2, 1, 0).contiguous().permute(2, 1, 0),
+            torch.cat([of_rank[rank], values], dim=-1)[..., :5],
+            of_rank[rank].clone(),
+        ):
+            parameter.grad = strange if rank == 0 else of_rank[rank].clone()
+            sync.synchronize()
+            expected = (of_rank[0] + of_rank[1]) / 2
+            torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=2.0 if compression == "int8" else 0)
+
+
+@on_ranks(2)
+def test_a_gradient_of_another_shape_is_told(rank: int, world_size: int) -> None:
+    parameter = nn.Parameter(torch.zeros(2, 6))
+    sync = fastsync.attach([parameter], overlap=False)
+    parameter.grad = torch.ones(2, 6)
+    sync.synchronize()
+    parameter.data = torch.zeros(6, 2)
+    with pytest.raises(ValueError, match=r"parameter 0 has the shape \[6, 2\], and its gradient has \[2, 6\]"):
+        sync.synchronize()
+
+
+# ---- dtype ----------------------------------------------------------------------------------------------------------
+
+
+def of_grad_dtype(dtype: torch.dtype, grad_dtype: torch.dtype | None, size: int = 300) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(size, dtype=dtype))
+    parameter.grad_dtype = grad_dtype
+    return parameter
+
+
+@pytest.mark.parametrize("entry_point", WHOLE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_float32_gradients_of_16_bit_parameters_travel_whole(
+    rank: int, world_size: int, dtype: torch.dtype, entry_point: str
+) -> None:
+    """Sums of micro-batches that 16 bits do not hold; of one parameter a rank has no gradient; one is 16 bits wide."""
+    model = nn.Module()
+    model.wide, model.sometimes = (of_grad_dtype(dtype, torch.float32) for _ in range(2))
+    model.narrow = nn.Parameter(torch.zeros(3, dtype=dtype))
+    given = average(entry_point, model)
+    for step in range(3):
+        model.zero_grad()
+        with given.no_sync():
+            for _ in range(2):
+                (model.wide.float().sum() * 40960.0).backward()
+        loss = model.wide.float().sum() * (1.0 + 2 * rank) + model.narrow.float().sum() * (rank + 1)
+        if rank == step % 2:
+            loss = loss + model.sometimes.float().sum() * 2.0**14
+        given.backward(loss)
+        assert {name: (grad.grad.dtype, grad.grad.unique().tolist()) for name, grad in model.named_parameters()} == {
+            "wide": (torch.float32, [81922.0]),
+            "sometimes": (torch.float32, [2.0**13]),
+            "narrow": (dtype, [1.5]),
+        }
+        squares = 300 * 81922.0**2 + 300 * 2.0**26 + 3 * 1.5**2
+        torch.testing.assert_close(given.grad_norm().double().item() ** 2, squares, rtol=1e-5, atol=0)
+
+
+@on_ranks(2)
+def test_16_bit_gradients_of_float32_parameters_travel_in_16_bits(rank: int, world_size: int) -> None:
+    parameter = of_grad_dtype(torch.float32, torch.bfloat16, 1000)
+    sync = fastsync.attach([parameter])
+    for _ in range(2):
+        parameter.grad = None
+        (parameter.bfloat16() * (rank + 1)).sum().backward()
+        assert parameter.grad.dtype == torch.bfloat16
+        assert parameter.grad.unique().tolist() == [1.5]
+    [bucket] = sync.stats().buckets
+    assert bucket.wire_bytes < 2 * 2200
+
+
+@on_ranks(2)
+def test_a_grad_dtype_that_changes(rank: int, world_size: int) -> None:
+    """All ranks may change it. Where one does, all are told which."""
+    parameter = of_grad_dtype(torch.bfloat16, torch.bfloat16)
+    sync = fastsync.attach([parameter], overlap=False)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+        parameter.grad = torch.full((300,), 1.0 + rank, dtype=dtype)
+        sync.synchronize()
+        assert parameter.grad.dtype == dtype
+        assert parameter.grad.unique().tolist() == [1.5]
+    other = of_grad_dtype(torch.bfloat16, torch.float32 if rank == 0 else torch.bfloat16)
+    with pytest.raises(ValueError, match=r"rank 0: parameter 0 of .*, gradients of Float;"):
+        fastsync.attach([other])
+
+
+@on_ranks(2)
+def test_any_grad_dtype(rank: int, world_size: int) -> None:
+    """With ``grad_dtype = None`` nothing tells what travels, so a wider gradient than the parameter is refused."""
+    for dtype, grad_dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        parameter = of_grad_dtype(dtype, None)
+        sync = fastsync.attach([parameter], overlap=False)
+        parameter.grad = torch.full((300,), 1.0 + rank, dtype=grad_dtype)
+        if dtype == torch.float32:
+            sync.synchronize()
+            assert parameter.grad.unique().tolist() == [1.5]
+            continue
+        with pytest.raises(ValueError, match=r"gradient of Float, which BFloat16 cannot hold; set its grad_dtype"):
+            sync.synchronize()
+
+
+@pytest.mark.parametrize("compression", [FEEDBACK, "fp16", "int8"])
+@on_ranks(2)
+def test_wide_gradients_with_a_narrow_wire(rank: int, world_size: int, compression: str) -> None:
+    """A sum of float32 is not rounded once more, and a saved state loads."""
+    parameter = of_grad_dtype(torch.bfloat16, torch.float64)
+    sync = fastsync.attach([parameter], compression)
+    for _ in range(2):
+        parameter.grad = None
+        (parameter.double() * torch.linspace(1.0, 2.0, 300, dtype=torch.float64) * (1 + rank)).sum().backward()
+        expected = torch.linspace(1.0, 2.0, 300, dtype=torch.float64) * 1.5
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=2.0**-5)
+        sync.load_state_dict(sync.state_dict())
