@@ -192,7 +192,8 @@ PYBIND11_MODULE(_C, m) {
   py::class_<HookState, EngineState, std::shared_ptr<HookState>>(m, "HookState")
       .def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))
       .def("run", &run, py::arg("bucket"), py::arg("compressions"))
-      .def("note_update", &HookState::note_update, no_gil);
+      .def("note_update", &HookState::note_update, no_gil)
+      .def("gradients_are_unchanged", locked<HookState>(&HookState::gradients_are_unchanged), no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
 
   py::class_<Synchronizer, EngineState, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
@@ -215,7 +216,8 @@ PYBIND11_MODULE(_C, m) {
       .def("num_active", locked<Synchronizer>(&Synchronizer::num_active), no_gil)
       .def("set_buffers", locked<Synchronizer>(&Synchronizer::set_buffers), py::arg("description"), py::arg("values"),
            py::arg("arrive"), no_gil)
-      .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil);
+      .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil)
+      .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
 
   py::class_<ShardedState, EngineState, std::shared_ptr<ShardedState>>(m, "ShardedState")
       .def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import re
 import threading
@@ -12,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -187,13 +186,14 @@ class ClippableHandle(GradientHandle):
         """Returns the parameters that no other handle may average."""
         return self.parameters()
 
-    def known_norm(self, *, is_unscaled: bool) -> Tensor | None:
-        """Returns the newest ``GradStats.grad_norm``, if the gradients are still those that it is of.
+    def known_norm(self) -> Tensor | None:
+        """Returns the newest ``GradStats.grad_norm``, if the gradients are proven to be those that it is of.
 
-        Args:
-            is_unscaled: a GradScaler has divided the gradients since they were computed. Then it is of scaled ones.
+        They are where Python has seen none of them since backward made them, and no later backward has added to them.
         """
-        return None if self.is_clipped() else self.grad_stats().grad_norm
+        engine = self._engine
+        is_known = engine.num_steps() == 0 or engine.gradients_are_unchanged()  # type: ignore[union-attr]
+        return self.grad_stats().grad_norm if is_known else None
 
     def is_clipped(self) -> bool:
         """Tells whether the gradients have been clipped since they were synchronised."""
@@ -353,23 +353,11 @@ def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[st
 
 
 def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    if handles := _clippable():
-        _note_scaler_that_steps()
-    for handle in handles:
+    for handle in _clippable():
         handle.note_step(optimizer)
 
 
 # ---- GradScalers, asked without waiting for the device --------------------------------------------------------------
-
-_scalers: WeakSet[GradScaler] = WeakSet()
-"""The scalers that ``clip_grad_norm_`` was given, or that have stepped an optimizer."""
-
-
-def note_scaler(scaler: GradScaler) -> None:
-    """Remembers the scaler for ``check_not_unscaled``."""
-    if scaler.is_enabled():
-        with _lock:
-            _scalers.add(scaler)
 
 
 def loss_scale(scaler: GradScaler) -> Tensor:
@@ -393,38 +381,10 @@ def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     Raises:
         RuntimeError: the optimizer has stepped since the scaler's last ``update()``.
     """
-    stage = _stages(scaler).get(id(optimizer), OptState.READY)
+    states: Mapping[int, dict[str, Any]] = scaler._per_optimizer_states
+    stage = states[id(optimizer)]["stage"] if id(optimizer) in states else OptState.READY
     if stage is OptState.STEPPED:
         raise RuntimeError(
             "scaler: it has stepped with these gradients already; clip between backward() and scaler.step(optimizer)"
         )
     return stage is OptState.UNSCALED
-
-
-def check_not_unscaled(optimizer: Optimizer | None) -> None:
-    """Raises RuntimeError where a known GradScaler has unscaled the optimizer's gradients; None: any optimizer's.
-
-    Unscaling leaves no trace in the gradients: their version counters do not count it.
-    """
-    with _lock:
-        stages = [_stages(scaler) for scaler in _scalers]
-    if any(OptState.UNSCALED in (each.values() if optimizer is None else [each.get(id(optimizer))]) for each in stages):
-        raise RuntimeError(
-            "fastsync.clip_grad_norm_: a GradScaler has unscaled gradients since they were synchronised, so the "
-            "known norm is too large by its scale; pass optimizer= and scaler=, or use "
-            "torch.nn.utils.clip_grad_norm_"
-        )
-
-
-def _note_scaler_that_steps() -> None:
-    """Finds the GradScaler that has called the optimizer's step. Nothing but the stack tells."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not GradScaler.step.__code__:
-        frame = frame.f_back
-    if frame is not None:
-        note_scaler(frame.f_locals["self"])
-
-
-def _stages(scaler: GradScaler) -> dict[int, Any]:
-    """Returns the stages of optimizers that were unscaled or stepped since the last update, by the optimizer's id."""
-    return {key: state["stage"] for key, state in scaler._per_optimizer_states.items()}

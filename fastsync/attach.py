@@ -59,7 +59,7 @@ class GradientSynchronizer(ClippableHandle):
         self._engine: _C.Synchronizer = _C.Synchronizer(
             list(self._named.values()), list(self._named), group, self._bucket_cap_bytes, self._op == "sum"
         )
-        self._called_step = self._clipped_step = -1  # the newest that synchronize() was called for; that was clipped
+        self._clipped_step = -1
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.compression = compression
 
@@ -87,7 +87,6 @@ class GradientSynchronizer(ClippableHandle):
             RuntimeError: another rank did not take part in time, or is lost.
         """
         self._engine.synchronize()
-        self._called_step = self._engine.num_steps()
 
     # ---- ranks that run out of batches at different times -----------------------------------------------------------
 
@@ -275,23 +274,10 @@ class GradientSynchronizer(ClippableHandle):
         """As ``ClippableHandle.taken``: those that are frozen may not stay so."""
         return self._named.values()
 
-    def known_norm(self, *, is_unscaled: bool) -> Tensor | None:
-        """As ``ClippableHandle.known_norm``; also None if the gradients' version counters have changed.
-
-        ``GradScaler.unscale_`` changes none. It comes after a backward, but nothing tells whether it came before
-        ``synchronize()``.
-        """
-        is_called = self._engine.num_steps() == self._called_step
-        if (is_unscaled and is_called) or not (
-            self._engine.num_steps() == 0
-            or self._engine.is_captured()  # a replay of a CUDA graph writes gradients and counts nothing
-            or self._engine.gradients_are_unchanged()
-        ):
-            return None
-        return super().known_norm(is_unscaled=is_unscaled)
-
     def check_before_step(self, optimizer: Optimizer) -> None:
         """As ``ClippableHandle.check_before_step``; also raises if no sync came since the optimizer's step before.
+
+        Or if a backward came after the sync, whose gradients are this rank's own.
 
         Raises:
             ValueError: the parameters are a pipeline stage's, which is not averaged as its schedule goes on.
@@ -306,11 +292,16 @@ class GradientSynchronizer(ClippableHandle):
                     "fastsync.attach(..., overlap=False), and call synchronize() after schedule.step()"
                 )
             self._steps_before[optimizer] = 0
+        if not self._is_enabled:
+            return
+        own = set(map(id, self._engine.with_own_gradients()))  # before Python sees any gradient
         stepped = next((parameter for parameter in self.stepped_by(optimizer) if parameter.grad is not None), None)
-        if stepped is None or not self._is_enabled:
+        if stepped is None:
             return
         num_steps = self._engine.num_steps()
-        if self._steps_before[optimizer] == num_steps and not self._engine.is_captured():
+        if self._steps_before[optimizer] != num_steps:
+            stepped = next((p for p in self.stepped_by(optimizer) if id(p) in own), None) if own else None
+        if stepped is not None and not self._engine.is_captured():
             name = next(name for name, parameter in self._named.items() if parameter is stepped)
             way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
             raise RuntimeError(

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ._handle import ClippableHandle, GradientHandle, check_not_unscaled, has_unscaled, loss_scale, note_scaler
+from ._handle import ClippableHandle, GradientHandle, has_unscaled, loss_scale
 
 
 def clip_grad_norm_(
@@ -19,8 +19,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales the gradients so that their norm is at most ``max_norm``; the host never waits to find out.
 
-    The norm is the one that unpacking has found. If the gradients have been clipped since, or with ``attach`` changed,
-    it takes a pass over them. After ``unscale_`` pass ``scaler``.
+    The norm is the one that unpacking has found, if nothing has touched the gradients since: nothing in Python has read
+    a ``.grad``, and no other backward has added to one. Otherwise it takes a pass over them. So it is right after any
+    change of them, as by ``unscale_``, a division by the number of tokens, or a write to ``.data``.
 
     Args:
         sync: what ``attach`` or ``register_comm_hook`` returned.
@@ -37,7 +38,7 @@ def clip_grad_norm_(
     Raises:
         ValueError: an argument is refused, or does not go with another one.
         RuntimeError: no backward was synchronised yet. Or the gradients were clipped already in the optimizer's next
-            step, or unscaled by a scaler that is not passed. Or the norm is not finite, with ``error_if_nonfinite``.
+            step. Or the norm is not finite, with ``error_if_nonfinite``.
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
@@ -48,13 +49,11 @@ def clip_grad_norm_(
         )
     if scaler is not None and not scaler.is_enabled():
         scaler = None
-    if scaler is not None:
-        note_scaler(scaler)
-        if optimizer is None:
-            raise ValueError(
-                "scaler: pass optimizer= too, the one that scaler.step() gets: a scaler knows for each optimizer "
-                "whether its gradients are scaled"
-            )
+    if scaler is not None and optimizer is None:
+        raise ValueError(
+            "scaler: pass optimizer= too, the one that scaler.step() gets: a scaler knows for each optimizer "
+            "whether its gradients are scaled"
+        )
     if sync.is_clipped() and sync.clips_in_next_step:
         raise RuntimeError(
             "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step; clip "
@@ -82,11 +81,9 @@ def _norm(sync: ClippableHandle, norm_type: float, optimizer: Optimizer | None, 
     if scaler is not None:
         assert optimizer is not None
         is_unscaled = has_unscaled(scaler, optimizer)
-    known = sync.known_norm(is_unscaled=is_unscaled) if norm_type == 2.0 else None
-    if known is not None and scaler is None:
-        check_not_unscaled(optimizer)
+    known = sync.known_norm() if norm_type == 2.0 else None  # None after unscale_
     norm = torch.nn.utils.get_total_norm(_gradients(sync), norm_type).float() if known is None else known
-    if scaler is None or (known is None and is_unscaled):
+    if scaler is None or is_unscaled:
         return norm
     return norm / loss_scale(scaler).to(norm.device, non_blocking=True)
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
-from ._checks import check_not_sharded, have_a_stage, resolve_group
+from ._checks import check_not_sharded, resolve_group
 from ._handle import ClippableHandle, SyncHandle, begin_use, check_free, handles_of, warn_of_generic_kernels
 from .autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
@@ -38,7 +38,6 @@ class CommHook(HookState, ClippableHandle):
         "by register_comm_hook on a DistributedDataParallel that has it; leave one of the two out. To attach a model "
         "that was wrapped, drop the wrapper first"
     )
-    _is_stage: bool | None = None  # of a pipeline; None until somebody asks
 
     def __init__(
         self, ddp_model: DistributedDataParallel, compression: AnyCompression, process_group: dist.ProcessGroup
@@ -65,12 +64,6 @@ class CommHook(HookState, ClippableHandle):
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients the hook averages."""
         return self._parameters
-
-    def known_norm(self, *, is_unscaled: bool) -> Tensor | None:
-        """As ``ClippableHandle.known_norm``; also None if a pipeline divides the gradients after the hook."""
-        if self._is_stage is None:
-            self._is_stage = have_a_stage(self._parameters)
-        return None if self._is_stage else super().known_norm(is_unscaled=is_unscaled)
 
 
 # Of the hooks that are called for one bucket at a time.

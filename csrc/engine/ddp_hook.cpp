@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
+#include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
 #include <sstream>
 
 #include "engine/backward.h"
@@ -78,6 +80,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   check(grad_bucket, parameters, *compressions);
   if (is_first) {
     newest_buckets_.clear();
+    averaged_.clear();
     begin_step();
   }
   step_is_open_ = !is_last;
@@ -127,6 +130,34 @@ void HookState::note_update() {
   }
 }
 
+// DDP asks for the end of backward after it has handed over its last bucket. What is asked for there comes after it.
+void HookState::note_gradients_later(const std::shared_ptr<HookState>& self) {
+  if (current_graph_task() == kNoGraphTask) {
+    return;  // DDP calls the hook outside of a backward for a rank that has run out of inputs
+  }
+  auto& autograd = torch::autograd::Engine::get_default_engine();
+  autograd.queue_callback([self, &autograd] { autograd.queue_callback([self] { self->note_gradients(); }); });
+}
+
+void HookState::note_gradients() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  averaged_.clear();
+  for (const auto& bucket : newest_buckets_) {
+    for (const ParameterId& id : bucket->parameters) {
+      if (const at::Tensor parameter(id.lock()); parameter.defined()) {
+        averaged_.emplace_back(id, AveragedGradient(parameter.grad()));
+      }
+    }
+  }
+}
+
+bool HookState::gradients_are_unchanged() {
+  return !averaged_.empty() && std::ranges::all_of(averaged_, [](const auto& each) {
+    const at::Tensor parameter(each.first.lock());
+    return !parameter.defined() || each.second.is_still(parameter.grad());
+  });
+}
+
 // Undefined where none travels: alike on all ranks.
 at::Tensor HookState::stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket) {
   // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.
@@ -146,6 +177,9 @@ class Hook : public c10d::CppCommHookInterface<std::shared_ptr<HookState>> {
   using CppCommHookInterface::CppCommHookInterface;
 
   c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override {
+    if (bucket.isLast()) {
+      HookState::note_gradients_later(state_);
+    }
     return state_->run(bucket, state_->locked(&EngineState::compressions));
   }
 };

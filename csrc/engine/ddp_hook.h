@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/averaged_gradient.h"
 #include "engine/engine_state.h"
 
 namespace fastsync {
@@ -28,12 +29,19 @@ class HookState : public EngineState {
   // An optimizer has updated the parameters. From any thread.
   void note_update();
 
+  // Inside the backward of the newest step: at its end, once DDP has copied the averages, notes what they are.
+  static void note_gradients_later(const std::shared_ptr<HookState>& self);
+  // Whether the gradients are still those that the newest step left; false also where that cannot be proven.
+  bool gradients_are_unchanged();
+
  private:
+  void note_gradients();
   at::Tensor stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket);
   int64_t step_under_way() { return step_ - 1; }
 
   bool step_is_open_ = false;
   size_t last_index_ = 0;
+  std::vector<std::pair<ParameterId, AveragedGradient>> averaged_;  // none where nobody has noted them
 };
 
 // Makes the reducer hand every bucket to the state, from C++, without the GIL. A reducer takes

@@ -126,11 +126,7 @@ void Parameter::take_average(bool exists) {
     gradient.unsafeGetTensorImpl()->bump_version();  // the passes write through bare pointers
   }
   is_new = false;
-  averaged.reset();
-  if (gradient.defined()) {
-    averaged.emplace(gradient.getIntrusivePtr());
-    averaged_version = gradient._version();
-  }
+  averaged = AveragedGradient(gradient);
 }
 
 void Parameter::keep(bool counts) {
@@ -143,14 +139,18 @@ void Parameter::keep(bool counts) {
 
 bool Parameter::is_unchanged() const {
   const at::Tensor tensor(id.lock());
-  if (bucket == kNone || !tensor.defined()) {
+  if (!tensor.defined() || (bucket == kNone && !tensor.requires_grad())) {
     return true;
   }
-  const at::Tensor& gradient = tensor.grad();
-  if (!gradient.defined() || !averaged) {
-    return gradient.defined() == averaged.has_value();
+  return averaged.is_still(tensor.grad());
+}
+
+bool Parameter::has_own_gradient() const {
+  const at::Tensor tensor(id.lock());
+  if (!tensor.defined() || !tensor.grad().defined()) {
+    return false;
   }
-  return averaged->_unsafe_get_target() == gradient.unsafeGetTensorImpl() && averaged_version == gradient._version();
+  return is_new || averaged.was_written_by_autograd(tensor.grad());
 }
 
 }  // namespace fastsync

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/averaged_gradient.h"
 #include "engine/saved_state.h"
 
 namespace fastsync {
@@ -25,8 +26,10 @@ struct Parameter {
 
   // Throws c10::Error where it no longer exists.
   at::Tensor lock() const;
-  // Whether its gradient is still what the newest sync left.
+  // Whether its gradient is still what the newest sync left; false also where that cannot be proven.
   bool is_unchanged() const;
+  // Whether it has a gradient, or a part of one, that no sync has averaged.
+  bool has_own_gradient() const;
 
   // What follows is for while a sync is under way, and the tensor is here.
 
@@ -71,8 +74,7 @@ struct Parameter {
   std::vector<int64_t> strides;
   at::ScalarType dtype = at::kFloat;  // of gradients
   c10::Device device = c10::kCPU;
-  std::optional<ParameterId> averaged;  // the newest sync's gradient and its version
-  uint32_t averaged_version = 0;
+  AveragedGradient averaged;  // by the newest sync
 };
 
 }  // namespace fastsync

@@ -314,6 +314,16 @@ bool ParameterSync::gradients_are_unchanged() {
   return std::all_of(parameters_.begin(), parameters_.end(), std::mem_fn(&Parameter::is_unchanged));
 }
 
+std::vector<at::Tensor> ParameterSync::with_own_gradients() {
+  std::vector<at::Tensor> found;
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.has_own_gradient()) {
+      found.push_back(parameter.lock());
+    }
+  }
+  return found;
+}
+
 void ParameterSync::abandon() {
   try {
     poison();

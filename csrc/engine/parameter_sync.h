@@ -57,6 +57,8 @@ class ParameterSync : public EngineState {
 
   // Whether the gradients are still those that the newest sync left.
   bool gradients_are_unchanged();
+  // The parameters whose gradients are, in part, this rank's own: of a backward after the newest sync.
+  std::vector<at::Tensor> with_own_gradients();
 
  protected:
   void check_not_forked() const { EngineState::check_not_forked("call detach() in the child"); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -65,3 +66,47 @@ def test_hooks_that_only_look_and_steps_of_other_models_are_let_through() -> Non
     model.zero_grad()
     model(batch(0, 0)).square().mean().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---- gradients that no rank has averaged ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_clipped", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.usefixtures("one_rank")
+def test_a_backward_after_the_sync_is_noticed(overlap: bool, is_clipped: bool) -> None:
+    """The last micro-batch is inside ``no_sync``, or comes after ``synchronize()``: its gradients are this rank's."""
+    model = Mlp()
+    sync = fastsync.attach(model, overlap=overlap)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def average() -> None:
+        model(batch(0, 0)).square().mean().backward()
+        if not overlap:
+            sync.synchronize()
+
+    def backward() -> None:
+        with sync.no_sync():
+            model(batch(0, 1)).square().mean().backward()
+
+    for order in ([backward, average], [average, backward]):
+        for call in order:
+            call()
+        is_right = order[-1] is average
+        if is_clipped and (overlap or is_right):  # Python has seen the gradients then
+            fastsync.clip_grad_norm_(sync, 1.0)
+        message = r"gradients that no rank has averaged, such as that of layers\.0\.weight; (run the last|call sync)"
+        with nullcontext() if is_right else pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        optimizer.zero_grad()
+    average()
+    backward()
+    with sync.no_sync():
+        optimizer.step()
+    backward()
+    optimizer.zero_grad()  # these do not count
+    average()
+    fastsync.clip_grad_norm_(sync, 1.0)
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad / 8  # what the ranks do alike
+    optimizer.step()
