@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _C
+from ._optimizer_steps import is_training_step
 from .autotune.choose import Candidate, explain, in_engine
 from .autotune.measure import candidates_of
 from .compression import AnyCompression, Auto, Compression, as_compression
@@ -348,13 +349,17 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    for handle in _clippable():
-        handle.check_before_step(optimizer)
+    handles = _clippable()
+    if handles and is_training_step(optimizer):
+        for handle in handles:
+            handle.check_before_step(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    for handle in _clippable():
-        handle.note_step(optimizer)
+    handles = _clippable()
+    if handles and is_training_step(optimizer):
+        for handle in handles:
+            handle.note_step(optimizer)
 
 
 # ---- GradScalers, asked without waiting for the device --------------------------------------------------------------

@@ -6,6 +6,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ._handle import ClippableHandle, GradientHandle, has_unscaled, loss_scale
+from ._optimizer_steps import innermost
 
 
 def clip_grad_norm_(
@@ -26,8 +27,8 @@ def clip_grad_norm_(
     Args:
         sync: what ``attach`` or ``register_comm_hook`` returned.
         max_norm: positive, for gradients without a scaler's scale. It may be a 0-dim tensor on their device.
-        optimizer: the one that steps with these gradients. A fused one that steps these and no others takes the
-            coefficient into its next step.
+        optimizer: the one that steps with these gradients, or Accelerate's wrapper of it. A fused one that steps these
+            and no others takes the coefficient into its next step.
         scaler: the one that has scaled the loss. It needs ``optimizer``.
         norm_type: of which p-norm; any but 2 takes a pass over the gradients.
         error_if_nonfinite: raise if the norm is inf or nan, before anything is scaled. On a GPU the host waits.
@@ -59,6 +60,7 @@ def clip_grad_norm_(
             "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step; clip "
             "once after each synchronised backward, or leave optimizer out both times"
         )
+    optimizer = None if optimizer is None else innermost(optimizer)
     grad_norm = _norm(sync, norm_type, optimizer, scaler)
     if error_if_nonfinite and not grad_norm.isfinite():
         raise RuntimeError(

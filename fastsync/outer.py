@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from ._checks import resolve_group
+from ._optimizer_steps import innermost, is_training_step
 from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
 from .distributed import broadcast_tensors
@@ -118,7 +119,11 @@ class DiLoCo:
         self._make_averagers()
 
     def __enter__(self) -> DiLoCo:
-        self._hook = self._optimizer.register_step_post_hook(lambda *_: self.step())
+        def count(optimizer: Optimizer, *_: object) -> None:
+            if is_training_step(optimizer):
+                self.step()
+
+        self._hook = innermost(self._optimizer).register_step_post_hook(count)
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:

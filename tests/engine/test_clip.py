@@ -282,6 +282,31 @@ def test_handles_that_share_an_optimizer_are_clipped_apart(name: str, scales: bo
             torch.testing.assert_close(model.weights[0], expected.weights[0], rtol=1e-5, atol=1e-6)
 
 
+class _Wrapper(torch.optim.Optimizer):
+    """Steps another one, which the scaler knows, as Accelerate's does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+@pytest.mark.parametrize("unscales_first", [True, False])
+@pytest.mark.parametrize("name", ["SGD", "SGD, not fused"])
+def test_a_wrapped_optimizer_clips_as_the_one_inside(name: str, unscales_first: bool) -> None:
+    model, sync = _given("attach", [torch.ones(4)])
+    optimizer, scaler = OPTIMIZERS[name](model.parameters()), _scaler()
+    _backward(model, [torch.full((4,), 2.0)], scaler)
+    if unscales_first:
+        scaler.unscale_(optimizer)
+    wrapper = _Wrapper(_Wrapper(optimizer))
+    assert fastsync.clip_grad_norm_(sync, 1.0, optimizer=wrapper, scaler=scaler).item() == 4.0
+    scaler.step(optimizer)
+    torch.testing.assert_close(model.weights[0].detach(), torch.full((4,), -0.1 * 0.5))
+
+
 def test_an_optimizer_of_some_of_the_parameters_clips_none_in_its_step() -> None:
     model, sync = _given("attach", [torch.ones(4), torch.ones(3)])
     optimizers = [OPTIMIZERS["SGD"]([parameter]) for parameter in model.parameters()]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fastsync
@@ -110,3 +111,67 @@ def test_a_backward_after_the_sync_is_noticed(overlap: bool, is_clipped: bool) -
     for parameter in model.parameters():
         parameter.grad = parameter.grad / 8  # what the ranks do alike
     optimizer.step()
+
+
+# ---- hooks that run more than once, or for no step of the training --------------------------------------------------
+
+
+class Clipped(torch.optim.Adam):
+    """Clips, as many a project's optimizer does. It may be told to fail."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        if self.fails:
+            raise ArithmeticError("as told")
+        return super().step(closure)
+
+
+class ClippedTwice(Clipped):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "synchronize", "hook"])
+@on_ranks(2)
+def test_an_optimizer_that_calls_super_steps_once(rank: int, world_size: int, entry_point: str) -> None:
+    torch.manual_seed(0)
+    given = average(entry_point, Mlp())
+    others = [torch.optim.Adam(Mlp().parameters()), Clipped(Mlp().parameters())]  # PyTorch then wraps their step too
+    optimizer = ClippedTwice(given.model.parameters(), lr=1e-2)
+    for step in range(4):
+        optimizer.zero_grad()
+        given.backward(given.model(batch(rank, step)).square().mean())
+        optimizer.fails = step == 1
+        with pytest.raises(ArithmeticError, match="as told") if optimizer.fails else nullcontext():
+            optimizer.step()
+    assert_same_on_all_ranks(list(given.model.parameters()))
+    if entry_point != "hook":
+        optimizer.zero_grad()
+        with given.no_sync():
+            given.model(batch(rank, 0)).square().mean().backward()
+        with pytest.raises(RuntimeError, match="ClippedTwice was about to step with gradients that no rank"):
+            optimizer.step()
+    del others
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, ClippedTwice])
+@pytest.mark.parametrize("entry_point", ["attach", "synchronize", "hook"])
+@on_ranks(2)
+def test_a_checkpoint_may_make_an_optimizers_state(rank: int, world_size: int, entry_point: str, kind: Any) -> None:
+    """It steps with zeros. One without a state may do so on one rank alone: the ranks need not agree on such steps."""
+    torch.manual_seed(0)
+    given = average(entry_point, Mlp())
+    optimizer, others = kind(given.model.parameters(), lr=1e-2), [torch.optim.Adam(Mlp().parameters())]
+    given.backward(given.model(batch(rank, 0)).square().mean())
+    optimizer.zero_grad()
+    if rank == 0 or kind is not torch.optim.SGD:
+        state = get_optimizer_state_dict(given.model, optimizer)
+        set_optimizer_state_dict(given.model, optimizer, state)
+    for step in range(20):  # the hook tells in one of 16
+        optimizer.zero_grad()
+        given.backward(given.model(batch(rank, step)).square().mean())
+        optimizer.step()
+    assert_same_on_all_ranks(list(given.model.parameters()))
+    del others

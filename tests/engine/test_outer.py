@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,7 @@ from torch.optim import SGD, AdamW
 
 import fastsync
 from fastsync import Compression, DiLoCo, LocalSGD, TopK
+from fastsync._optimizer_steps import innermost
 from fastsync.outer import _split
 from fastsync.topk import BLOCK, decode, encode
 from tests.engine.same_data import same_data_is_meant
@@ -118,6 +120,51 @@ def test_one_site_with_lr_1_has_trained_alone_but_for_one_rounding(rank: int, wo
     for mine, expected, before in zip(weights(model), weights(alone), weights(make_model()), strict=True):
         largest = torch.stack([expected.abs(), before.abs(), (expected - before).abs()]).amax(0)
         assert ((mine - expected).abs() <= 2.0**-23 * largest).all()
+
+
+class _Halved(SGD):
+    """Halves the gradients, as an optimizer that clips changes them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """Has no hooks of its own, as Accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def _wrapped(parameters: Any, lr: float) -> _Wrapper:
+    return _Wrapper(SGD(parameters, lr))
+
+
+@pytest.mark.parametrize("kind", [_Halved, _wrapped], ids=["super", "wrapper"])
+@on_ranks(1)
+def test_each_step_counts_once(rank: int, world_size: int, kind: Any) -> None:
+    others = [SGD(make_model().parameters(), lr=0.1)]  # PyTorch then wraps the step of both classes
+    model = make_model()
+    optimizer = kind(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, sync_every=4) as diloco:
+        get_optimizer_state_dict(model, innermost(optimizer))  # steps a new one with zeros
+        for step in range(8):
+            train_step(model, optimizer, 0, step)
+        assert diloco.state_dict()["step"] == 8
+        assert diloco.stats()[0].num_steps == 2
+    del others
 
 
 def train_with_everything(model: nn.Module, optimizer: torch.optim.Optimizer, site: int) -> None:
