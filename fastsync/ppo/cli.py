@@ -30,7 +30,7 @@ from ..integrations.ray import launch_on_ray
 from ..launch.torchrun import launch_ranks
 from .envs.make import make_one
 from .envs.spaces import random_actions
-from .policies import make_policy
+from .policies import in_eval_mode, make_policy
 from .ppo import Settings, train
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
@@ -128,7 +128,8 @@ def check_environment(settings: Settings) -> None:
             ) from error
     try:
         policy = make_policy(settings, *spaces)
-        outputs, values = policy(observations.to(policy.observation_dtype))
+        with in_eval_mode(policy):
+            outputs, values = policy(observations.to(policy.observation_dtype))
     except ValueError:
         raise
     except Exception as error:  # any error of the user's class

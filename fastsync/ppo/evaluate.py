@@ -18,7 +18,7 @@ from .._checks import check_at_least
 from .envs.interface import Environments, Episode
 from .envs.lookup import find_env
 from .envs.vector import EpisodeRecorder, RecordedEnvironments
-from .policies import Policy, make_policy
+from .policies import Policy, in_eval_mode, make_policy
 from .ppo import Settings
 from .runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from .runs.folder import CHECKPOINTS
@@ -133,12 +133,13 @@ def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
 
 @torch.no_grad()
 def play(policy: Policy, environment: Environments, num_episodes: int) -> list[Episode]:
-    """Plays episodes in a single environment, one after the other, with the likeliest actions."""
+    """Plays episodes in a single environment, one after the other, with the likeliest actions, in eval mode."""
     observations = environment.reset()
     episodes: list[Episode] = []
-    while len(episodes) < num_episodes:
-        outputs = policy.outputs(policy.features(torch.from_numpy(observations).to(policy.observation_dtype)))
-        step = environment.step(policy.distribution.mode(outputs).numpy())
-        observations = step.observations
-        episodes += step.episodes
+    with in_eval_mode(policy):
+        while len(episodes) < num_episodes:
+            outputs = policy.outputs(policy.features(torch.from_numpy(observations).to(policy.observation_dtype)))
+            step = environment.step(policy.distribution.mode(outputs).numpy())
+            observations = step.observations
+            episodes += step.episodes
     return episodes

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -155,6 +155,10 @@ def make_distribution(action_space: spaces.Space, *, log_std_init: float) -> Act
 class Policy(nn.Module):
     """An actor and a critic. A subclass calls ``super().__init__`` and makes ``actor`` and ``critic``.
 
+    It acts in eval mode, in rollouts and in ``fastsync eval``, and learns in train mode. What the subclass leaves in
+    eval mode, such as a frozen layer, stays so. Buffers of its own, such as the running mean of a BatchNorm, are rank
+    0's on every rank, with each sync of gradients; with ``sync`` other than gradients, whenever weights are averaged.
+
     Attributes:
         actor: maps observations ``[..., *shape]`` to the distribution's outputs [..., distribution.num_outputs].
         critic: maps observations to values [..., 1].
@@ -229,6 +233,24 @@ class ActorCritic(Policy):
             critic, _ = _body(observation_space, settings)
         self.actor = actor.append(initialized(nn.Linear(width, self.distribution.num_outputs), gain=0.01))
         self.critic = critic.append(initialized(nn.Linear(width, 1), gain=1.0))
+
+
+@contextmanager
+def in_eval_mode(policy: nn.Module) -> Iterator[None]:
+    """Inside, the policy and all its layers are in eval mode. Afterwards each is in the mode that it had before."""
+    modes = [(module, module.training) for module in policy.modules()]
+    policy.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:  # outer ones first, because they change those inside, too
+            if module.training != mode:
+                module.train(mode)
+
+
+def own_buffers(policy: Policy) -> dict[str, Tensor]:
+    """Returns the buffers of a user's layers by name. Those of the normalizer are the same on all ranks anyway."""
+    return {name: buffer for name, buffer in policy.named_buffers() if not name.startswith("normalizer.")}
 
 
 def make_policy(

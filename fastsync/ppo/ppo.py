@@ -22,16 +22,18 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
+from .._checks import resolve_group
 from ..stats import SyncStats
 from ..stopwatch import Stopwatch
+from ..sync_weights import broadcast_named
 from . import fused
 from .adam import Adam
 from .batches import Batch, Buffers, Shuffler, row_weights
-from .envs.interface import Environments, Episode
+from .envs.interface import Environments, Episode, seed_from
 from .exchange import Exchange
 from .learning_rate import LearningRate
 from .normalize import RewardNormalizer, mean_and_variance, moments
-from .policies import Policy, autocast, make_policy
+from .policies import Policy, autocast, in_eval_mode, make_policy, own_buffers
 from .random_streams import RandomStreams
 from .runs.metrics import TrainResult, add_infos, mean
 from .session import open_session
@@ -149,7 +151,8 @@ class Collector:
         if policy.trunk is not None:
             buffers.values[-1] = policy.value(policy.features(last))
         else:  # a separate critic is evaluated once, for all rows
-            buffers.values.copy_(policy.value(policy.features(buffers.observations)))
+            rows = buffers.observations.flatten(0, 1)  # some layers, such as BatchNorm1d, take [B, D] only
+            buffers.values.copy_(policy.value(policy.features(rows)).view_as(buffers.values))
         return Rollout(
             **buffers.columns(),
             log_probs=distribution.log_prob(buffers.outputs, buffers.actions),
@@ -269,6 +272,7 @@ class PPO:
         self.streams = RandomStreams(settings.seed, first_index=first, num_envs=num_envs, device=device)
         spaces = environments.single_observation_space, environments.single_action_space
         self.policy = make_policy(settings, *spaces, policy).to(device)
+        torch.manual_seed(seed_from(settings.seed, dist.get_rank()))  # each rank drops other units in Dropout
         self.exchange = Exchange(device)
         lr = torch.tensor(settings.learning_rate, device=device)
         self.parameters = list(self.policy.parameters())
@@ -276,7 +280,7 @@ class PPO:
         self.outer: DiLoCo | None = None  # averages weights, if gradients are not averaged
         # From here on all ranks have rank 0's weights, and backward() averages gradients over the ranks of self.sync.
         if settings.sync == "gradients":
-            self.sync = attach(self.policy, settings.compression)
+            self.sync = attach(self.policy, settings.compression, broadcast_buffers=bool(own_buffers(self.policy)))
         else:
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             self.sync = attach(self.policy, process_group=alone)
@@ -294,8 +298,8 @@ class PPO:
         self.collector = Collector(settings, environments, self.policy, self.streams)
 
     def collect(self) -> Rollout:
-        """Collects a rollout on this rank."""
-        with autocast(self.settings.precision, self.device):
+        """Collects a rollout on this rank. The policy acts in eval mode."""
+        with autocast(self.settings.precision, self.device), in_eval_mode(self.policy):
             return self.collector.collect()
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
@@ -331,6 +335,8 @@ class PPO:
         self.update += 1
         if self.outer is not None and (self.update % settings.sync_every == 0 or self.step >= settings.total_steps):
             self.outer.step()  # also after the last update, so that all ranks end with common weights
+            if buffers := own_buffers(self.policy):  # DiLoCo leaves some alone, such as counts
+                broadcast_named(buffers, resolve_group(None))
         return metrics
 
     def sync_stats(self) -> SyncStats:

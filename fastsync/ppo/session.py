@@ -174,7 +174,11 @@ class Session:
         learner = {name: part.state_dict() for name, part in _parts(ppo).items()}
         # The residuals of error feedback differ between ranks. The rest of the engine's state is the same on all.
         residuals = learner["sync"].pop("residuals")
-        mine = {"environments": self.environments.state(), "residuals": residuals}
+        mine = {
+            "environments": self.environments.state(),
+            "residuals": residuals,
+            "torch_random": self._random_states(),
+        }
         if ppo.outer is not None:  # each rank has learnt by itself
             mine["learner"] = learner
         if ppo.reward_normalizer is not None:
@@ -189,6 +193,11 @@ class Session:
             window=[list(episode) for episode in self._last_episodes],
         )  # fmt: skip
         self._checkpoints.save(checkpoint, mean(returns_of(self._last_episodes)))
+
+    def _random_states(self) -> list[torch.Tensor]:
+        """Returns the states of torch's generators, which layers such as Dropout draw from."""
+        on_gpu = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_gpu]
 
     def _resume(self, checkpoint: Checkpoint) -> list[str]:
         """Restores a checkpoint, also of another number of ranks. Returns sentences about what is not exact."""
@@ -206,6 +215,10 @@ class Session:
         for group in ppo.optimizer.param_groups:
             group["lr"] = group["lr"].to(self.device)
         ppo.streams.num_draws = learner["num_draws"]
+        if "torch_random" in mine:
+            torch.set_rng_state(mine["torch_random"][0])
+            if self.device.type == "cuda" and len(mine["torch_random"]) > 1:
+                torch.cuda.set_rng_state(mine["torch_random"][1], self.device)
         observation = self.environments.restore(mine["environments"]) if mine else None
         if observation is None:
             ppo.collector.next_observation = self.environments.reset()
