@@ -163,3 +163,38 @@ class OldStep(Countdown):
     def step(self, action: Any):
         observation, reward, terminated, truncated, info = super().step(action)
         return observation, reward, terminated or truncated, info
+
+
+class BlowsUp(gymnasium.Env[Any, Any]):
+    """Ten steps, each of which pays the action; then the simulation has failed, as ``last`` says."""
+
+    observation_space: spaces.Space[Any] = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space: spaces.Space[Any] = spaces.Discrete(2)
+    last, terminates = np.nan, True
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.row = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any):
+        self.row += 1
+        over = self.row == 10
+        seen = np.full(3, self.last if over else self.row / 10, np.float32)
+        return seen, float(np.mean(action)), over and self.terminates, over and not self.terminates, {}
+
+
+class BlowsUpToInf(BlowsUp):
+    last = -np.inf
+
+
+class BlowsUpToMuch(BlowsUp):
+    last = 3e38
+
+
+class BlowsUpOverReals(BlowsUp):
+    action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+
+class BlowsUpInTime(BlowsUp):
+    terminates = False

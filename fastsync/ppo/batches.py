@@ -14,12 +14,17 @@ from .envs.interface import Array, Environments
 from .policies import Policy
 from .random_streams import RandomStreams
 
+EXTREME = 1e4
+"""Rows that do not count are blanked beyond it: the arithmetic that multiplies them by 0 must not overflow, even in 16
+bits."""
+
 
 class Buffers:
     """Memory for a rollout of T steps of N environments, allocated once."""
 
     def __init__(self, num_steps: int, environments: Environments, policy: Policy, device: torch.device) -> None:
         distribution, num_envs = policy.distribution, environments.num_envs
+        self._first_index = environments.first_index
         shape = environments.single_observation_space.shape
         assert shape is not None
 
@@ -54,6 +59,33 @@ class Buffers:
         kept = self._actions[row].copy_(actions)
         array: Array = kept.cpu().numpy() if self._arrays is None else self._arrays[1][row]
         return array
+
+    def blank_unused(self) -> None:
+        """Writes zeros into rows that do not count and hold nan, inf or what is extreme.
+
+        Nobody needs the value of a terminated episode's last observation. It may be anything where a simulation has
+        failed. But nan times a weight of 0 is nan, and so is the square of a number that is large enough.
+
+        Raises:
+            RuntimeError: a truncated episode ends with such an observation, whose value is needed.
+        """
+        columns = [each for each in (self.observations, self.outputs, self.values) if each.is_floating_point()]
+        extremes = torch.stack([extreme for column in columns for extreme in torch.aminmax(column)])
+        if (extremes.abs() <= EXTREME).all():  # the usual case, in one pass; not with nan
+            return
+        terminated, done, valid = torch.from_numpy(self._flags).to(self.values.device).unbind()
+        is_finite = self.observations[1:].isfinite().flatten(2).all(-1)  # [T, N]
+        for index in (done & ~terminated & ~is_finite).any(0).nonzero()[:, 0].tolist():
+            raise RuntimeError(
+                f"environment {self._first_index + index} has truncated an episode whose last observation is not "
+                "finite, and PPO needs its value, because such an episode would have gone on: return terminated=True "
+                "where a simulation has failed, or a finite observation"
+            )
+        is_usual = (self.observations.abs() <= EXTREME).flatten(2).all(-1) & (self.values.abs() <= EXTREME)
+        is_usual[:-1] &= (self.outputs.abs() <= EXTREME).all(-1)
+        is_blank = ~is_usual & torch.cat([~valid[:1], terminated])  # [T + 1, N]
+        self.observations[is_blank], self.values[is_blank] = 0, 0
+        self.outputs[is_blank[:-1]], self.actions[is_blank[:-1]] = 0, 0
 
     def columns(self) -> dict[str, Any]:
         """Returns columns of ``ppo.Rollout`` [T, N, ...] by name, on the device."""

@@ -96,7 +96,7 @@ class Rollout(NamedTuple):
     """T steps of N environments. The next rollout overwrites these tensors.
 
     After an episode ends, the next step only resets the environment. It ignores the action, has reward 0, and is not
-    valid.
+    valid. Where the last observation of a terminated episode is nan or extreme, its row is 0.
     """
 
     observations: Tensor  # [T, N, *observation_shape]
@@ -153,6 +153,7 @@ class Collector:
         else:  # a separate critic is evaluated once, for all rows
             rows = buffers.observations.flatten(0, 1)  # some layers, such as BatchNorm1d, take [B, D] only
             buffers.values.copy_(policy.value(policy.features(rows)).view_as(buffers.values))
+        buffers.blank_unused()
         return Rollout(
             **buffers.columns(),
             log_probs=distribution.log_prob(buffers.outputs, buffers.actions),

@@ -130,6 +130,38 @@ def test_what_is_not_finite_is_not_learnt_from_for_long(tmp_path: Path):
     assert not (tmp_path / "nan" / "checkpoints").exists()
 
 
+FAILING = [
+    ("BlowsUp", {}),
+    ("BlowsUp", {"norm_observations": True, "norm_rewards": True}),
+    ("BlowsUp", {"fused": False, "network": "shared", "clip_value_loss": True}),
+    ("BlowsUp", {"num_steps": 10, "num_minibatches": 2, "vectorization": "async"}),  # ends with the rollout
+    ("BlowsUpToInf", {"activation": "relu", "norm_advantages": False}),
+    ("BlowsUpToMuch", {"activation": "relu", "norm_observations": True}),
+    ("BlowsUpToMuch", {"precision": "bf16", "activation": "elu"}),
+    ("BlowsUp", {"precision": "fp16", "num_micro_batches": 2}),
+    ("BlowsUpOverReals", {"compression": "fp16"}),
+]
+
+
+def test_an_episode_may_terminate_with_what_is_not_finite(tmp_path: Path):
+    """Nobody needs the value of that observation. What is learnt is what it would be without."""
+    base = replace(TINY, runs_dir=str(tmp_path), total_steps=1_500)
+    runs = {
+        f"{index}": replace(base, env=f"tests.toy_envs:{env}", **given) for index, (env, given) in enumerate(FAILING)
+    }
+    for outcome in run_ranks(train_each, 2, runs):
+        for weights, result in outcome.values():
+            assert all(weight.isfinite().all() for weight in weights.values())
+            assert len(result.returns) > 50
+
+
+def test_a_truncated_episode_must_end_with_what_is_finite(tmp_path: Path):
+    settings = replace(TINY, env="tests.toy_envs:BlowsUpInTime", runs_dir=str(tmp_path))
+    message = r"environment 4 has truncated an episode whose last observation is not finite.* return terminated=True"
+    with pytest.raises(RankError, match=message):
+        run_ranks(train_each, 2, {"truncated": settings})
+
+
 def test_a_training_in_fp16_ends_when_grad_scaler_has_no_scale_left(tmp_path: Path):
     settings = replace(
         TINY, env="tests.toy_envs:NanReward", runs_dir=str(tmp_path), precision="fp16", total_steps=8_000
