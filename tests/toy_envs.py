@@ -198,3 +198,12 @@ class BlowsUpOverReals(BlowsUp):
 
 class BlowsUpInTime(BlowsUp):
     terminates = False
+
+
+class OneStep(Countdown):
+    """Episodes of one step."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.remaining = self.length = 1
+        return self.look(), {}

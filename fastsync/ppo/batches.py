@@ -101,9 +101,9 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
     """Returns the weight of each row in its minibatch's loss, which is a sum of weighted rows.
 
     Weights are those of a mean over the average number of valid rows in a minibatch. So each valid row of each rank
-    counts the same, also where a minibatch or a rank has more restarts than others.
+    counts the same, also where a minibatch or a rank has more restarts than others. Without valid rows all are 0.
     """
-    return valid * (world_size * num_minibatches / num_valid)
+    return valid * (world_size * num_minibatches / num_valid.clamp(min=1))
 
 
 @dataclass(frozen=True)

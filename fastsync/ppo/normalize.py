@@ -25,10 +25,11 @@ def moments(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Converts ``moments`` to the number of rows, their mean [D] and their variance [D]."""
+    """Converts ``moments`` to the number of rows, their mean [D] and their variance [D]; of no rows both are 0."""
     count, total, squares = moments[0], *moments[1:].chunk(2)
-    mean = total / count
-    return count, mean, (squares / count - mean.square()).clamp(min=0)
+    divisor = count.clamp(min=1)
+    mean = total / divisor
+    return count, mean, (squares / divisor - mean.square()).clamp(min=0)
 
 
 class RunningMoments(nn.Module):
@@ -48,7 +49,7 @@ class RunningMoments(nn.Module):
     def update(self, added: Tensor) -> None:
         """Adds rows by their ``moments`` (Chan et al., 1979, equation 2.1)."""
         count, mean, variance = mean_and_variance(added)
-        everything = self.count + count
+        everything = (self.count + count).clamp(min=1)
         shift = mean - self.mean
         # The initial variance of 1 is a convention: its count is 0, so it has no weight here.
         self.variance.copy_(

@@ -327,7 +327,10 @@ class PPO:
         )  # each column is [T, N, ...]
         remaining = max(0.0, 1 - self.step / settings.total_steps)
         self.learning_rate.start_update(remaining=remaining, update=self.update)
-        metrics = self._update(batch, remaining)
+        if num_valid:
+            metrics = self._update(batch, remaining)
+        else:  # all ranks only reset environments, as with num_steps=1 and episodes that end together
+            metrics = dict.fromkeys((*fused.METRICS, "grad_norm"), math.nan) | {"optimizer_steps": 0.0}
         metrics["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if self.policy.normalizer is not None:
             # Not earlier: the rollout's log-probabilities belong to observations under the old normalisation.

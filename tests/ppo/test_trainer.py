@@ -155,6 +155,24 @@ def test_an_episode_may_terminate_with_what_is_not_finite(tmp_path: Path):
             assert len(result.returns) > 50
 
 
+def test_a_rollout_may_only_reset_environments(tmp_path: Path):
+    """Which is every second one here. It is not learnt from."""
+    one = replace(TINY, env="tests.toy_envs:OneStep", num_steps=1, num_minibatches=1, total_steps=60)
+    one = replace(one, runs_dir=str(tmp_path), norm_observations=True, norm_rewards=True)
+    runs = {
+        "one": one,
+        "local": replace(one, sync="local_sgd", sync_every=2),
+        "raw": replace(one, norm_advantages=False),
+    }
+    for outcome in run_ranks(train_each, 2, runs):
+        for weights, result in outcome.values():
+            assert all(weight.isfinite().all() for weight in weights.values())
+            assert result.step >= 60
+    rows = list(csv.DictReader((tmp_path / "one" / "progress.csv").open()))
+    assert [row["learning/optimizer_steps"] for row in rows[:4]] == ["2.0", "0.0", "2.0", "0.0"]
+    assert [row["learning/value_loss"] == "" for row in rows[:4]] == [False, True, False, True]
+
+
 def test_a_truncated_episode_must_end_with_what_is_finite(tmp_path: Path):
     settings = replace(TINY, env="tests.toy_envs:BlowsUpInTime", runs_dir=str(tmp_path))
     message = r"environment 4 has truncated an episode whose last observation is not finite.* return terminated=True"
