@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import time
 from typing import Any
 
@@ -66,10 +67,6 @@ class FromFive(Countdown):
 
 class Several(Countdown):
     action_space = spaces.MultiDiscrete([2, 3], start=[0, 10])
-
-
-class Grid(Countdown):
-    observation_space = spaces.Box(0, 1, (4, 4), dtype=np.float32)
 
 
 class Image(Countdown):
@@ -207,3 +204,65 @@ class OneStep(Countdown):
         super().reset(seed=seed)
         self.remaining = self.length = 1
         return self.look(), {}
+
+
+class Meddling(Payout):
+    """Changes its action in place, as one does that scales it."""
+
+    action_space: spaces.Space[Any] = spaces.MultiDiscrete([2, 2])
+
+    def step(self, action: Any):
+        result = super().step(action[0])
+        action *= 0
+        return result
+
+
+class MeddlingWithReals(Meddling):
+    action_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+
+class Gridded(Countdown):
+    """A matrix."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (4, 3), dtype=np.float32)
+
+    def look(self) -> Any:
+        return np.arange(12, dtype=np.float32).reshape(4, 3) + self.remaining
+
+
+class Single(Countdown):
+    """One number."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (), dtype=np.float32)
+
+    def look(self) -> Any:
+        return np.array(self.remaining, np.float32)
+
+
+class DrawsFromNumpy(Countdown):
+    def draw(self) -> float:
+        return float(np.random.rand())  # noqa: NPY002
+
+
+class DrawsFromPython(Countdown):
+    def draw(self) -> float:
+        return random.random()
+
+
+class DrawsFromSpaces(Countdown):
+    observation_space: spaces.Space[Any] = spaces.Box(-1, 1, (3,), dtype=np.float64)
+
+    def look(self) -> Any:
+        return self.observation_space.sample() + self.action_space.sample()
+
+
+class ForgetsItsSeed(Countdown):
+    """Calls no ``super().reset(seed=seed)``."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        return super().reset(seed=None, options=options)
+
+
+class Endless(Countdown):
+    def step(self, action: Any):
+        return self.look(), 1.0, False, False, {}

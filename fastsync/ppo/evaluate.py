@@ -15,7 +15,7 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from .._checks import check_at_least
-from .envs.interface import Environments, Episode
+from .envs.interface import Environments, Episode, seed_globals
 from .envs.lookup import find_env
 from .envs.vector import EpisodeRecorder, RecordedEnvironments
 from .policies import Policy, in_eval_mode, make_policy
@@ -107,6 +107,7 @@ def make_environment(checkpoint: Checkpoint, *, seed: int) -> Environments:
     Raises:
         ValueError: it cannot be made here.
     """
+    seed_globals(seed, UNSEEN)
     source = find_env(checkpoint.settings_as(Settings).env)
     makers = [lambda: EpisodeRecorder(source.make(), seed=seed, index=UNSEEN)]
     vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
@@ -149,6 +150,13 @@ class Environments(ABC):
 def seed_from(*numbers: int) -> int:
     """Returns a seed in [0, 2^31) that depends only on these numbers. Different numbers give independent streams."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
+
+
+def seed_globals(*numbers: int) -> None:
+    """Seeds the generators of numpy and Python that a whole process shares, for environments that draw from them."""
+    seed = seed_from(*numbers, 0)
+    np.random.seed(seed)  # noqa: NPY002
+    random.seed(seed)
 
 
 def same_values(left: Any, right: Any) -> bool:

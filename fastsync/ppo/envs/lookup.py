@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.spaces import Box
 from gymnasium.wrappers import FlattenObservation
 
 from ..._checks import did_you_mean
 from ...doctor import install_command
 from .atari import wrap_atari
+from .spaces import suits
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
 
@@ -42,8 +42,8 @@ class EnvSource:
         )
 
     def make(self) -> Env:
-        """Makes an environment. Games get the wrappers of ``wrap_atari``. Observations that are not a Box, such as
-        dictionaries, become vectors (``gymnasium.wrappers.FlattenObservation``).
+        """Makes an environment. Games get the wrappers of ``wrap_atari``. Observations that are neither vectors nor
+        uint8 images, such as dictionaries and matrices, become vectors (``gymnasium.wrappers.FlattenObservation``).
 
         Raises:
             ValueError: it cannot be made here.
@@ -60,7 +60,7 @@ class EnvSource:
             raise cannot_be_made(self.name, error, needed_for=str(self.spec and self.spec.entry_point)) from error
         if not isinstance(env, gymnasium.Env):
             raise ValueError(f"env={self.name!r} returned {env!r}; the function must return a gymnasium.Env")
-        return env if isinstance(env.observation_space, Box) else FlattenObservation(env)
+        return env if suits(env.observation_space) else FlattenObservation(env)
 
 
 def find_env(name: str) -> EnvSource:

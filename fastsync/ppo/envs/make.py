@@ -11,12 +11,13 @@ from typing import Any
 
 import gymnasium
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers.vector import FlattenObservation
 
 from ...launch.signals import STOP_SIGNALS
 from ..settings import RunSettings
-from .interface import Environments, seed_from
+from .interface import Environments, seed_from, seed_globals
 from .lookup import EnvSource, cannot_be_made, find_env
-from .spaces import check_spaces
+from .spaces import check_spaces, suits
 from .vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments
 
 
@@ -24,7 +25,8 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
     """Makes the environments of one rank. Among those of all ranks their numbers begin at rank * num_envs.
 
     With vectorization sync and async an environment depends only on the run's seed and its own number. So it does not
-    depend on how environments are spread over ranks.
+    depend on how environments are spread over ranks. That is so unless it draws from the generators of numpy or Python
+    that a whole process shares. They are seeded, too, by rank, and with async by environment.
 
     Args:
         settings: env, seed, num_envs and vectorization are used.
@@ -36,13 +38,14 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
         ValueError: the environment does not exist here, has spaces that the trainer does not support, or does not
             support the vectorization.
     """
+    first = rank * settings.num_envs
+    seed_globals(settings.seed, first, restart)
     source = find_env(settings.env)
     kind = settings.vectorization
     if kind == "auto":
         # gymnasium registers a vectorised implementation of games, which lacks what training needs.
         own = source.spec is not None and source.spec.vector_entry_point is not None and not source.is_atari
         kind = "vector_entry_point" if own else "sync"
-    first = rank * settings.num_envs
     if kind == "vector_entry_point":
         seed = seed_from(settings.seed, first, restart)
         return VectorizedEnvironments(_make_own_vector(settings, source), seed=seed, first_index=first)
@@ -77,6 +80,7 @@ def _make_recorder(
         # Signals to a whole job reach this process, too. The rank needs it to save, and ends it afterwards.
         for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
+        seed_globals(seed, index, first_episode)
     return EpisodeRecorder(source.make(), seed=seed, index=index, first_episode=first_episode)
 
 
@@ -93,6 +97,8 @@ def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any,
         )
     except (gymnasium.error.Error, ImportError) as error:
         raise cannot_be_made(settings.env, error, needed_for=str(source.spec.vector_entry_point)) from error
+    if not suits(vector.single_observation_space):
+        vector = FlattenObservation(vector)
     try:
         check_spaces(settings, vector.single_observation_space, vector.single_action_space)
         if (mode := vector.metadata.get("autoreset_mode")) != AutoresetMode.NEXT_STEP:

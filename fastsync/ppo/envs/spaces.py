@@ -16,22 +16,28 @@ Array = NDArray[Any]
 LEAST_IMAGE_SIZE = 36  # height and width that the convolutions need
 
 
+def suits(observations: Space[Any]) -> bool:
+    """Returns whether the networks take these observations as they are: vectors, or bytes of three dimensions."""
+    shape = observations.shape or ()
+    is_bytes = len(shape) == 3 and observations.dtype == np.uint8
+    return isinstance(observations, spaces.Box) and (len(shape) == 1 or is_bytes)
+
+
 def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space[Any]) -> None:
     """Checks that the trainer supports these spaces.
 
     Raises:
-        ValueError: observations are neither vectors nor 8-bit images with channels first; or actions are neither
-            Discrete, nor MultiDiscrete, nor vectors of real numbers; or images are to be normalised.
+        ValueError: observations can neither be made vectors nor are 8-bit images with channels first; or actions are
+            neither Discrete, nor MultiDiscrete, nor vectors of real numbers; or images are to be normalised.
     """
     refused = f"env={settings.env!r} has"
     wrapped = "wrap the environment in one of gymnasium.wrappers and give it as 'module:function'"
-    is_box = isinstance(observations, spaces.Box)
-    is_image = is_box and len(observations.shape or ()) == 3 and observations.dtype == np.uint8
-    if not is_image and not (is_box and len(observations.shape or ()) == 1):
+    if not suits(observations):  # flattened they are no Box
         raise ValueError(
-            f"{refused} observations {observations}; vectors (a Box of one dimension) and images (a Box of three "
-            f"dimensions, of dtype uint8) are supported: {wrapped}, such as FlattenObservation"
+            f"{refused} observations {observations}; they have to be a Box, or what "
+            f"gymnasium.wrappers.FlattenObservation makes one of: {wrapped}, such as TransformObservation"
         )
+    is_image = len(observations.shape or ()) == 3
     if is_image and min((observations.shape or ())[1:]) < LEAST_IMAGE_SIZE:
         raise ValueError(
             f"{refused} images of shape {observations.shape}; the shape is (C, H, W), and H and W must be at least "
@@ -43,10 +49,10 @@ def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space
             f"set norm_observations=False"
         )
     if isinstance(actions, spaces.Box):
-        suits = len(actions.shape) == 1 and np.issubdtype(actions.dtype, np.floating)
+        is_known = len(actions.shape) == 1 and np.issubdtype(actions.dtype, np.floating)
     else:
-        suits = isinstance(actions, spaces.Discrete | spaces.MultiDiscrete) and len(actions.shape or ()) <= 1
-    if not suits:
+        is_known = isinstance(actions, spaces.Discrete | spaces.MultiDiscrete) and len(actions.shape or ()) <= 1
+    if not is_known:
         raise ValueError(
             f"{refused} actions {actions}; Discrete, MultiDiscrete of one dimension, and a Box of one dimension and "
             f"real numbers are supported: {wrapped}, such as TransformAction"
@@ -56,15 +62,17 @@ def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space
 def action_translator(space: Space[Any]) -> Callable[[Array], Array]:
     """Returns a function from actions of the policy (int64 [N] or [N, k] from 0, or real [N, k] without bounds) to
     actions in the space: shifted to its start, or clipped to its bounds and of its dtype.
+
+    They share no memory with the policy's, which an environment may change in place.
     """
     if isinstance(space, spaces.Box):
         low, high, dtype = space.low, space.high, space.dtype
         if not (np.isfinite(low).any() or np.isfinite(high).any()):
-            return lambda actions: actions.astype(dtype, copy=False)
+            return lambda actions: actions.astype(dtype)
         return lambda actions: np.clip(actions, low, high).astype(dtype, copy=False)
     assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
     start = space.start
-    return (lambda actions: actions + start) if np.any(start) else (lambda actions: actions)
+    return (lambda actions: actions + start) if np.any(start) else (lambda actions: actions.copy())
 
 
 def random_actions(space: Space[Any], num_envs: int, generator: np.random.Generator) -> Array:

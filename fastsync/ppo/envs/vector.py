@@ -29,7 +29,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Seeds every episode of an environment separately, and records its actions.
 
     Episode k of environment ``index`` begins with ``reset(seed=seed_from(seed, index, k))``, whatever seed the caller
-    passes. Vector environments, also those in other processes, use ``call("snapshot")``, ``set_attr("restore_from",
+    passes. Its spaces and its ``np_random`` are seeded once, for environments that draw from them and ignore that
+    seed. Vector environments, also those in other processes, use ``call("snapshot")``, ``set_attr("restore_from",
     snapshots)`` and ``call("restore")``. The first ``step`` after that only repeats the last result, with reward 0, so
     that the vector environment knows which episodes have ended.
 
@@ -52,6 +53,10 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._resets: list[int] = []
         self._ended = (False, False)
         self._told_again: Any = None
+        unwrapped, of_spaces = env.unwrapped, seed_from(*self._stream, first_episode)
+        unwrapped.np_random = np.random.default_rng(of_spaces)
+        unwrapped.action_space.seed(of_spaces)
+        unwrapped.observation_space.seed(of_spaces)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begins the next episode with its own seed, and ignores ``seed``."""
