@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from .._checks import check_at_least
 from .envs.interface import Environments, Episode, seed_globals
-from .envs.lookup import find_env
+from .envs.lookup import find_env, notes_on
 from .envs.vector import EpisodeRecorder, RecordedEnvironments
 from .policies import Policy, in_eval_mode, make_policy
 from .ppo import Settings
@@ -27,6 +28,9 @@ from .whole_numbers import WHOLE_NUMBERS
 
 UNSEEN = 2**31
 """Number of the environment to evaluate in. No training environment has it, so the episodes are new."""
+
+PROGRESS_SECONDS = 10.0
+"""How often a message says how far the episodes have come."""
 
 LISTED = 5
 """How many runs a message names."""
@@ -40,9 +44,10 @@ class Evaluate:
     """A checkpoint, or the folder of a run, which stands for its newest checkpoint. Without it the runs are listed."""
     episodes: int = 10  # Number of episodes.
     seed: int = 0  # Seeds episodes.
+    max_steps: int = 100_000  # Steps after which an episode that has not ended is cut. It counts as it is then.
 
     def __post_init__(self) -> None:
-        check_at_least(self, episodes=1, seed=0)
+        check_at_least(self, episodes=1, seed=0, max_steps=1)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,10 +65,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         checkpoint = find_checkpoint(Path(options.checkpoint))
     except RuntimeError as error:
-        print(f"fastsync eval: {error}", file=sys.stderr)
+        _say(str(error))
         return 1
     with make_environment(checkpoint, seed=options.seed) as environment:
-        episodes = play(load_policy(checkpoint, environment), environment, options.episodes)
+        for sentence in environment.notes:
+            _say(sentence)
+        policy = load_policy(checkpoint, environment)
+        episodes = play(policy, environment, options.episodes, max_steps=options.max_steps, say=_say)
     returns, name = np.array(returns_of(episodes)), "episode" if len(episodes) == 1 else "episodes"
     length = np.mean([episode.length for episode in episodes])
     print(
@@ -71,6 +79,10 @@ def main(arguments: Sequence[str]) -> int:
         f"± {returns.std():.2f} over {len(episodes)} {name} of {length:.1f} steps"
     )
     return 0
+
+
+def _say(sentence: str) -> None:
+    print(f"fastsync eval: {sentence}", file=sys.stderr)
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -109,9 +121,11 @@ def make_environment(checkpoint: Checkpoint, *, seed: int) -> Environments:
     """
     seed_globals(seed, UNSEEN)
     source = find_env(checkpoint.settings_as(Settings).env)
-    makers = [lambda: EpisodeRecorder(source.make(), seed=seed, index=UNSEEN)]
+    made = source.make()
+    notes = notes_on(source.name, made)
+    makers = [lambda: EpisodeRecorder(made, seed=seed, index=UNSEEN)]
     vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
-    return RecordedEnvironments(vector, first_index=0, counts_games=source.is_atari)
+    return RecordedEnvironments(vector, first_index=0, counts_games=source.is_atari, notes=notes)
 
 
 def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
@@ -133,14 +147,34 @@ def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
 
 
 @torch.no_grad()
-def play(policy: Policy, environment: Environments, num_episodes: int) -> list[Episode]:
-    """Plays episodes in a single environment, one after the other, with the likeliest actions, in eval mode."""
-    observations = environment.reset()
-    episodes: list[Episode] = []
+def play(
+    policy: Policy, environment: Environments, num_episodes: int, *, max_steps: int = Evaluate.max_steps,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> list[Episode]:  # fmt: skip
+    """Plays episodes in a single environment, one after the other, with the likeliest actions, in eval mode.
+
+    An episode that has not ended after ``max_steps`` steps is cut, and ``say`` is told so. It is also told now and then
+    how far the episodes have come.
+    """
+    observations, episodes = environment.reset(), list[Episode]()
+    length, total, told = 0, 0.0, time.monotonic()
     with in_eval_mode(policy):
         while len(episodes) < num_episodes:
             outputs = policy.outputs(policy.features(torch.from_numpy(observations).to(policy.observation_dtype)))
             step = environment.step(policy.distribution.mode(outputs).numpy())
-            observations = step.observations
-            episodes += step.episodes
+            observations, length, total = step.observations, length + int(step.valid[0]), total + float(step.rewards[0])
+            if step.episodes:
+                episodes += step.episodes
+                length, total = 0, 0.0
+            elif length >= max_steps:
+                say(
+                    f"episode {len(episodes) + 1} has not ended after {length:,} steps, and counts as it is: set "
+                    "--max-steps to cut episodes elsewhere. In training too it would never end; gymnasium.wrappers."
+                    "TimeLimit ends it"
+                )
+                episodes.append(Episode(environment.first_index, total, length))
+                observations, length, total = environment.reset(), 0, 0.0
+            if time.monotonic() - told >= PROGRESS_SECONDS:
+                told = time.monotonic()
+                say(f"{len(episodes)} of {num_episodes} episodes have ended, and {length:,} steps of the next are done")
     return episodes

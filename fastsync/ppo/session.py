@@ -89,7 +89,7 @@ class Session:
             self._loggers = open_loggers(self._folder, settings, ppo.step)
             for logger in self._loggers:
                 self._stack.callback(logger.close)
-            for sentence in self._notes:
+            for sentence in (*self._notes, *self.environments.notes):
                 self._console.say(sentence)
         gc.collect()  # start-up's garbage: in the loop a collection takes longer than an update
         dist.barrier()  # rank 0 has spent time on opening the logs

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 
+import fastsync.ppo.evaluate as evaluating
 from fastsync.cli import main
 from fastsync.ppo.envs.interface import Episode
+from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, play
 from fastsync.ppo.policies import ActorCritic, make_policy
 from fastsync.ppo.ppo import Settings
@@ -18,7 +22,7 @@ from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
 from fastsync.ppo.runs.folder import CHECKPOINTS
 from fastsync.ppo.runs.metrics import returns_of
 from tests.ppo.test_runs_checkpoints import make_checkpoint
-from tests.toy_envs import Payout
+from tests.toy_envs import Endless, Payout
 
 DISCRETE = Settings(env="tests.toy_envs:Payout")
 
@@ -62,6 +66,42 @@ def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path, capsys: pytest.
     newest, named = capsys.readouterr().out.splitlines()
     assert "after 2,000 steps, likeliest actions: return 0.00 ± 0.00 over 2 episodes of 5.0 steps" in newest
     assert "after 1,000 steps, likeliest actions: return 31.00 ± 0.00 over 1 episode of 5.0 steps" in named
+
+
+def test_an_episode_that_never_ends_is_cut_and_progress_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(evaluating, "PROGRESS_SECONDS", 0.0)
+    settings = replace(DISCRETE, env="tests.toy_envs:Endless")
+    made = make_checkpoint(1000, settings=settings.as_dict())
+    policy = make_policy(settings, Endless.observation_space, Endless.action_space)
+    CheckpointFolder(tmp_path / CHECKPOINTS).save(replace(made, learner={"model": policy.state_dict()}), 0.0)
+    assert main(["eval", str(tmp_path), "--episodes", "2", "--max-steps", "7"]) == 0
+    said = capsys.readouterr()
+    assert "return 7.00 ± 0.00 over 2 episodes of 7.0 steps" in said.out
+    lines = said.err.splitlines()
+    assert lines[0] == "fastsync eval: 0 of 2 episodes have ended, and 1 steps of the next are done"
+    assert [
+        line for line in lines if "episode 2 has not ended after 7 steps, and counts as it is: set --max-st" in line
+    ]
+
+
+def with_statistics() -> Any:
+    return NormalizeReward(NormalizeObservation(Payout()))
+
+
+def test_statistics_of_an_environments_own_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    settings = replace(DISCRETE, env=f"{__name__}:with_statistics", num_envs=2)
+    with make_environments(settings, rank=0) as environments:
+        (note,) = environments.notes
+    assert note.startswith("warning: NormalizeReward and NormalizeObservation in env='tests.ppo.test_evaluate:with_")
+    made = make_checkpoint(1000, settings=settings.as_dict())
+    made = replace(made, learner={"model": leaning_to_1(1.0).state_dict()})
+    CheckpointFolder(tmp_path / CHECKPOINTS).save(made, 0.0)
+    assert main(["eval", str(tmp_path), "--episodes", "1"]) == 0
+    assert note in capsys.readouterr().err
+    with make_environments(DISCRETE, rank=0) as environments:
+        assert not environments.notes
 
 
 def test_runs_are_named_where_none_is_said(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,17 +48,18 @@ class Environments(ABC):
     Args:
         vector: the vector environment.
         first_index: number of its first environment, among those of all ranks.
+        notes: sentences that the user should read.
     """
 
     _observations: Array
     _restarting: Bools
 
-    def __init__(self, vector: VectorEnv[Any, Any, Any], *, first_index: int) -> None:
+    def __init__(self, vector: VectorEnv[Any, Any, Any], *, first_index: int, notes: Sequence[str] = ()) -> None:
         self._vector: Any = vector
         self.num_envs = vector.num_envs
         self.single_observation_space = vector.single_observation_space
         self.single_action_space = vector.single_action_space
-        self.first_index = first_index
+        self.first_index, self.notes = first_index, notes
         self._translate = action_translator(vector.single_action_space)
         self._clear_accounts()
 

@@ -63,6 +63,26 @@ class EnvSource:
         return env if suits(env.observation_space) else FlattenObservation(env)
 
 
+def notes_on(name: str, env: Any) -> list[str]:
+    """Returns a sentence for the user if an environment normalises by running statistics, as wrappers of gymnasium do.
+
+    Each of its copies has statistics of its own, which neither a checkpoint nor ``fastsync eval`` can know.
+    """
+    keepers = []
+    while env is not None:
+        if any(type(value).__name__ == "RunningMeanStd" for value in vars(env).values()):
+            keepers.append(type(env).__name__)
+        env = env.env if isinstance(env, gymnasium.Wrapper | gymnasium.vector.VectorWrapper) else None
+    if not keepers:
+        return []
+    return [
+        f"warning: {' and '.join(keepers)} in env={name!r} normalises by running statistics of each copy of the "
+        "environment. Checkpoints do not hold them, so the policy sees other numbers after a resume and in fastsync "
+        "eval. Take it out, and set --norm-observations or --norm-rewards: their statistics are those of all ranks, "
+        "and are saved"
+    ]
+
+
 def find_env(name: str) -> EnvSource:
     """Finds a gymnasium id, "module:id" or "module:function".
 

@@ -16,7 +16,7 @@ from gymnasium.wrappers.vector import FlattenObservation
 from ...launch.signals import STOP_SIGNALS
 from ..settings import RunSettings
 from .interface import Environments, seed_from, seed_globals
-from .lookup import EnvSource, cannot_be_made, find_env
+from .lookup import EnvSource, cannot_be_made, find_env, notes_on
 from .spaces import check_spaces, suits
 from .vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments
 
@@ -48,9 +48,12 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
         kind = "vector_entry_point" if own else "sync"
     if kind == "vector_entry_point":
         seed = seed_from(settings.seed, first, restart)
-        return VectorizedEnvironments(_make_own_vector(settings, source), seed=seed, first_index=first)
+        own_vector = _make_own_vector(settings, source)
+        notes = notes_on(settings.env, own_vector)
+        return VectorizedEnvironments(own_vector, seed=seed, first_index=first, notes=notes)
     specimen = source.make()
     specimen.close()
+    notes = notes_on(settings.env, specimen)
     check_spaces(settings, specimen.observation_space, specimen.action_space)
     makers = [
         partial(_make_recorder, source, settings.seed, index, restart, os.getpid())
@@ -63,7 +66,7 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
         vector = AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP, context="forkserver")
     else:
         vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
-    return RecordedEnvironments(vector, counts_games=source.is_atari, first_index=first)
+    return RecordedEnvironments(vector, counts_games=source.is_atari, first_index=first, notes=notes)
 
 
 def make_one(settings: RunSettings) -> Environments:

@@ -7,6 +7,7 @@ exact if an episode is a function of its seed and its actions, which a trial che
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -126,11 +127,14 @@ class RecordedEnvironments(Environments):
     Args:
         vector: the vector environment.
         counts_games: whether statistics are those of whole games (``LifeByLife``), instead of the policy's episodes.
-        first_index: see ``Environments``.
+        first_index, notes: see ``Environments``.
     """
 
-    def __init__(self, vector: SyncVectorEnv | AsyncVectorEnv, *, first_index: int, counts_games: bool = False) -> None:
-        super().__init__(vector, first_index=first_index)
+    def __init__(
+        self, vector: SyncVectorEnv | AsyncVectorEnv, *, first_index: int, counts_games: bool = False,
+        notes: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(vector, first_index=first_index, notes=notes)
         self._counts_games = counts_games
         if isinstance(vector, AsyncVectorEnv):
             # At exit multiprocessing sends a signal that these processes ignore, and waits for them.
@@ -175,11 +179,13 @@ class VectorizedEnvironments(Environments):
     Args:
         vector: the vectorised implementation.
         seed: its seed.
-        first_index: see ``Environments``.
+        first_index, notes: see ``Environments``.
     """
 
-    def __init__(self, vector: VectorEnv[Any, Any, Any], *, seed: int, first_index: int) -> None:
-        super().__init__(vector, first_index=first_index)
+    def __init__(
+        self, vector: VectorEnv[Any, Any, Any], *, seed: int, first_index: int, notes: Sequence[str] = ()
+    ) -> None:
+        super().__init__(vector, first_index=first_index, notes=notes)
         self._next_seed = seed
         space = self.single_action_space
         few = isinstance(space, Discrete) and space.start == 0 and space.n <= 256
