@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from . import _C
@@ -29,13 +31,15 @@ from ._checks import resolve_group
 from ._optimizer_steps import innermost, is_training_step
 from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
-from .distributed import broadcast_tensors
+from .master_weights import local
+from .model_tensors import ModelTensors
+from .outer_fragment import Fragment, OuterOptimizer, gather
 from .stats import SyncStats
 from .surviving_group import SurvivingGroup
 from .topk import TopK, TopKAverager
 
-OuterOptimizer = Callable[[list[Tensor]], Optimizer]
-Averager = GradientSynchronizer | TopKAverager
+PATIENCE = 16
+"""Steps of another optimizer that may come before the first of the one that counts."""
 DEFAULT_COMPRESSION = Compression("int8", error_feedback=True)
 DEFAULT_OPTIMIZER = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -48,9 +52,15 @@ class DiLoCo:
     over a group of its own. Floating buffers are averaged; optimizer states, integer buffers and learning rates stay
     each site's own. See docs/guides/outer_steps.md, also for what happens when a site is lost.
 
+    Sites may take different numbers of steps in a block. One that is done takes part until all are; then what has
+    not been averaged is, and all leave with equal weights. After an error nothing more is sent.
+
     Args:
-        model: all ranks begin with rank 0's. Under ``fully_shard`` a rank's shards are averaged with its peers'.
-        optimizer: the inner one, whose steps count.
+        model: all ranks begin with rank 0's. If every rank loads the same other weights before a block's first step,
+            these are what they have in common. A parameter that is frozen now and changes later, or is added, gets the
+            plain mean of the sites. Under ``fully_shard`` a rank's shards are averaged with its peers'.
+        optimizer: the inner one, whose steps count. If it steps from copies of the weights that it keeps in ``state``,
+            or in lists, these follow each mean. Other copies that it keeps would undo the mean.
         sync_every: steps from one synchronisation of a fragment to its next.
         outer_optimizer: makes the outer optimizer for a list of tensors. By default SGD with lr 0.7 and Nesterov
             momentum 0.9; with ``TopK`` plain SGD of lr 1.
@@ -60,7 +70,8 @@ class DiLoCo:
         compression: as in ``attach``, or a ``TopK``.
         process_group: the ranks to average over: one of each site, as of ``mesh["sites"]``, or all if a site is one
             host, whose ranks then add in shared memory first.
-        timeout: seconds to wait for a site, before the others go on without it.
+        timeout: seconds to wait for a site, before the others go on without it, with a warning. A site that is done
+            waits for the next mean of the others, so it has to be longer than their ``sync_every`` steps.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings.
@@ -82,61 +93,164 @@ class DiLoCo:
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ValueError(f"expected a module and its optimizer, got {model!r:.40} and {optimizer!r:.40}")
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        tensors = ModelTensors(model, optimizer)
+        named = tensors.weights
         if not named:
             raise ValueError("model: none of its parameters requires a gradient; nothing to synchronise")
+        if not tensors.are_stepped_by(optimizer):
+            raise ValueError(
+                f"optimizer: this {type(optimizer).__name__} has none of the model's parameters; make it of "
+                "model.parameters(). One that steps masters of its own has to keep them beside the model's parameters, "
+                "as in optimizer.state[parameter]['master']"
+            )
         _check_number("sync_every", sync_every, 1, sys.maxsize)
         _check_number("fragments", fragments, 1, min(len(named), sync_every))
         _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)
         if not 0 <= fragment_update_alpha < 1:
             raise ValueError(f"fragment_update_alpha: expected 0 or more, and below 1, got {fragment_update_alpha!r}")
-        self._optimizer = optimizer
+        self._optimizer = innermost(optimizer)
+        self._tensors = tensors
         self._delay = fragment_sync_delay
         self._alpha = fragment_update_alpha
         self._sync_every = sync_every
         self._compression = compression if isinstance(compression, TopK) else as_compression(compression)
-        self._sites = SurvivingGroup(resolve_group(process_group), timedelta(seconds=timeout))
         self._step = 0
         self._num_averaged = 0  # of fragments, in all
         self._num_begun = 0
+        self._num_final = 0  # of the newest, after all loops had ended
         self._newest: Future[None] | None = None  # of those that are on their way
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._has_begun = self._is_resumed = False
+        self._num_steps = self._num_steps_of_others = 0  # in this block
         make = outer_optimizer or (partial(SGD, lr=1.0) if isinstance(compression, TopK) else DEFAULT_OPTIMIZER)
-        saved = model.state_dict().keys()
-        floating = [b for name, b in model.named_buffers() if b.is_floating_point() and name in saved]
         parts = _split(named, fragments)
         settings = f"{sync_every=}, {fragments=}, {fragment_sync_delay=}, {fragment_update_alpha=}"
-        trial = make([torch.zeros(1, requires_grad=True)])
-        lines = [f"{settings}, {self._compression}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
-        tensors = {name: _local(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        lines += [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
-        _C.check_agreement(self._sites.group, "\n".join(lines), torch.device("cpu"))
-        broadcast_tensors(tensors.values(), self._sites.group)
-        self._fragments = [
-            _Fragment(part, make, (place + 1) * sync_every // fragments % sync_every, floating if place == 0 else [])
-            for place, part in enumerate(parts)
-        ]
-        self._make_averagers()
+        with _on_the_host():
+            self._sites = SurvivingGroup(resolve_group(process_group), timedelta(seconds=timeout))
+            trial = make([torch.zeros(1, requires_grad=True)])
+            lines = [f"{settings}, {self._compression}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
+            lines += [
+                f"{name} {tensor.dtype} {list(local(tensor).shape)}"
+                for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            ]
+            _C.check_agreement(self._sites.group, "\n".join(lines), torch.device("cpu"))
+            tensors.broadcast(self._sites.group)
+            self._fragments = [
+                Fragment(tensors, part, make, (place + 1) * sync_every // fragments % sync_every, is_first=place == 0)
+                for place, part in enumerate(map(list, parts))
+            ]
+            self._make_averagers()
+
+    # ---- the block --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> DiLoCo:
-        def count(optimizer: Optimizer, *_: object) -> None:
-            if is_training_step(optimizer):
-                self.step()
-
-        self._hook = innermost(self._optimizer).register_step_post_hook(count)
+        self._has_begun = False
+        self._num_final = self._num_steps = self._num_steps_of_others = 0
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda stepping, *_: self._begin_before(stepping)),
+            self._optimizer.register_step_post_hook(self._count_step),
+            register_optimizer_step_post_hook(self._note_step_of_another),
+        ]
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Waits for the fragments that are on their way, unless an error ends the block."""
-        assert self._hook is not None
-        self._hook.remove()
-        if error is None:
-            for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
-                if fragment.due is not None:
-                    self._receive(fragment)
+        """Takes part in the means of the sites whose loops go on, and then in the last ones, after which all are equal.
+
+        Not where an error ends the block: a block that is entered afterwards goes on from where this one was.
+
+        Raises:
+            RuntimeError: the optimizer has never stepped, and another one has.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        if error is not None:
+            self._is_resumed = True
+            return
+        self._begin()
+        for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
+            if fragment.due is not None:
+                self._receive(fragment)
+        while self._num_final < len(self._fragments):
+            fragment = min(self._fragments, key=self._next_step_of)
+            self._step = self._next_step_of(fragment)
+            self._send(fragment, has_ended=True)
+        if self._num_steps == 0:
+            self._check_nobody_else_stepped(at_most=0)
+
+    def _next_step_of(self, fragment: Fragment) -> int:
+        return self._step + 1 + (fragment.place - self._step - 1) % self._sync_every
+
+    def _begin_before(self, optimizer: Optimizer) -> None:
+        if not self._has_begun and self._tensors.are_stepped_by(optimizer):
+            self._begin()
+
+    def _begin(self) -> None:
+        """Before the first step of a block, looks whether other weights were loaded than the sites had in common."""
+        if self._has_begun:
+            return
+        with _on_the_host():
+            for tries_left in reversed(range(self._sites.group.size())):
+                try:
+                    self._take_over_loaded_weights()
+                    break
+                except RuntimeError as error:
+                    if tries_left == 0:
+                        raise
+                    self._go_on_without_the_lost(self._fragments[0], error)
+        self._has_begun, self._is_resumed = True, False
+
+    def _take_over_loaded_weights(self) -> None:
+        have_moved = False
+        for fragment in self._fragments if not self._is_resumed else ():
+            fragment.take_differences(has_ended=False)
+            have_moved |= fragment.has_moved()
+            fragment.forget()
+        said = gather(self._sites.group, [self._is_resumed, have_moved, self._tensors.fingerprint()])
+        resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, said, strict=True) if is_resumed]
+        if len(resumed) not in (0, len(said)):
+            raise ValueError(
+                f"fastsync: ranks {resumed} of {self._sites.ranks} go on from load_state_dict(), or after an error, "
+                "and the others from the start; call load_state_dict() of the DiLoCo on every rank"
+            )
+        moved = [rank for rank, (_, has_moved, _) in zip(self._sites.ranks, said, strict=True) if has_moved]
+        if moved and len({fingerprint for *_, fingerprint in said}) == 1:
+            for fragment in self._fragments:
+                fragment.begin()
+        elif moved:
+            warnings.warn(
+                f"fastsync: the weights of ranks {moved} of {self._sites.ranks} were changed before the first step, "
+                "and are not equal on all ranks. What has changed is averaged as if they had learned it. Where weights "
+                "are loaded, let every rank load the same, before the block or before the DiLoCo is made",
+                stacklevel=5,
+            )
+
+    def _count_step(self, optimizer: Optimizer, *_: object) -> None:
+        if is_training_step(optimizer):
+            self._num_steps += 1
+            self.step()
+
+    def _note_step_of_another(self, optimizer: Optimizer, *_: object) -> None:
+        """Looks only while the right one has not stepped; it may be one of several, each with parameters of its own."""
+        if self._num_steps > 0 or optimizer is self._optimizer or not self._tensors.are_stepped_by(optimizer):
+            return
+        self._num_steps_of_others += 1
+        self._check_nobody_else_stepped(at_most=max(self._sync_every, PATIENCE))
+
+    def _check_nobody_else_stepped(self, at_most: int) -> None:
+        if self._num_steps_of_others > at_most:
+            raise RuntimeError(
+                f"fastsync: the {type(self._optimizer).__name__} that the {type(self).__name__} was given has not "
+                f"stepped, and another optimizer has stepped the model's parameters {self._num_steps_of_others} times, "
+                "which count for nothing; pass the optimizer that steps, which a trainer may make only when it begins"
+            )
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Counts a step, and sends or takes over what is due. Within ``with`` the optimizer's steps call it."""
+        """Counts a step, and sends or takes over what is due. Within ``with`` the optimizer's steps call it.
+
+        All sites have to call it equally often. In a block they may take different numbers of steps.
+        """
         self._step += 1
         for fragment in self._fragments:
             if fragment.due == self._step:
@@ -145,56 +259,68 @@ class DiLoCo:
             if self._step % self._sync_every == fragment.place:
                 self._send(fragment)
 
-    def _send(self, fragment: _Fragment) -> None:
-        fragment.take_differences()
+    def _send(self, fragment: Fragment, *, has_ended: bool = False) -> None:
+        with _on_the_host():
+            fragment.take_differences(has_ended=has_ended)
         self._num_begun += 1
         fragment.due = self._step + self._delay
-        if self._delay == 0:
+        if self._delay == 0 or has_ended:
             self._average(fragment, self._num_begun)
-            self._receive(fragment)
+            self._receive(fragment, alpha=0.0 if has_ended else self._alpha)
             return
         fragment.arrival = self._newest = _after(self._newest, partial(self._average, fragment, self._num_begun))
 
-    def _receive(self, fragment: _Fragment) -> None:
+    def _receive(self, fragment: Fragment, alpha: float | None = None) -> None:
         if fragment.arrival is not None:
             fragment.arrival.result()  # waits no longer than the group does, and raises what went wrong
             fragment.arrival = None
         fragment.due = None
-        fragment.merge(self._alpha)
+        with _on_the_host():
+            fragment.merge(self._alpha if alpha is None else alpha)
 
-    def _average(self, fragment: _Fragment, number: int) -> None:
+    def _average(self, fragment: Fragment, number: int) -> None:
         """Moves the fragment's outer weights by the mean difference. The numbers are those of its turn on all ranks."""
-        for tries_left in reversed(range(self._sites.group.size())):
-            try:
-                if number > self._num_averaged:  # else it has come with another rank's state
-                    fragment.average(self._sites.group)
-                break
-            except RuntimeError as error:
-                if tries_left == 0:  # as often as there were ranks to lose
-                    raise
-                self._go_on_without_the_lost(fragment, error)
-        if number > self._num_averaged:
-            fragment.step(self._sites.group.size())
-            self._num_averaged = number
+        with _on_the_host():
+            for tries_left in reversed(range(self._sites.group.size())):
+                try:
+                    if number > self._num_averaged:  # else it has come with another rank's state
+                        have_all_ended = fragment.average(self._sites.group)
+                    break
+                except RuntimeError as error:
+                    if tries_left == 0:  # as often as there were ranks to lose
+                        raise
+                    self._go_on_without_the_lost(fragment, error)
+            if number > self._num_averaged:
+                fragment.step(self._sites.group.size())
+                self._num_averaged = number
+                self._num_final = self._num_final + 1 if have_all_ended else 0
 
     def stats(self) -> list[SyncStats]:
         """Returns what each fragment's synchronisations took, since the newest site was lost. ``TopK`` has none."""
         handles = (fragment.averager for fragment in self._fragments)
         return [handle.stats() for handle in handles if isinstance(handle, GradientSynchronizer)]
 
-    def _go_on_without_the_lost(self, fragment: _Fragment, error: RuntimeError) -> None:
+    def _go_on_without_the_lost(self, fragment: Fragment, error: RuntimeError) -> None:
         """Some of those that are left may have got the last mean, and fail at the next.
 
         So all take over the outer weights of a rank that has come furthest, are equal again, and go on from there.
         """
+        before = self._sites.ranks
         came = self._sites.go_on_without_the_lost(self._num_averaged, error)
+        if lost := sorted({*before} - {*came}):
+            warnings.warn(
+                f"fastsync: ranks {lost} were lost, or did not come within the time-out ({error}); ranks "
+                f"{self._sites.ranks} go on without them",
+                stacklevel=2,
+            )
         furthest = max(came, key=lambda rank: (came[rank], -rank))
         if self._num_averaged < came[furthest] and isinstance(fragment.averager, TopKAverager):
             fragment.averager.settle()  # the others have got what this rank sent
         self._make_averagers()
         if len(set(came.values())) > 1:
-            state = self._outer_state() if dist.get_rank() == furthest else None
-            self._load_outer_state(self._sites.broadcast_object(state, furthest))
+            state = (self._outer_state(), self._num_final) if dist.get_rank() == furthest else None
+            outer_state, self._num_final = self._sites.broadcast_object(state, furthest)
+            self._load_outer_state(outer_state)
             self._num_averaged = came[furthest]
 
     def _make_averagers(self) -> None:
@@ -244,6 +370,7 @@ class DiLoCo:
             fragment.due, fragment.arrival = due, None
         self._step = state["step"]
         self._load_outer_state(state["outer"])
+        self._has_begun = self._is_resumed = True
 
     def _outer_state(self) -> list[dict[str, Any]]:
         return [
@@ -286,63 +413,11 @@ class LocalSGD(DiLoCo):
         )  # fmt: skip
 
 
-class _Fragment:
-    """Some parameters, their outer weights in float32 or wider on the host, and what is on its way for them."""
-
-    def __init__(self, named: Mapping[str, Tensor], make: OuterOptimizer, place: int, buffers: list[Tensor]) -> None:
-        self.place = place  # among the steps of a round
-        self.due: int | None = None  # the step at which it arrives, while it is on its way
-        self.arrival: Future[None] | None = None
-        self.averager: Averager  # of the group
-        self._weights = dict(named)
-        self._buffers = buffers
-        self.buffers_mean = _flat(buffers)  # as all sites had them last
-        self.outer: dict[str, Tensor] = {}
-        for name, weight in named.items():
-            own = _local(weight)
-            dtype = torch.promote_types(own.dtype, torch.float32)
-            outer = torch.empty(own.shape, dtype=dtype, pin_memory=own.is_cuda)
-            self.outer[name] = outer.copy_(own).requires_grad_()
-        self.optimizer = make(list(self.outer.values()))
-
-    @torch.no_grad()
-    def take_differences(self) -> None:
-        """The outer gradient points from the site's own weights to the outer ones, for optimizers go against it."""
-        # From what the site had taken over, so that the rounding of a narrower weight is no movement of its own.
-        own = map(_local, self._weights.values())
-        self._differences = [
-            outer.to(weight.dtype).to(outer.dtype) - weight.to("cpu", outer.dtype)
-            for outer, weight in zip(self.outer.values(), own, strict=True)
-        ]
-        self._own_buffers = _flat(self._buffers)
-
-    def average(self, group: dist.ProcessGroup) -> None:
-        """Averages the differences. What it begins with stays, for another try."""
-        # Of what has changed: a buffer that is constant must not be, by roundings, another one after each mean.
-        has_changed = self._own_buffers != self.buffers_mean
-        self._changes = torch.where(has_changed, self._own_buffers - self.buffers_mean, 0.0)
-        if self._changes.numel() > 0:
-            group.allreduce(self._changes).wait()
-        for outer, difference in zip(self.outer.values(), self._differences, strict=True):
-            outer.grad = difference.clone()
-        self.averager.synchronize()
-
-    def step(self, num_ranks: int) -> None:
-        """Takes an outer step with what ``average`` has found."""
-        self.buffers_mean = self.buffers_mean + self._changes / num_ranks
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._differences.clear()
-
-    @torch.no_grad()
-    def merge(self, alpha: float) -> None:
-        for name, weight in zip(self._weights, map(_local, self._weights.values()), strict=True):
-            outer = self.outer[name].detach().to(weight.device)
-            weight.copy_(outer if alpha == 0 else torch.lerp(outer, weight.to(outer.dtype), alpha))
-        first = 0
-        for buffer in self._buffers:
-            buffer.copy_(self.buffers_mean[first : first + buffer.numel()].view_as(buffer))
-            first += buffer.numel()
+@contextmanager
+def _on_the_host() -> Iterator[None]:
+    """Lets what is made inside live on the CPU and be written later, whatever the default device and the mode are."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        yield
 
 
 def _check_number(name: str, number: object, least: int, most: int) -> None:
@@ -369,17 +444,6 @@ def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor
         parts[-1][name] = weight
         before += weight.numel()
     return parts
-
-
-def _local(weight: Tensor) -> Tensor:
-    """The rank's part of it, in the same memory."""
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
-
-
-def _flat(buffers: Iterable[Tensor]) -> Tensor:
-    """In float64 on the host, one after the other: sums that go on for a whole run are kept in it."""
-    flat = [buffer.detach().to("cpu", torch.float64).reshape(-1) for buffer in buffers]
-    return torch.cat([torch.empty(0, dtype=torch.float64), *flat])
 
 
 def _after(previous: Future[None] | None, call: Callable[[], None]) -> Future[None]:

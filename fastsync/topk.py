@@ -48,7 +48,7 @@ class TopKAverager:
         self._tensors = list(named.values())
         self._top_k = top_k
         self._group = group
-        self._unsent = torch.zeros(sum(tensor.numel() for tensor in self._tensors))
+        self._unsent = torch.zeros(sum(tensor.numel() for tensor in self._tensors), dtype=torch.float32)
         self._unsent_then = self._unsent
 
     def synchronize(self) -> None:
@@ -119,5 +119,7 @@ def decode(message: Tensor, values_a_block: int, numel: int) -> Tensor:
         levels.flatten().view(torch.float32).view(-1, LEVELS).repeat_interleave(values_a_block // LEVELS, dim=1)
     )
     signs = (bits.unsqueeze(2) >> torch.arange(8) & 1).flatten(1)
-    blocks = torch.zeros(len(index), BLOCK).scatter_(1, index, torch.where(signs == 1, -magnitudes, magnitudes))
+    blocks = torch.zeros(len(index), BLOCK, dtype=torch.float32).scatter_(
+        1, index, torch.where(signs == 1, -magnitudes, magnitudes)
+    )
     return blocks.flatten()[:numel]

@@ -140,8 +140,8 @@ void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offs
 }
 
 at::Tensor to_device(const std::vector<float>& values, c10::Device device) {
-  const at::Tensor on_host =
-      at::empty({static_cast<int64_t>(values.size())}, at::TensorOptions().pinned_memory(!device.is_cpu()));
+  const at::Tensor on_host = at::empty({static_cast<int64_t>(values.size())},
+                                       at::TensorOptions().dtype(at::kFloat).pinned_memory(!device.is_cpu()));
   std::copy(values.begin(), values.end(), on_host.data_ptr<float>());
   return on_host.to(device, /*non_blocking=*/true);
 }

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 import fastsync
 from fastsync import Compression, DiLoCo, LocalSGD, TopK
@@ -25,30 +25,11 @@ from fastsync._optimizer_steps import innermost
 from fastsync.outer import _split
 from fastsync.topk import BLOCK, decode, encode
 from tests.engine.same_data import same_data_is_meant
+from tests.engine.sites import make_model, make_optimizer, train_step, weights
 from tests.ranks import on_ranks, run_ranks
 
 NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 MEAN = partial(SGD, lr=1.0)
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def make_optimizer(model: nn.Module) -> AdamW:
-    return AdamW(model.parameters(), lr=0.01)
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: int, step: int) -> None:
-    inputs = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * site + step))
-    optimizer.zero_grad()
-    model(inputs).square().sum().backward()
-    optimizer.step()
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def play(
@@ -63,6 +44,22 @@ def play(
     outer = [[models[0].get_parameter(name).detach().clone() for name in part] for part in parts]
     outer_optimizers = [make(part) for part in outer]
     due: dict[int, list[int]] = {}
+
+    def average(index: int) -> None:
+        for place, name in enumerate(parts[index]):
+            differences = [outer[index][place] - model.get_parameter(name).detach() for model in models]
+            total = differences[0]
+            for difference in differences[1:]:
+                total = total + difference
+            outer[index][place].grad = total / sites
+        outer_optimizers[index].step()
+
+    def merge(index: int, alpha: float) -> None:
+        for place, name in enumerate(parts[index]):
+            for model in models:
+                own = model.get_parameter(name).detach()
+                own.copy_(outer[index][place] if alpha == 0 else torch.lerp(outer[index][place], own, alpha))
+
     for step in range(1, steps + delay + 1):
         if step <= steps:
             for site in range(sites):
@@ -70,19 +67,17 @@ def play(
         merged = due.pop(step, [])
         for index in range(fragments):
             if step <= steps and step % sync_every == (index + 1) * sync_every // fragments % sync_every:
-                for place, name in enumerate(parts[index]):
-                    differences = [outer[index][place] - model.get_parameter(name).detach() for model in models]
-                    total = differences[0]
-                    for difference in differences[1:]:
-                        total = total + difference
-                    outer[index][place].grad = total / sites
-                outer_optimizers[index].step()
+                average(index)
                 due.setdefault(step + delay, []).append(index)
         for index in merged + due.pop(step, []):
-            for place, name in enumerate(parts[index]):
-                for model in models:
-                    own = model.get_parameter(name).detach()
-                    own.copy_(outer[index][place] if alpha == 0 else torch.lerp(outer[index][place], own, alpha))
+            merge(index, alpha)
+    for step in range(steps + 1, steps + sync_every + 1):  # the last means, of those that have moved since
+        for index in range(fragments):
+            if step % sync_every == (index + 1) * sync_every // fragments % sync_every:
+                of_sites = [[model.get_parameter(name).detach() for name in parts[index]] for model in models]
+                if any(not torch.equal(a, b) for own in of_sites for a, b in zip(own, outer[index], strict=True)):
+                    average(index)
+                merge(index, 0.0)
     return [weights(model) for model in models]
 
 

@@ -1,0 +1,81 @@
+"""Weights that an optimizer keeps for itself, such as float32 masters of a bfloat16 model, which it steps from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ._optimizer_steps import innermost
+
+_DEPTH = 4  # of lists, dicts and optimizers within each other that are looked through
+
+
+@torch.no_grad()
+def masters_of(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Finds the optimizer's own copies of these weights, between its steps, by their values.
+
+    Note [Which tensors are masters]
+    A state of one name, such as ``state[p]["master"]``, or a list of tensors that the optimizer holds. Each of its
+    tensors has to be within one rounding of a weight of its shape, and not all may be zeros: moments are not like that.
+    """
+    found: dict[str, Tensor] = {}
+    for family in _families(optimizer, weights):
+        found |= _matched(family, weights)
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns the rank's part of it, in the same memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _families(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
+    state = innermost(optimizer).state
+    states = [state[weight] for weight in weights.values() if weight in state]
+    for key in {key for state in states if isinstance(state, dict) for key in state}:
+        yield [value for state in states if isinstance(value := state.get(key), Tensor)]
+    yield from _lists({name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}, _DEPTH)
+
+
+_OF_TORCH = ("state", "param_groups", "defaults")
+
+
+def _lists(value: Any, depth: int) -> Iterator[list[Tensor]]:
+    if depth == 0:
+        return
+    if isinstance(value, Optimizer):  # one that steps the masters, and has them in its groups
+        yield [parameter for group in value.param_groups for parameter in group["params"]]
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    if tensors := [item for item in items if isinstance(item, Tensor)]:
+        yield tensors
+    for item in items:
+        yield from _lists(item, depth - 1)
+
+
+def _matched(family: list[Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the family by the names of the weights that its tensors are copies of; none unless all are."""
+    found: dict[str, Tensor] = {}
+    is_nonzero = False
+    for tensor in family:
+        name = next((name for name, each in weights.items() if name not in found and _is_copy(tensor, each)), None)
+        if name is None:
+            return {}
+        found[name] = tensor
+        is_nonzero = is_nonzero or bool(local(tensor).any())
+    return found if is_nonzero else {}
+
+
+def _is_copy(tensor: Tensor, weight: Tensor) -> bool:
+    own, theirs = local(tensor), local(weight)
+    if not (own.is_floating_point() and theirs.is_floating_point()) or own.shape != theirs.shape:
+        return False
+    is_same_memory = own.data_ptr() == theirs.data_ptr()
+    if is_same_memory or torch.promote_types(own.dtype, theirs.dtype) != own.dtype:
+        return False
+    wide = theirs.to(own.device, own.dtype)
+    return bool(((own - wide).abs() <= torch.finfo(theirs.dtype).eps * wide.abs()).all())

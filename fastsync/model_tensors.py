@@ -1,0 +1,128 @@
+"""What of a model ``DiLoCo`` averages, looked up anew for each mean: training unfreezes, adds and replaces tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .distributed import as_bytes, broadcast_tensors
+from .master_weights import local, masters_of
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class ModelTensors:
+    """A model's weights, which an outer optimizer moves, and what else of it is averaged."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._at_start = dict(model.named_parameters())
+        self.weights = {name: p for name, p in self._at_start.items() if p.requires_grad}
+
+    def are_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Tells whether the optimizer has one of the weights."""
+        ids = {id(weight) for weight in self._parameters().values()} | {id(weight) for weight in self.weights.values()}
+        return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
+
+    @torch.no_grad()
+    def broadcast(self, group: dist.ProcessGroup) -> None:
+        """Gives all ranks the first one's parameters and buffers, by way of the host. They must have agreed on them."""
+        tensors = (*self._parameters().values(), *(buffer for _, buffer in self._model.named_buffers()))
+        plain = [each for tensor in tensors for each in _plain(tensor)]
+        on_host = [each.cpu() for each in plain]
+        masters = masters_of(self._optimizer, self.weights)
+        broadcast_tensors(on_host, group)
+        for each, arrived in zip(plain, on_host, strict=True):
+            if arrived is not each:
+                each.copy_(arrived)
+        for name, master in masters.items():
+            if group.rank() != 0:
+                local(master).copy_(local(self.weights[name]))
+
+    def own(self, names: Iterable[str]) -> list[tuple[Tensor, Tensor]]:
+        """Returns this rank's part of each weight, and of what the optimizer steps for it, which may be the same.
+
+        Raises:
+            RuntimeError: the model has no such parameter any more.
+        """
+        now = self._parameters()
+        for name, weight in self.weights.items():
+            if name not in now or (now[name].shape, now[name].dtype) != (weight.shape, weight.dtype):
+                raise RuntimeError(
+                    f"fastsync: parameter {name} of {list(weight.shape)}, {weight.dtype} is averaged between sites, "
+                    "and the model has another one or none by now; make a new DiLoCo after such a change, on every rank"
+                )
+        masters = masters_of(self._optimizer, {name: now[name] for name in self.weights})
+        pairs = [(local(now[name]), masters.get(name)) for name in names]
+        return [(weight, weight if master is None else local(master)) for weight, master in pairs]
+
+    def others(self) -> dict[str, Tensor]:
+        """Returns this rank's part of the floating parameters that were frozen, or not there, at the start."""
+        return {
+            name: torch.view_as_real(local(parameter)) if parameter.is_complex() else local(parameter)
+            for name, parameter in self._parameters().items()
+            if name not in self.weights
+            and (parameter.is_floating_point() or parameter.is_complex())
+            and not _is_wrapper(parameter)
+        }
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Returns the floating buffers of the state dict."""
+        modules = dict(self._model.named_modules())
+        found = {}
+        for name, buffer in self._model.named_buffers():
+            prefix, _, own_name = name.rpartition(".")
+            if buffer.is_floating_point() and own_name not in modules[prefix]._non_persistent_buffers_set:
+                found[name] = buffer
+        return found
+
+    def describe(self) -> str:
+        """Returns what the ranks have to agree on."""
+        parameters = {name: self._at_start.get(name, each) for name, each in self._parameters().items()}
+        return "\n".join(
+            f"{name} {each.dtype} {list(local(each).shape)}" for name, each in (parameters | self.buffers()).items()
+        )
+
+    def fingerprint(self) -> int:
+        """Returns a number that is equal on ranks that hold the same values of what is averaged."""
+        weights = {name: local(weight) for name, weight in self._parameters().items() if name in self.weights}
+        return fingerprint(str(marks(weights | self.others() | self.buffers())))
+
+    def _parameters(self) -> dict[str, Tensor]:
+        # While fully_shard has gathered a parameter, the model has the whole one in place of the shard.
+        return {
+            name: first if isinstance(first := self._at_start.get(name), DTensor) else parameter
+            for name, parameter in self._model.named_parameters()
+        }
+
+
+def marks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Returns a number for each tensor, which is another one once its values have changed."""
+    words = {name: as_bytes(each).view(_WORDS[each.element_size()]) for name, each in tensors.items()}
+    return {name: int(each.sum(dtype=torch.int64)) for name, each in words.items()}
+
+
+def fingerprint(text: str) -> int:
+    """Returns 56 bits that tell one text from another."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the tensor, or those that a wrapper, such as a quantised one, is made of."""
+    if not _is_wrapper(tensor):
+        yield local(tensor)
+        return
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        yield from _plain(getattr(tensor, name))
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    return hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, DTensor)

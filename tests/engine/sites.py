@@ -1,0 +1,42 @@
+"""A model of a site that trains by itself, its steps, and what sites have to have in common."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def make_optimizer(model: nn.Module) -> AdamW:
+    return AdamW(model.parameters(), lr=0.01)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: int, step: int) -> None:
+    inputs = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * site + step))
+    optimizer.zero_grad()
+    model(inputs).square().sum().backward()
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def everyones(model: nn.Module, world_size: int) -> list[Tensor]:
+    """The parameters and floating buffers of each rank, as vectors."""
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+    mine = torch.cat([each.detach().double().reshape(-1) for each in tensors])
+    theirs = [torch.empty_like(mine) for _ in range(world_size)]
+    torch.distributed.all_gather(theirs, mine)
+    return theirs
+
+
+def assert_sites_are_equal(model: nn.Module, world_size: int) -> None:
+    first, *others = everyones(model, world_size)
+    for other in others:
+        assert torch.equal(other, first), f"sites differ by {(other - first).abs().max():.2g}"

@@ -1,0 +1,224 @@
+"""Where a block of DiLoCo begins and ends: loaded weights, sites that take different numbers of steps, who steps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from fastsync import DiLoCo, LocalSGD, TopK
+from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step, weights
+from tests.ranks import on_ranks, run_ranks
+
+MEAN = functools.partial(SGD, lr=1.0)
+OPTIONS: list[dict[str, Any]] = [
+    {"sync_every": 4},
+    {"sync_every": 4, "compression": "none", "outer_optimizer": MEAN},
+    {"sync_every": 10**9},
+    {"sync_every": 5, "fragments": 3, "fragment_sync_delay": 2, "fragment_update_alpha": 0.5},
+    {"sync_every": 4, "fragments": 2, "compression": TopK()},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("steps", [(6, 6, 6), (3, 9, 6), (0, 5, 13)], ids=str)
+@on_ranks(3)
+def test_all_sites_leave_a_block_with_equal_weights(
+    rank: int, world_size: int, options: dict[str, Any], steps: tuple[int, ...]
+) -> None:
+    model = nn.Sequential(make_model(), nn.BatchNorm1d(3))
+    optimizer = make_optimizer(model)
+    sync = DiLoCo(model, optimizer, **options)
+    for epoch in range(2):
+        before = weights(model)
+        with sync:
+            for step in range(steps[rank]):
+                train_step(model, optimizer, rank, 100 * epoch + step)
+        assert_sites_are_equal(model, world_size)
+        assert not all(torch.equal(mine, was) for mine, was in zip(weights(model), before, strict=True))
+
+
+@on_ranks(2)
+def test_the_last_mean_is_of_what_each_site_has_learned_since(rank: int, world_size: int) -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = SGD([weight], lr=1.0)
+    with LocalSGD(nn.ParameterList([weight]), optimizer, sync_every=4):
+        for step in range([6, 9][rank]):  # the mean at step 8 is of steps 5 and 6 here, and of 5 to 8 there
+            weight.grad = torch.full((4,), -(1.0 + rank) * (step + 1))
+            optimizer.step()
+    first = (10 + 2 * 10) / 2
+    second = ((5 + 6) + 2 * (5 + 6 + 7 + 8)) / 2
+    third = 2 * 9  # rank 0 has not moved
+    assert torch.equal(weight.detach(), torch.full((4,), first + second + third))
+
+
+@on_ranks(2)
+def test_a_block_that_nothing_has_moved_in_changes_nothing(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = DiLoCo(model, optimizer, sync_every=2)
+    with sync:
+        for step in range(4):
+            train_step(model, optimizer, rank, step)
+    before = weights(model)
+    with sync:
+        pass
+    assert all(torch.equal(mine, was) for mine, was in zip(weights(model), before, strict=True))
+
+
+@on_ranks(2)
+def test_steps_that_a_scaler_skips_on_one_site_hold_up_nobody(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    with DiLoCo(model, optimizer, sync_every=3):
+        for step in range(7):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 7) * step).square().sum() * (torch.inf if rank == 1 and step in (1, 2) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert_sites_are_equal(model, world_size)
+
+
+def trained_where_one_is_lost_at_the_end(rank: int, world_size: int) -> list[Tensor]:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = DiLoCo(model, optimizer, sync_every=2, timeout=3.0)
+    try:
+        with warnings.catch_warnings(record=True) as caught, sync:
+            warnings.simplefilter("always")
+            for step in range(4 + 3 * rank):
+                train_step(model, optimizer, rank, step)
+                if rank == 2 and step == 4:
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        torch.distributed.distributed_c10d._get_default_store().wait(["never"])
+    assert any("ranks [2] were lost" in str(each.message) and "[0, 1] go on" in str(each.message) for each in caught)
+    return weights(model)
+
+
+def test_who_has_ended_goes_on_without_a_site_that_is_lost() -> None:
+    first, second, _ = run_ranks(trained_where_one_is_lost_at_the_end, 3, lost=[2])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+# ---- weights that are loaded ----------------------------------------------------------------------------------------
+
+
+def other_weights() -> dict[str, Tensor]:
+    model = make_model()
+    return {name: value + 1 for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("trained_before", [False, True])
+@on_ranks(2)
+def test_weights_that_all_ranks_load_are_what_they_have_in_common(
+    rank: int, world_size: int, inside: bool, trained_before: bool
+) -> None:
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    sync = DiLoCo(model, optimizer, sync_every=2)
+    if trained_before:
+        with sync:
+            train_step(model, optimizer, rank, 0)
+    if not inside:
+        model.load_state_dict(other_weights())
+    with sync:
+        if inside:
+            model.load_state_dict(other_weights())
+        for step in range(3):
+            train_step(model, optimizer, rank, step)
+    assert all(torch.equal(mine, other_weights()[name]) for name, mine in model.state_dict().items())
+
+
+@on_ranks(2)
+def test_weights_that_one_rank_loads_are_warned_of(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with LocalSGD(model, optimizer, sync_every=2):
+        if rank == 0:
+            model.load_state_dict(other_weights())
+        with pytest.warns(UserWarning, match=r"weights of ranks \[0\] of \[0, 1\] were changed before the first step"):
+            train_step(model, optimizer, rank, 0)
+    assert_sites_are_equal(model, world_size)
+
+
+@on_ranks(2)
+def test_a_state_that_one_rank_loads_is_refused(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = LocalSGD(model, optimizer, sync_every=2)
+    if rank == 0:
+        sync.load_state_dict(copy.deepcopy(sync.state_dict()))
+    sync.__enter__()
+    with pytest.raises(ValueError, match=r"ranks \[0\] of \[0, 1\] go on from load_state_dict"):
+        train_step(model, optimizer, rank, 0)
+
+
+# ---- who steps ------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_optimizer_that_is_made_later_is_told_of(rank: int, world_size: int) -> None:
+    model = make_model()
+    made_later = AdamW(model.parameters())
+    sync = LocalSGD(model, SGD(model.parameters(), lr=0.1), sync_every=20)
+
+    def train(steps: int) -> None:
+        with sync:
+            for step in range(steps):
+                train_step(model, made_later, rank, step)
+
+    with pytest.raises(RuntimeError, match="the SGD that the LocalSGD was given has not stepped, and another"):
+        train(3)
+    assert_sites_are_equal(model, world_size)
+    with pytest.raises(RuntimeError, match="stepped the model's parameters 21 times"):
+        train(100)
+
+
+@on_ranks(2)
+def test_several_optimizers_may_step_parts_of_the_model(rank: int, world_size: int) -> None:
+    model = make_model()
+    first, second = SGD(model[0].parameters(), lr=0.1), AdamW(model[2].parameters(), lr=0.1)
+    with warnings.catch_warnings(), LocalSGD(model, second, sync_every=3) as sync:
+        warnings.simplefilter("error")
+        for step in range(6):
+            inputs = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * rank + step))
+            model(inputs).square().sum().backward()
+            first.step()
+            second.step()
+        assert sync._step == 6
+        assert_sites_are_equal(model, world_size)
+
+
+class Clipped(SGD):
+    """Whose step calls that of its base, which is wrapped as well where a plain one exists."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 1.0)
+        return super().step(closure)
+
+
+@on_ranks(1)
+def test_a_step_that_calls_its_bases_counts_once(rank: int, world_size: int) -> None:
+    SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    model = make_model()
+    optimizer = Clipped(model.parameters(), lr=0.1)
+    with LocalSGD(model, optimizer, sync_every=4) as sync:
+        for step in range(3):
+            train_step(model, optimizer, rank, step)
+        assert sync._step == 3
+
+
+@on_ranks(1)
+def test_an_optimizer_of_another_model_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="optimizer: this SGD has none of the model's parameters"):
+        DiLoCo(make_model(), SGD(make_model().parameters(), lr=0.1))

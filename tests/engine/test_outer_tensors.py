@@ -1,0 +1,263 @@
+"""What of a model DiLoCo averages: what is unfrozen, added or replaced, masters, buffers, wrappers, and its modes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+from torch.utils._pytree import tree_map
+
+from fastsync import DiLoCo, LocalSGD, TopK
+from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step, weights
+from tests.ranks import on_ranks
+
+SITES = pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+
+
+@pytest.mark.parametrize("unfreezes", [False, True])
+@SITES
+@on_ranks(2)
+def test_parameters_that_are_unfrozen_or_added_later_are_averaged(
+    rank: int, world_size: int, unfreezes: bool, kind: type[DiLoCo]
+) -> None:
+    model = make_model()
+    model[0].requires_grad_(not unfreezes)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    with kind(model, optimizer, sync_every=2) as sync:
+        for step in range(8):
+            if step == 4 and unfreezes:
+                model[0].requires_grad_(True)
+            elif step == 4:
+                torch.manual_seed(1)
+                model.append(nn.Linear(3, 3).bfloat16().float())
+                optimizer.add_param_group({"params": model[5].parameters()})
+            train_step(model, optimizer, rank, step)
+            if step % 2 == 1:
+                assert_sites_are_equal(model, world_size)
+        resumed = copy.deepcopy(sync.state_dict())
+    sync.load_state_dict(resumed)
+
+
+@on_ranks(2)
+def test_local_sgd_takes_the_mean_of_what_was_frozen(rank: int, world_size: int) -> None:
+    model = nn.ParameterList([torch.zeros(3), torch.zeros(2), torch.zeros(2, dtype=torch.complex64)])
+    model[1].requires_grad_(False)
+    model[2].requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    with LocalSGD(model, optimizer, sync_every=1):
+        model[0].grad = torch.ones(3)
+        optimizer.step()
+        for parameter in (model[1], model[2]):
+            parameter.data.fill_(1.0 + 2.0 * rank)  # as a teacher of moving averages does, past version counters
+        optimizer.step()
+        assert torch.equal(model[1], torch.full((2,), 2.0))
+        assert torch.equal(model[2], torch.full((2,), 2.0 + 0j))
+
+
+@on_ranks(2)
+def test_the_ranks_have_to_add_the_same(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = LocalSGD(model, optimizer, sync_every=2)
+    sync.__enter__()
+    train_step(model, optimizer, rank, 0)
+    model.append(nn.Linear(3, 3 + rank))
+    with pytest.raises(ValueError, match=r"5\.weight"):
+        train_step(model, optimizer, rank, 1)
+
+
+@on_ranks(1)
+def test_a_weight_that_is_gone_is_named(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = LocalSGD(model, optimizer, sync_every=1)
+    sync.__enter__()
+    model[4] = nn.Linear(16, 5)
+    with pytest.raises(RuntimeError, match=r"parameter 4\.weight of \[3, 16\].*make a new DiLoCo"):
+        train_step(model, optimizer, rank, 0)
+
+
+class Counts(nn.Module):
+    """Whose forward puts another tensor in a buffer's place, and makes one at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(7))
+        self.register_buffer("late", None)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean = self.mean + inputs.mean(0)
+            self.late = inputs.mean(0) if self.late is None else 0.5 * (self.late + inputs.mean(0))
+        return inputs
+
+
+@SITES
+@on_ranks(2)
+def test_buffers_that_forward_replaces_or_makes_are_averaged(rank: int, world_size: int, kind: type[DiLoCo]) -> None:
+    model = nn.Sequential(Counts(), make_model())
+    alone = copy.deepcopy(model)
+    optimizer = make_optimizer(model)
+    with kind(model, optimizer, sync_every=3):
+        for step in range(3):
+            train_step(model, optimizer, rank, step)
+        assert_sites_are_equal(model, world_size)
+    for step in range(3):
+        train_step(alone, make_optimizer(alone), rank, step)
+    for name in ("mean", "late"):
+        expected = getattr(alone[0], name)
+        torch.distributed.all_reduce(expected)
+        torch.testing.assert_close(getattr(model[0], name), expected / world_size)
+
+
+# ---- optimizers with weights of their own ---------------------------------------------------------------------------
+
+
+class InState(AdamW):
+    """Steps float32 masters that lie in its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "master" not in state:
+                    state["master"], state["moment"] = parameter.detach().float(), torch.zeros(parameter.shape)
+                state["moment"].mul_(0.9).add_(parameter.grad.float())
+                state["master"] -= 1e-3 * state["moment"]
+                parameter.data.copy_(state["master"])
+
+
+class InList(SGD):
+    """Steps float32 masters by an optimizer of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.masters = [each.detach().clone().float() for group in self.param_groups for each in group["params"]]
+        self.inner = Adam(self.masters, lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        for master, parameter in zip(self.masters, parameters, strict=True):
+            master.grad = parameter.grad.float()
+        self.inner.step()
+        for master, parameter in zip(self.masters, parameters, strict=True):
+            parameter.data.copy_(master)
+
+
+MASTERS: list[Callable[..., Any]] = [InState, InList]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("make", MASTERS)
+@on_ranks(2)
+def test_masters_of_an_optimizer_follow_each_mean(
+    rank: int, world_size: int, make: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    optimizer = make(model.parameters(), lr=1e-3)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * rank + number)).to(dtype)
+        model(inputs).float().square().sum().backward()
+        optimizer.step()
+
+    with LocalSGD(model, optimizer, sync_every=4):
+        for number in range(8):
+            step(number)
+        assert_sites_are_equal(model, world_size)
+        common = [each.float() for each in weights(model)]
+        step(8)
+        # One step of this size moves no weight further than its lr, or a rounding, from what all had in common.
+        for mine, before in zip(weights(model), common, strict=True):
+            torch.testing.assert_close(mine.float(), before, rtol=2.0**-7, atol=0.02)
+            assert not torch.equal(mine.float(), before)
+    assert_sites_are_equal(model, world_size)
+
+
+# ---- wrappers, modes and defaults -----------------------------------------------------------------------------------
+
+
+class Quantised(torch.Tensor):
+    """A frozen weight in 8 bits, made of two tensors."""
+
+    @staticmethod
+    def __new__(cls, quantised: Tensor, scale: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, quantised.shape, dtype=torch.float32)
+
+    def __init__(self, quantised: Tensor, scale: Tensor) -> None:
+        self.quantised, self.scale = quantised, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["quantised", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> Any:
+        return Quantised(inner["quantised"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return Quantised(args[0].quantised, args[0].scale)
+        plain = tree_map(lambda each: each.quantised * each.scale if isinstance(each, Quantised) else each, args)
+        return function(*plain, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("holds", ["parameter", "buffer"])
+@on_ranks(2)
+def test_frozen_wrappers_become_rank_0s(rank: int, world_size: int, holds: str) -> None:
+    model = make_model()
+    base = Quantised(torch.full((3, 3), 1 + rank, dtype=torch.int8), torch.tensor(0.5 + rank))
+    if holds == "parameter":
+        model.base = nn.Parameter(base, requires_grad=False)
+    else:
+        model.register_buffer("base", base)
+    optimizer = AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    with LocalSGD(model, optimizer, sync_every=2):
+        for step in range(3):
+            inputs = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * rank + step))
+            model[4](model[3](model[2](model[1](model[0](inputs))))).square().sum().backward()
+            optimizer.step()
+    plain = model.base.data if holds == "parameter" else model.base
+    assert int(plain.quantised[0, 0]) == 1
+    assert float(plain.scale) == 0.5
+
+
+@pytest.mark.parametrize("compression", ["none", "int8+ef", TopK()], ids=str)
+@pytest.mark.parametrize("mode", ["device", "float64", "bfloat16", "inference", "no_grad"])
+@on_ranks(2)
+def test_defaults_and_modes_around_it_change_nothing(rank: int, world_size: int, mode: str, compression: Any) -> None:
+    options = {"sync_every": 2, "fragments": 2, "fragment_sync_delay": 1, "compression": compression}
+
+    def trained(around: contextlib.AbstractContextManager[object], begin: Callable[[], None]) -> list[Tensor]:
+        model = make_model()
+        optimizer = make_optimizer(model)
+        begin()
+        with around:
+            sync = DiLoCo(model, optimizer, **options)
+        with sync:
+            for step in range(5):
+                with torch.device("cpu"):
+                    inputs = torch.full((8, 7), rank + step, dtype=torch.float32)
+                optimizer.zero_grad()
+                model(inputs).square().sum().backward()
+                optimizer.step()
+        sync.load_state_dict(copy.deepcopy(sync.state_dict()))
+        return weights(model)
+
+    expected = trained(contextlib.nullcontext(), lambda: None)
+    around = {"inference": torch.inference_mode(), "no_grad": torch.no_grad()}.get(mode, contextlib.nullcontext())
+    defaults = {"device": lambda: torch.set_default_device("meta")} | {
+        name: functools.partial(torch.set_default_dtype, getattr(torch, name)) for name in ("float64", "bfloat16")
+    }
+    found = trained(around, defaults.get(mode, lambda: None))
+    torch.set_default_device("cpu")
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
