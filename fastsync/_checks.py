@@ -45,7 +45,9 @@ def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor
 
 def with_gradients(named: Mapping[str, Tensor], argument: str) -> dict[str, Tensor]:
     """Picks those that can have gradients. Raises ValueError if none requires one."""
-    able: dict[str, Tensor] = {name: p for name, p in named.items() if p.is_floating_point() or p.is_complex()}
+    able: dict[str, Tensor] = {
+        name: p for name, p in named.items() if (p.is_floating_point() or p.is_complex()) and not is_wrapper(p)
+    }
     if not any(parameter.requires_grad for parameter in able.values()):
         raise ValueError(f"{argument}: none of its {len(named)} parameters requires a gradient; nothing to synchronise")
     return able
@@ -113,17 +115,49 @@ _OF_SHARDED = (
 
 def check_not_sharded(named: Mapping[str, Tensor], argument: str, way_out: str = _OF_SHARDED) -> None:
     """Raises ValueError for parameters of which this rank holds a part only, or might."""
-    for name, parameter in named.items():
-        # FullyShardedDataParallel's: a flat parameter, or a view of one in the original's place.
-        is_fsdp1 = getattr(parameter, "_fsdp_flattened", False) or getattr(parameter, "_is_flat_param", False)
-        # Subclasses that wrap other tensors, such as DTensor, have no memory of their own.
-        is_wrapper = type(parameter) not in (Tensor, nn.Parameter) and hasattr(parameter, "__tensor_flatten__")
-        if is_fsdp1 or is_wrapper:
-            kind = "sharded by FullyShardedDataParallel" if is_fsdp1 else f"a {type(parameter).__name__}"
+    for name, tensor in named.items():
+        kind = "parameter" if isinstance(tensor, nn.Parameter) or tensor.requires_grad else "buffer"
+        if is_sharded(tensor):
+            what = "a DTensor" if _is_dtensor(tensor) else "sharded by FullyShardedDataParallel"
             raise ValueError(
-                f"{argument}: parameter {name} is {kind}, and this handles plain tensors that every rank holds whole. "
+                f"{argument}: {kind} {name} is {what}, and this handles plain tensors that every rank holds whole. "
                 f"{way_out}"
             )
+        if tensor.requires_grad and is_wrapper(tensor):
+            raise ValueError(
+                f"{argument}: parameter {name} is a {type(tensor).__name__}, which wraps other tensors and has no "
+                "memory of its own. fastsync leaves such a one alone where it is frozen, as a quantised base is: "
+                "freeze it with requires_grad_(False), or make it a plain tensor"
+            )
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tells whether this rank holds a part of it only, or may."""
+    # FullyShardedDataParallel's: a flat parameter, or a view of one in the original's place.
+    is_fsdp1 = getattr(tensor, "_fsdp_flattened", False) or getattr(tensor, "_is_flat_param", False)
+    return is_fsdp1 or any(map(_is_dtensor, plain_parts({"": tensor}).values()))
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Tells whether it is of a subclass that wraps other tensors, such as quantised ones, and has no memory itself."""
+    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
+
+
+def plain_parts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Takes the tensors that others wrap in place of these: what holds the values, and can be written."""
+    parts: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        if is_wrapper(tensor) and not _is_dtensor(tensor):
+            inside, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            parts |= plain_parts({f"{name}.{each}": getattr(tensor, each) for each in inside})
+        else:
+            parts[name] = tensor
+    return parts
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # takes long to import
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def have_a_stage(parameters: Iterable[Tensor]) -> bool:

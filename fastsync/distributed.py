@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from . import _C
-from ._checks import check_not_sharded, resolve_group
+from ._checks import check_not_sharded, plain_parts, resolve_group
 from .launch.environment import Rank, this_rank
 
 _BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
@@ -228,8 +228,9 @@ def check_consistency(
     group = resolve_group(process_group)
     check_not_sharded(dict(module.named_parameters()), "module")
     names_of_buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    lines = [f"{name} {_digest(each)}" for name, each in tensors.items() if buffers or name not in names_of_buffers]
+    saved = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    tensors = plain_parts({name: each for name, each in saved.items() if buffers or name not in names_of_buffers})
+    lines = [f"{name} {_digest(each)}" for name, each in tensors.items()]
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     try:
         with every_rank_calls("check_consistency", group):
@@ -237,7 +238,8 @@ def check_consistency(
     except ValueError as error:
         way_out = (
             ". A buffer that every rank takes from its own samples, as BatchNorm and normalisers do, is left out with "
-            "buffers=False, or shared, as torch.nn.SyncBatchNorm does"
+            "buffers=False. Or all ranks take rank 0's, with fastsync.attach(..., broadcast_buffers=True), or share "
+            "theirs, as torch.nn.SyncBatchNorm does"
         )
         raise RuntimeError(f"{error}{way_out if buffers and names_of_buffers else ''}") from None
 

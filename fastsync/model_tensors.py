@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ._checks import is_wrapper, plain_parts
 from .distributed import as_bytes, broadcast_tensors
 from .master_weights import local, masters_of
 
@@ -31,11 +32,15 @@ class ModelTensors:
         ids = {id(weight) for weight in self._parameters().values()} | {id(weight) for weight in self.weights.values()}
         return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
 
+    def plain(self) -> dict[str, Tensor]:
+        """Returns this rank's part of each parameter and buffer, and in place of those that wrap others, these."""
+        named = {**self._parameters(), **dict(self._model.named_buffers())}
+        return plain_parts({name: local(each) for name, each in named.items()})
+
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:
         """Gives all ranks the first one's parameters and buffers, by way of the host. They must have agreed on them."""
-        tensors = (*self._parameters().values(), *(buffer for _, buffer in self._model.named_buffers()))
-        plain = [each for tensor in tensors for each in _plain(tensor)]
+        plain = self.plain().values()
         on_host = [each.cpu() for each in plain]
         masters = masters_of(self._optimizer, self.weights)
         broadcast_tensors(on_host, group)
@@ -70,7 +75,7 @@ class ModelTensors:
             for name, parameter in self._parameters().items()
             if name not in self.weights
             and (parameter.is_floating_point() or parameter.is_complex())
-            and not _is_wrapper(parameter)
+            and not is_wrapper(local(parameter))
         }
 
     def buffers(self) -> dict[str, Tensor]:
@@ -112,17 +117,3 @@ def marks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def fingerprint(text: str) -> int:
     """Returns 56 bits that tell one text from another."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the tensor, or those that a wrapper, such as a quantised one, is made of."""
-    if not _is_wrapper(tensor):
-        yield local(tensor)
-        return
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    for name in names:
-        yield from _plain(getattr(tensor, name))
-
-
-def _is_wrapper(tensor: Tensor) -> bool:
-    return hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, DTensor)

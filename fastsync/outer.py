@@ -31,7 +31,6 @@ from ._checks import resolve_group
 from ._optimizer_steps import innermost, is_training_step
 from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
-from .master_weights import local
 from .model_tensors import ModelTensors
 from .outer_fragment import Fragment, OuterOptimizer, gather
 from .stats import SyncStats
@@ -129,10 +128,7 @@ class DiLoCo:
             self._sites = SurvivingGroup(resolve_group(process_group), timedelta(seconds=timeout))
             trial = make([torch.zeros(1, requires_grad=True)])
             lines = [f"{settings}, {self._compression}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
-            lines += [
-                f"{name} {tensor.dtype} {list(local(tensor).shape)}"
-                for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            ]
+            lines += [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.plain().items()]
             _C.check_agreement(self._sites.group, "\n".join(lines), torch.device("cpu"))
             tensors.broadcast(self._sites.group)
             self._fragments = [

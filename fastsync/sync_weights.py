@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
-from ._checks import check_not_sharded, resolve_group
+from ._checks import check_not_sharded, plain_parts, resolve_group
 from ._handle import groups_of
 from .distributed import broadcast_tensors, every_rank_calls
 
@@ -62,11 +62,12 @@ def _group_of(module: nn.Module) -> dist.ProcessGroup:
 def broadcast_named(
     named: Mapping[str, Tensor], group: dist.ProcessGroup, root: int = 0, *, what: str = "what to synchronise"
 ) -> None:
-    """Gives all ranks of the group the tensors of one, in place.
+    """Gives all ranks of the group the tensors of one, in place; of tensors that wrap others, those.
 
     Raises:
         ValueError: on every rank, before anything is sent: ranks have other ones, by name, shape, strides or dtype.
     """
+    named = plain_parts(named)
     lines = [
         f"{name} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"
         for name, tensor in named.items()

@@ -1,0 +1,151 @@
+"""Tensors that wrap others, as quantised ones do: frozen ones are left alone, and begin as rank 0's where all do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+import fastsync
+from tests.engine.entry_points import AVERAGING, average
+from tests.models import assert_same_on_all_ranks
+from tests.ranks import on_ranks
+
+
+class Quantised(torch.Tensor):
+    """8 bits and a scale. It has no memory of its own."""
+
+    q: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls: Any, q: Tensor, scale: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.float32)
+
+    def __init__(self, q: Tensor, scale: Tensor) -> None:
+        self.q, self.scale = q, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["q", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, size: Any, stride: Any) -> Tensor:
+        return Quantised(inner["q"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Quantised(args[0].q, args[0].scale)
+        return func(*tree_map(lambda t: t.q.float() * t.scale if isinstance(t, Quantised) else t, args), **kwargs or {})
+
+
+class Lora(nn.Module):
+    """A frozen base, a quantised table that is a buffer, and adapters that are trained."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        self.base = nn.Parameter(_quantised(generator), requires_grad=False)
+        self.register_buffer("table", _quantised(generator))
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        for parameter in (self.down.weight, self.up.weight):
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.base.t() + self.up(self.down(inputs + self.table.sum(0)))
+
+    def inside(self) -> list[Tensor]:
+        return [self.base.q, self.base.scale, self.table.q, self.table.scale]
+
+
+def _quantised(generator: torch.Generator) -> Quantised:
+    return Quantised(
+        torch.randint(-100, 100, (8, 8), dtype=torch.int8, generator=generator), torch.rand((), generator=generator)
+    )
+
+
+def _inputs(rank: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 + rank))
+
+
+@pytest.mark.parametrize("entry_point", AVERAGING)
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_adapters_over_a_frozen_base_are_averaged(rank: int, world_size: int, entry_point: str) -> None:
+    begins_alike = entry_point in ("attach", "synchronize")
+    model, of_rank_0 = Lora(rank if begins_alike else 0), Lora(0)
+    inside = model.inside()
+    if "hook" in entry_point:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["base", "table"])
+    given = average(entry_point, model)
+    for mine, same, theirs in zip(inside, model.inside(), of_rank_0.inside(), strict=True):
+        assert mine is same, "it was replaced"
+        assert torch.equal(mine, theirs)
+    for _ in range(2):
+        given.model.zero_grad()
+        given.backward(given.model(_inputs(rank)).square().mean())
+    for name in ("down", "up"):
+        grads = [torch.autograd.grad(of_rank_0(_inputs(other)).square().mean(), getattr(of_rank_0, name).weight)[0]
+                 for other in range(world_size)]  # fmt: skip
+        torch.testing.assert_close(getattr(model, name).weight.grad, torch.stack(grads).mean(0))
+    assert model.base.grad is None
+    if entry_point != "all_reduce":
+        assert given.handle.stats().num_steps == 2
+    torch.optim.Adam([p for p in model.parameters() if p.requires_grad]).step()
+    fastsync.check_consistency(model)
+
+
+def _attach(model: nn.Module) -> None:
+    fastsync.attach(model)
+
+
+def _sites(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with fastsync.LocalSGD(model, optimizer, sync_every=1):
+        model(_inputs(dist.get_rank())).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("call", [fastsync.sync_weights, _attach, _sites])
+@on_ranks(2)
+def test_all_ranks_take_what_is_inside_rank_0s(rank: int, world_size: int, call: Callable[[nn.Module], object]) -> None:
+    model = Lora(rank)
+    inside = model.inside()
+    with pytest.raises(RuntimeError, match=r"(base|table)\.(q|scale)|down\.weight"):
+        fastsync.check_consistency(model)
+    call(model)
+    assert_same_on_all_ranks(inside)
+    for mine, same, expected in zip(inside, model.inside(), Lora(0).inside(), strict=True):
+        assert mine is same, "it was replaced"
+        assert torch.equal(mine, expected)
+    fastsync.check_consistency(model)
+    model.base.q[0, 0] += rank
+    with pytest.raises(RuntimeError, match=r"rank 0: base\.q .*; rank 1: base\.q|rank 1: base\.q .*; rank 0: base\.q"):
+        fastsync.check_consistency(model)
+
+
+@on_ranks(2)
+def test_what_is_inside_has_to_be_alike(rank: int, world_size: int) -> None:
+    model = Lora(0)
+    if rank == 1:
+        model.base = nn.Parameter(Quantised(model.base.q, torch.rand(8, 1)), requires_grad=False)
+    for call in (fastsync.attach, fastsync.sync_weights):
+        with pytest.raises(ValueError, match=r"do not agree on .*base\.scale"):
+            call(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_that_is_trained_is_refused_with_a_way_out() -> None:
+    model = Lora(0)
+    model.base.requires_grad_(True)
+    for call in (fastsync.attach, fastsync.all_reduce_gradients, fastsync.sync_weights, fastsync.check_consistency):
+        with pytest.raises(ValueError, match=r"parameter base is a Quantised, which wraps other tensors .*freeze it"):
+            call(model)
+    model.base.requires_grad_(False)
+    fastsync.attach(model)
