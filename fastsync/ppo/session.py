@@ -108,6 +108,7 @@ class Session:
         is_due = began - self._saved_at >= self._settings.checkpoint_interval
         mine = RankReport(
             times=self._times(rollout, began),
+            gradients_seconds=self._gradients_seconds,
             wire_bytes=self._wire_bytes,
             episodes=rollout.episodes,
             metrics={f"learning/{name}": value for name, value in metrics.items()}
@@ -159,13 +160,15 @@ class Session:
         stats, waited_so_far = self._ppo.sync_stats(), self._ppo.waiting.seconds()
         self._before = stats, waited_so_far
         self._wire_bytes = stats.wire_bytes - before.wire_bytes
-        waited = waited_so_far - waited_before + stats.exposed_time - before.exposed_time
+        self._gradients_seconds = stats.exposed_time - before.exposed_time
+        waited, gathering = waited_so_far - waited_before + self._gradients_seconds, self._gathering_seconds
+        is_alone = self._world_size == 1  # what it calls for the others' sake is not communication
         return PhaseTimes(
             environment=rollout.environment_seconds,
             policy=rollout.policy_seconds,
-            learning=now - rollout.ended - waited,
-            communication=waited + self._gathering_seconds,
-            reporting=self._reporting_seconds,
+            learning=now - rollout.ended - (0.0 if is_alone else waited),
+            communication=0.0 if is_alone else waited + gathering,
+            reporting=self._reporting_seconds + (gathering if is_alone else 0.0),
         )
 
     def _save(self) -> None:

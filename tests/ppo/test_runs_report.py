@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,18 +89,51 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path):
     assert [event.step for event in log.Scalars("seconds")] == list(range(100, 1001, 100))
 
 
-def test_the_table_says_what_communication_is(capsys: pytest.CaptureFixture[str]):
+def table_of(console: RunConsole, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    sync: Any = SimpleNamespace(exposed_time=3.0, wire_bytes=1e6)
+    console.finish(TrainResult(1000, 30.0, [], sync, stopped_by="SIGTERM"), 50.0)
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    return {name.strip(): value.strip() for _, name, value, _ in rows}
+
+
+def shares_in(table: dict[str, str], *prefixes: str) -> float:
+    return sum(float(value.rstrip("%")) for name, value in table.items() if name.startswith(prefixes))
+
+
+def test_the_table_says_what_communication_is_and_adds_up(capsys: pytest.CaptureFixture[str]):
     console = RunConsole("title", 1000, 2000, 2)  # of which no line is due
     # One of two ranks waits for 4 s of 10: the mean is 2, and with the 1 s that both have it is 3.
     times = PhaseTimes(2.0, 2.0, 1.0, 5.0), PhaseTimes(6.0, 2.0, 1.0, 1.0)
-    console.update(100, scalars_of(1, 2.0, 50.0, [], [RankReport(each) for each in times]))
-    sync: Any = SimpleNamespace(exposed_time=1.0, wire_bytes=1e6)
-    console.finish(TrainResult(1000, 30.0, [], sync, stopped_by="SIGTERM"), 50.0)
-    table = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for row in ("time in communication 30.0%", "waiting for other ranks 20.0%", "waiting for gradients 10.0%"):
-        assert row in table
-    assert "slowest rank 1" in table
-    assert "stopped early by SIGTERM" in table
+    reports = [RankReport(each, gradients_seconds=gradients) for each, gradients in zip(times, (3.0, 0.5), strict=True)]
+    console.update(100, scalars_of(1, 2.0, 50.0, [], reports))
+    table = table_of(console, capsys)
+    assert table["time in communication"] == "30.0%"
+    assert (table["for gradients or weights"], table["for everything else"]) == ("17.5%", "12.5%")
+    assert shares_in(table, "time in") == pytest.approx(100.0)
+    assert (table["slowest rank"], table["communication that waited for it"]) == ("1", "20.0%")
+    assert table["stopped early by"] == "SIGTERM"
+
+
+def test_one_rank_has_no_communication(capsys: pytest.CaptureFixture[str]):
+    console = RunConsole("title", 1000, 0, 1)
+    console.update(100, scalars_of(1, 2.0, 50.0, [], [RankReport(PhaseTimes(2.0, 3.0, 4.0, 0.0, 1.0))]))
+    line = capsys.readouterr().out
+    assert "env 20% policy 30% learn 40%" in line
+    assert not re.search("comm|sent", line)
+    table = table_of(console, capsys)
+    assert shares_in(table, "time in") == pytest.approx(100.0)
+    assert not [name for name in table if "rank" in name or "communication" in name or "wire" in name]
+
+
+def test_lines_of_progress_fit_into_100_columns(capsys: pytest.CaptureFixture[str]):
+    console = RunConsole("title", 10_000_000, 0, 8)
+    own = {f"learning/my_metric_{number}": -1.234e-05 for number in range(5)}
+    console.update(9_999_999, scalars_at(1, 8) | {"speed/steps_per_second": 1_234_567.0} | own)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith("step 9,999,999 of 10,000,000  return      -  1,234,567 steps/s  sent 1 MB/update")
+    assert all(line.startswith("  ") for line in lines[1:])
+    assert "  ".join(lines).count("my_metric_") == 5
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

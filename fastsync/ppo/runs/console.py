@@ -1,10 +1,10 @@
-"""The console: about twenty lines during a run, and a table at its end."""
+"""The console: progress about twenty times during a run, and a table at its end."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from rich.console import Console
@@ -13,7 +13,8 @@ from rich.table import Table
 from ..._checks import format_bytes
 from .metrics import PHASES, TrainResult, mean
 
-NUM_LINES = 20
+NUM_TIMES = 20
+WIDTH = 100  # columns of a line of progress
 LABELS = {
     "learning/policy_loss": "policy loss", "learning/value_loss": "value loss", "learning/approx_kl": "KL",
     "learning/entropy": "entropy",
@@ -22,7 +23,7 @@ IN_LOGS_ONLY = {f"learning/{name}" for name in ("clip_fraction", "grad_norm", "o
 
 
 class RunConsole:
-    """Prints the progress of a run, one line for every twentieth of it. Steps are those of all ranks."""
+    """Prints the progress of a run, for every twentieth of it. Steps are those of all ranks."""
 
     def __init__(self, title: str, total_steps: int, first_step: int, world_size: int) -> None:
         self._console = Console()
@@ -36,29 +37,28 @@ class RunConsole:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds the metrics of an update, and prints a line if one is due. Times are shares since the start.
+        """Adds the metrics of an update, and prints the progress if that is due. Times are shares since the start.
 
-        Metrics of the user's own loss, and those of --log-info, stand in the line by their names.
+        Metrics of the user's own loss, and those of --log-info, stand behind the others by their names.
         """
         for name, value in scalars.items():
             if name.endswith("_seconds"):
                 self._seconds[name] += value
         if step < self._next_line:
             return
-        self._next_line = step + self._total_steps // NUM_LINES
+        self._next_line = step + self._total_steps // NUM_TIMES
         own = [name for name in scalars if name.startswith(("learning/", "info/")) and name not in IN_LOGS_ONLY]
         labels = LABELS | {name: name.split("/", 1)[1] for name in own if name not in LABELS}
         figures = (f"{label} {scalars.get(name, math.nan):.2g}" for name, label in labels.items())
         phases = zip(("env", "policy", "learn", "comm"), PHASES, strict=False)
-        shares = (f"{label} {self._share(phase, digits=0)}" for label, phase in phases)
+        shares = [f"{label} {self._share(phase, digits=0)}" for label, phase in phases if self._is_shown(phase)]
         returned = "-" if math.isnan(scalars["episodes/return"]) else f"{scalars['episodes/return']:.1f}"
         speed = scalars["speed/steps_per_second"]
         left = max(0, self._total_steps - step) / speed if speed > 0 else math.inf
-        self.say(
-            f"step {step:>9,} of {self._total_steps:,}  return {returned:>6}  {'  '.join(figures)}  "
-            f"{speed:,.0f} steps/s  {' '.join(shares)}  "
-            f"sent {format_bytes(scalars['speed/wire_bytes'])}/update  ETA {_duration(left)}"
-        )
+        sent = [f"sent {format_bytes(scalars['speed/wire_bytes'])}/update"] if self._world_size > 1 else []
+        first = [f"step {step:>9,} of {self._total_steps:,}", f"return {returned:>6}", f"{speed:,.0f} steps/s"]
+        lines = _packed([*first, *sent, f"ETA {_duration(left)}"]) + _packed([*figures, " ".join(shares)], "  ")
+        self.say("\n".join(lines))
 
     def finish(self, result: TrainResult, speed: float) -> None:
         """Prints the table of a run that ended; ``speed`` in steps per second since it began or resumed."""
@@ -72,15 +72,22 @@ class RunConsole:
         table.add_row("return", of_last if episodes else "no episode ended")
         table.add_row("environment steps", f"{result.step:,} in {result.seconds:.1f} s")
         table.add_row("steps per second", f"{speed:,.0f}")
-        for phase in PHASES:
+        for phase in filter(self._is_shown, PHASES):
             table.add_row(f"time in {phase}", self._share(phase))
+            if phase == "communication":
+                of_gradients, others = (self._of_ranks(part) for part in ("gradients", "communication"))
+                rest = mean(others) - mean(of_gradients)
+                table.add_row("  for gradients or weights", self._share("gradients"))
+                table.add_row("  for everything else", format_share(rest, self._total()))
         if self._world_size > 1:
             waited = self._of_ranks("waiting")
-            table.add_row("  waiting for other ranks", self._share("waiting"))
-            table.add_row("  waiting for gradients", format_share(result.sync.exposed_time, self._total()))
-            table.add_row("  slowest rank", str(waited.index(min(waited))))
-        table.add_row("bytes on the wire, per rank", format_bytes(result.sync.wire_bytes))
+            table.add_row("slowest rank", str(waited.index(min(waited))))
+            table.add_row("communication that waited for it", self._share("waiting"))
+            table.add_row("bytes on the wire, per rank", format_bytes(result.sync.wire_bytes))
         self._console.print(table)
+
+    def _is_shown(self, phase: str) -> bool:
+        return phase != "communication" or self._world_size > 1
 
     def _of_ranks(self, phase: str) -> list[float]:
         return [self._seconds[f"rank{rank}/{phase}_seconds"] for rank in range(self._world_size)]
@@ -90,6 +97,18 @@ class RunConsole:
 
     def _share(self, phase: str, digits: int = 1) -> str:
         return format_share(mean(self._of_ranks(phase)), self._total(), digits)
+
+
+def _packed(parts: Sequence[str], indent: str = "") -> list[str]:
+    """Puts parts into lines of at most ``WIDTH`` columns, unless a part alone is longer."""
+    lines: list[str] = []
+    for part in parts:
+        joined = f"{lines[-1]}  {part}" if lines else ""
+        if lines and len(joined) <= WIDTH:
+            lines[-1] = joined
+        else:
+            lines.append(f"{indent}{part}")
+    return lines
 
 
 def format_share(part: float, whole: float, digits: int = 1) -> str:

@@ -25,7 +25,7 @@ class PhaseTimes:
     learning: float = 0.0  # Losses, backward and optimizer, without waiting for communication.
     communication: float = 0.0
     """Waiting for collectives: for the network, and for slower ranks. Of the gradients' collectives only what backward
-    does not hide."""
+    does not hide. 0 on one rank."""
     reporting: float = 0.0  # Console, logs and checkpoints, since the update before.
 
 
@@ -38,6 +38,7 @@ class RankReport:
     """A rank's report to the others after an update."""
 
     times: PhaseTimes
+    gradients_seconds: float = 0.0  # The part of times.communication that waited for gradients, or for weights.
     wire_bytes: float = 0.0  # Bytes that it sent in collectives.
     episodes: Sequence[Episode] = ()  # Those that ended in the rollout. The last 100 of each rank are sent.
     metrics: dict[str, float] = field(default_factory=dict)
@@ -131,5 +132,6 @@ def scalars_of(
     of_last = min(report.times.communication for report in reports)
     for rank, report in enumerate(reports):
         scalars |= {f"rank{rank}/{phase}_seconds": getattr(report.times, phase) for phase in PHASES}
+        scalars[f"rank{rank}/gradients_seconds"] = report.gradients_seconds
         scalars[f"rank{rank}/waiting_seconds"] = report.times.communication - of_last
     return scalars
