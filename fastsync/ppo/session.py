@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from ..distributed import check_consistency, process_group
 from ..launch.signals import StopSignals
@@ -174,7 +175,7 @@ class Session:
     def _save(self) -> None:
         """Gathers the state of all ranks. Rank 0 writes it into a checkpoint."""
         ppo = self._ppo
-        learner = {name: part.state_dict() for name, part in _parts(ppo).items()}
+        learner = {name: _on_host(part.state_dict()) for name, part in _parts(ppo).items()}
         # The residuals of error feedback differ between ranks. The rest of the engine's state is the same on all.
         residuals = learner["sync"].pop("residuals")
         mine = {
@@ -247,6 +248,11 @@ def _parts(ppo: Any) -> dict[str, Any]:
     parts = {"model": ppo.policy, "optimizer": ppo.optimizer, "scaler": ppo.scaler, "sync": ppo.sync}
     parts |= {"learning_rate": ppo.learning_rate, "outer": ppo.outer, "rewards": ppo.reward_normalizer}
     return {name: part for name, part in parts.items() if part is not None}
+
+
+def _on_host(state: Any) -> Any:
+    """Returns a state with its tensors on the CPU. A rank may lack the GPU that another one's tensors lie on."""
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
 
 
 def _check_finite(reports: Sequence[RankReport], update: int) -> None:

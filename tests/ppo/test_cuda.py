@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.ppo import PPO, Settings, train
@@ -71,3 +72,6 @@ def test_runs_on_gpus_go_on_and_end_with_the_same_weights(tmp_path: Path) -> Non
         for key, weight in weights.items():
             assert weight.isfinite().all()
             assert torch.equal(weight, others[key])
+    for file in tmp_path.glob("*/checkpoints/step-*.pt"):  # without a GPU they could be read, too
+        of_run = torch.load(file, weights_only=True)
+        assert {each.device.type for each in tree_leaves(of_run) if isinstance(each, Tensor)} == {"cpu"}

@@ -7,16 +7,23 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from fastsync.cli import main
 from fastsync.ppo.cli import option_words
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
 from fastsync.ppo.runs.folder import check_run
+from fastsync.ppo.session import Session
 from tests.forked import Command
+from tests.models import group_of_one
 from tests.ppo.test_runs_checkpoints import assert_same
 
 # Whatever a run carries from one update to the next.
@@ -126,3 +133,30 @@ def test_a_run_goes_on_with_other_settings_and_another_world_size(tmp_path: Path
     assert "the residuals of error feedback are dropped" in said
     assert "the environments of ranks [0] could not be restored exactly" in said
     assert "this run is not bitwise what it would have been without the interruption" in said
+
+
+class OnGpu:
+    """A part of a learner that is on a GPU, which a fake tensor needs none for."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residuals": {"weight": torch.empty(2, device="cuda")}, "state": [torch.empty(3, device="cuda"), 1]}
+
+
+def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gathered = list[Any]()
+    monkeypatch.setattr(dist, "gather_object", lambda mine, of_rank: gathered.append(mine))
+    parts = ("policy", "optimizer", "scaler", "sync", "learning_rate", "outer")
+    ppo: Any = SimpleNamespace(**{name: OnGpu() for name in parts}, reward_normalizer=None, step=1, update=1)
+    ppo.streams = SimpleNamespace(num_draws=1)
+    environments: Any = SimpleNamespace(state=dict)
+    nothing: Any = None
+    with group_of_one(), FakeTensorMode():
+        opened = tmp_path, None, list[str]()
+        session = Session(FULL, environments, torch.device("cpu"), nothing, nothing, opened)
+        session._ppo = ppo
+        monkeypatch.setattr(session._checkpoints, "save", lambda checkpoint, _: gathered.append(checkpoint.learner))
+        session._save()
+    mine, learner = gathered
+    of_part = [each for each in tree_leaves((mine, learner)) if isinstance(each, torch.Tensor)]
+    assert len(of_part) > 2 * len(parts)
+    assert {each.device.type for each in of_part} == {"cpu"}
