@@ -9,7 +9,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _C
+from ._late_parameters import LateParameters
 from ._optimizer_steps import is_training_step
 from .autotune.choose import Candidate, explain, in_engine
 from .autotune.measure import candidates_of
@@ -180,6 +181,8 @@ class ClippableHandle(GradientHandle):
     clips_in_next_step = False
     _taken_by: ClassVar[str]
     """Ends the sentence that a parameter is averaged already: by what, and the way out."""
+    _late_reason: ClassVar[str]
+    """Ends the sentence that a parameter of the model is not averaged: why, and the way out."""
     _ids: frozenset[int]
     """The ids of the parameters whose gradients are averaged, or would be if they were not frozen."""
 
@@ -222,6 +225,23 @@ class ClippableHandle(GradientHandle):
                 "would use this rank's own gradients and ranks would drift apart; let one optimizer step after "
                 "backward() has returned, or do not attach these parameters"
             )
+
+    @abstractmethod
+    def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
+        """Returns what the model has by now, with names, but for what is meant to be each rank's own."""
+
+    @cached_property
+    def _late(self) -> LateParameters:
+        return LateParameters(self._ids)
+
+    def check_nothing_is_late(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if an optimizer is about to step a parameter of the model that nobody averages."""
+        for name, parameter in self._late.stepped_by(optimizer, self._parameters_of_model):
+            if not any(each is parameter for handle in _clippable() for each in handle.taken()):
+                raise RuntimeError(
+                    f"fastsync: {type(optimizer).__name__} was about to step {name}, whose gradient no rank has "
+                    f"averaged, because {self._late_reason}"
+                )
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Tells the engine of an optimizer's step: fused ones and writes to ``.data`` change no version counter."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._checks import listed, resolve_group, trainable_parameters
+from ._late_parameters import note_averaged_in_calls
 from .attach import GradientSynchronizer
 from .autotune.choose import in_engine
 from .autotune.measure import candidates_of
@@ -59,6 +60,7 @@ def all_reduce_gradients(
         del known[: max(0, len(known) + 1 - MAX_ENGINES)]
         for each in known:
             each.free_if_useless()
+        note_averaged_in_calls(given)
         found = _Kept(tuple(weakref.ref(parameter) for parameter in given), chosen, engine)
     else:
         known.remove(found)

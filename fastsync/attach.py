@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,11 @@ class GradientSynchronizer(ClippableHandle):
     """
 
     _taken_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
+    _late_reason = (
+        "it came into the model after attach(), or could not be averaged then. Call detach() of the handle and attach "
+        "the model again, on every rank. If each rank is to have its own, attach the other parameters in place of "
+        "their module. A step that is meant to be this rank's own belongs inside no_sync()"
+    )
 
     def __init__(
         self,
@@ -270,6 +276,10 @@ class GradientSynchronizer(ClippableHandle):
         """The parameters whose gradients are averaged."""
         return [parameter for parameter in self._named.values() if parameter.requires_grad]
 
+    def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
+        modules = [module for known in self._modules if (module := known()) is not None]
+        return chain.from_iterable(module.named_parameters() for module in modules)  # the owner's names come first
+
     def taken(self) -> Iterable[Tensor]:
         """As ``ClippableHandle.taken``: those that are frozen may not stay so."""
         return self._named.values()
@@ -277,7 +287,8 @@ class GradientSynchronizer(ClippableHandle):
     def check_before_step(self, optimizer: Optimizer) -> None:
         """As ``ClippableHandle.check_before_step``; also raises if no sync came since the optimizer's step before.
 
-        Or if a backward came after the sync, whose gradients are this rank's own.
+        Or if a backward came after the sync, whose gradients are this rank's own; or if the model got the parameter
+        after ``attach``.
 
         Raises:
             ValueError: the parameters are a pipeline stage's, which is not averaged as its schedule goes on.
@@ -294,6 +305,7 @@ class GradientSynchronizer(ClippableHandle):
             self._steps_before[optimizer] = 0
         if not self._is_enabled:
             return
+        self.check_nothing_is_late(optimizer)
         own = set(map(id, self._engine.with_own_gradients()))  # before Python sees any gradient
         stepped = next((parameter for parameter in self.stepped_by(optimizer) if parameter.grad is not None), None)
         if stepped is None:
@@ -333,7 +345,8 @@ def attach(
 
     The model stays as it is. Call it on every rank, in the same order if there are several, once the model is on its
     device. Every rank must run the same number of backwards that reach any of the parameters. A parameter without a
-    gradient here counts as zeros where another rank has one, and keeps ``grad is None`` where none has.
+    gradient here counts as zeros where another rank has one, and keeps ``grad is None`` where none has. Parameters that
+    the model gets later are not averaged, and an optimizer that steps one raises RuntimeError: detach and attach again.
 
     Args:
         module_or_params: a model, which stays attached as long as it lives, or some parameters, until ``detach()``.

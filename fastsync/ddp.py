@@ -1,6 +1,7 @@
 """Communication hooks for models wrapped in DistributedDataParallel."""
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from . import _C
 from ._checks import check_not_sharded, resolve_group
@@ -38,6 +40,11 @@ class CommHook(HookState, ClippableHandle):
         "by register_comm_hook on a DistributedDataParallel that has it; leave one of the two out. To attach a model "
         "that was wrapped, drop the wrapper first"
     )
+    _late_reason = (
+        "it was frozen, or not there, when DistributedDataParallel took the model, and DDP decides then what it "
+        "averages. Wrap the model again, and call register_comm_hook anew. If each rank is to have its own, name it in "
+        "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+    )
 
     def __init__(
         self, ddp_model: DistributedDataParallel, compression: AnyCompression, process_group: dist.ProcessGroup
@@ -56,6 +63,17 @@ class CommHook(HookState, ClippableHandle):
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._module.named_parameters())
+
+    def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        return ((name, parameter) for name, parameter in self._module.named_parameters() if name not in ignored)
+
+    def check_before_step(self, optimizer: Optimizer) -> None:
+        """As ``ClippableHandle.check_before_step``; also raises where DDP does not serve a parameter of the model."""
+        super().check_before_step(optimizer)
+        ddp_model = self._ddp_model()
+        if ddp_model is not None and ddp_model.require_backward_grad_sync:  # else it is inside no_sync()
+            self.check_nothing_is_late(optimizer)
 
     def taken(self) -> list[nn.Parameter]:
         """As ``ClippableHandle.taken``."""
@@ -78,7 +96,9 @@ def register_comm_hook(
 ) -> CommHook:
     """Puts fastsync's C++ hook into a DDP model: from the next backward on, its buckets go through the engine.
 
-    No Python runs per bucket and the GIL is not held. Call it on every rank, before the first backward.
+    No Python runs per bucket and the GIL is not held. Call it on every rank, before the first backward. DDP serves the
+    parameters that were there, and not frozen, when it took the model. An optimizer that steps another one of the model
+    raises RuntimeError: wrap the model again, and register the hook anew.
 
     Args:
         ddp_model: the wrapped model.

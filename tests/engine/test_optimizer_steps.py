@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from tests.engine.entry_points import average
@@ -57,10 +58,9 @@ def test_hooks_that_only_look_and_steps_of_other_models_are_let_through() -> Non
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.norm()))
     _steps_in_a_hook(other)  # in the same backward, and nobody averages these
-    model.layers[0].weight = nn.Parameter(torch.zeros(64, 32))  # a part of the model
     (model(batch(0, 0)) + other(batch(0, 0))).square().mean().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert len(seen) == 5
+    assert len(seen) == 6
     assert sync.stats().num_steps == 1
     sync.detach()
     _pytorchs_own(model)
@@ -175,3 +175,90 @@ def test_a_checkpoint_may_make_an_optimizers_state(rank: int, world_size: int, e
         optimizer.step()
     assert_same_on_all_ranks(list(given.model.parameters()))
     del others
+
+
+# ---- parameters that came too late ----------------------------------------------------------------------------------
+
+
+def _unfreeze(model: Mlp) -> None:
+    model.layers[0].requires_grad_(True)
+
+
+def _replace(model: Mlp) -> None:
+    model.layers[0] = nn.Linear(32, 64)
+
+
+def _load_by_assignment(model: Mlp) -> None:
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    _unfreeze(model)
+
+
+def _add(model: Mlp) -> None:
+    model.layers.append(nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize("late", [_unfreeze, _replace, _load_by_assignment, _add])
+@pytest.mark.parametrize("entry_point", ["hook", "attach", "synchronize"])
+@on_ranks(2)
+def test_a_parameter_that_came_too_late_is_averaged_or_refused(
+    rank: int, world_size: int, entry_point: str, late: Any
+) -> None:
+    """Or else ranks would drift apart without a word."""
+    torch.manual_seed(0)
+    model = Mlp()
+    model.layers[0].requires_grad_(False)
+    given = average(entry_point, model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        given.backward(given.model(batch(rank, number)).square().mean())
+        optimizer.step()
+
+    step(0)
+    late(model)
+    step(1) if entry_point != "hook" and late is _unfreeze else None
+    if late is not _unfreeze:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if entry_point != "hook" and late is _unfreeze:
+        step(2)
+        assert_same_on_all_ranks(list(model.parameters()))
+        return
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"about to step layers\.\d\.weight, whose gradient no rank .*again"):
+            step(2)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    with given.no_sync():
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_parameters_that_are_averaged_otherwise_are_not_late(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model, other = Mlp(), Mlp()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["own"])
+    ddp = DistributedDataParallel(model)
+    fastsync.register_comm_hook(ddp)
+    fastsync.attach(other)
+    model.own, model.called = nn.Linear(6, 6).weight, nn.Linear(6, 6).weight
+    model.attached = nn.Linear(6, 6)
+    fastsync.attach(model.attached)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters(), nn.Parameter(torch.ones(6))], lr=0.1)
+    for number in range(2):
+        optimizer.zero_grad()
+        out = model.attached(ddp(batch(rank, number)) + other(batch(rank, number)))
+        (out @ model.own @ model.called @ optimizer.param_groups[0]["params"][-1]).square().mean().backward()
+        fastsync.all_reduce_gradients([model.called])
+        optimizer.step()
+
+
+@on_ranks(1)
+def test_late_parameters_of_models_in_a_container_made_for_the_call(rank: int, world_size: int) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    fastsync.attach(nn.ModuleList([first, second]))
+    second.extra = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    (second(first(torch.ones(1, 2))) * second.extra).sum().backward()
+    with pytest.raises(RuntimeError, match="about to step extra, whose gradient no rank has averaged"):
+        optimizer.step()

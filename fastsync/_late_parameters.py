@@ -1,0 +1,56 @@
+"""Parameters of a model that an optimizer steps, though no rank averages their gradients: they came in too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from weakref import WeakKeyDictionary, ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ._checks import is_sharded
+
+Named = Iterable[tuple[str, Tensor]]
+
+_averaged_in_calls = WeakIdKeyDictionary()
+
+
+def note_averaged_in_calls(parameters: Iterable[Tensor]) -> None:
+    """Notes parameters whose gradients no handle averages, but ``all_reduce_gradients``."""
+    for parameter in parameters:
+        _averaged_in_calls[parameter] = None
+
+
+class LateParameters:
+    """What optimizers step, of a model's parameters, beside those of these ids, which are averaged."""
+
+    def __init__(self, ids: frozenset[int]) -> None:
+        self._ids = ids
+        self._found: WeakKeyDictionary[Optimizer, tuple[list[tuple[int, ...]], list[tuple[str, ref[Tensor]]]]]
+        self._found = WeakKeyDictionary()
+
+    def stepped_by(self, optimizer: Optimizer, of_model: Callable[[], Named]) -> Iterator[tuple[str, Tensor]]:
+        """Yields, with its name, each that has a gradient. The model is searched once for an optimizer's parameters."""
+        ids = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+        known, late = self._found.get(optimizer, (None, []))
+        if ids != known:
+            late = self._search(optimizer, of_model)
+            self._found[optimizer] = ids, late
+        for name, reference in late:
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad and parameter.grad is not None:
+                yield name, parameter
+
+    def _search(self, optimizer: Optimizer, of_model: Callable[[], Named]) -> list[tuple[str, ref[Tensor]]]:
+        stepped = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if self._ids.issuperset(stepped):
+            return []
+        return [
+            (name, ref(parameter))
+            for name, parameter in of_model()
+            if id(parameter) in stepped
+            and id(parameter) not in self._ids
+            and parameter not in _averaged_in_calls
+            and not is_sharded(parameter)  # which FSDP averages
+        ]
