@@ -206,7 +206,7 @@ PYBIND11_MODULE(_C, m) {
       .def("synchronize", &Synchronizer::synchronize, no_gil)
       .def("note_update", &Synchronizer::note_update, no_gil)
       .def("set_enabled", locked<Synchronizer>(&Synchronizer::set_enabled), py::arg("enabled"), no_gil)
-      .def("agree", locked<Synchronizer>(&Synchronizer::agree), no_gil)
+      .def("agree", locked<Synchronizer>(&Synchronizer::agree), py::arg("init_sync"), no_gil)
       .def("piggyback", between_steps<Synchronizer>(&Synchronizer::piggyback), py::arg("name"), py::arg("value"),
            no_gil)
       .def("piggybacked", locked<Synchronizer>(&Synchronizer::piggybacked), no_gil)

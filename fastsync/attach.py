@@ -248,7 +248,7 @@ class GradientSynchronizer(ClippableHandle):
 
     def _init_sync(self, root: int = 0) -> None:
         """Gives all ranks of the group the parameters and buffers of one. Every rank must call it."""
-        self._engine.agree()
+        self._engine.agree(init_sync=True)
         named = {f"parameter {name}": p for name, p in (self._named | self._without_gradients).items()}
         if self._buffers is not None:
             named |= {f"buffer {name}": buffer for name, buffer in self._buffers.named().items()}

@@ -364,7 +364,7 @@ void ParameterSync::prepare() {
     if (!is_laid_out()) {
       lay_out();
     } else if (!have_agreed()) {
-      agree();
+      agree(/*init_sync=*/false);
     }
   } catch (const c10::ValueError&) {
     end();
@@ -376,7 +376,7 @@ void ParameterSync::lay_out() {
   if (std::none_of(parameters_.begin(), parameters_.end(), std::mem_fn(&Parameter::takes_part))) {
     return;  // nothing requires a gradient: nothing to send, this time
   }
-  agree();  // first, for what this rank alone cannot send all have to hear of
+  agree(/*init_sync=*/false);  // first, for what this rank alone cannot send all have to hear of
   for (const Parameter& parameter : parameters_) {
     const at::ScalarType dtype = grad_dtype_of(parameter.tensor);
     TORCH_CHECK_VALUE(!parameter.takes_part() || (is_supported(parameter.real_dtype()) &&
@@ -463,12 +463,12 @@ void ParameterSync::forget_layout() {
   buckets_.clear();
 }
 
-void ParameterSync::agree() {
+void ParameterSync::agree(bool init_sync) {
   c10::Device device = c10::kCPU;
   std::ostringstream text;
-  text << (agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number)) << "\nbucket_cap_mb "
-       << static_cast<double>(bucket_cap_bytes_) / (1 << 20) << "\nop " << (sums_ ? "sum" : "mean")
-       << (weight_.is_on() ? ", weighted\n" : "\n") << buffers_description_;
+  text << (agreement_->number < 0 ? "a new engine" : c10::str("engine ", agreement_->number)) << "\ninit_sync "
+       << (init_sync ? "True" : "False") << "\nbucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20)
+       << "\nop " << (sums_ ? "sum" : "mean") << (weight_.is_on() ? ", weighted\n" : "\n") << buffers_description_;
   for (const Parameter& parameter : parameters_) {
     const at::Tensor tensor = parameter.lock();
     text << "parameter " << parameter.name << " of shape " << tensor.sizes() << ", strides " << tensor.strides() << ", "

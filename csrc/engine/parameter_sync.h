@@ -28,7 +28,8 @@ class ParameterSync : public EngineState {
   bool is_under_way() const { return is_under_way_; }  // from any thread
 
   // Raises c10::ValueError where the ranks differ in parameters or settings. The first sync does it, if nobody did.
-  void agree();
+  // init_sync: then all ranks take over the weights of one.
+  void agree(bool init_sync);
 
   // An optimizer has updated the parameters. From any thread.
   void note_update() { agreement_->step_check.note_update(); }

@@ -16,6 +16,11 @@ namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+// Of what ranks send each other: how buckets are laid out, the order of messages, wires, side values. Raise it with
+// each change of these, for ranks with different versions would add up what does not belong together.
+constexpr int kProtocol = 1;
+const char* const kOfProtocol = "fastsync's protocol ";
+
 // A row for each rank, on the CPU.
 at::Tensor all_gather(const Group& group, const at::Tensor& mine, c10::Device device) {
   const WithoutPythonObjects without_python;
@@ -67,8 +72,7 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& tex
 }
 
 // Threads with groups of their own agree side by side.
-int64_t check_agreement(const Group& group, const std::string& description, c10::Device device,
-                        const std::string& what) {
+int64_t check_agreement(const Group& group, const std::string& lines, c10::Device device, const std::string& what) {
   static std::atomic<int64_t> next_number{0};
   if (group->getSize() == 1) {
     return next_number++;
@@ -76,6 +80,7 @@ int64_t check_agreement(const Group& group, const std::string& description, c10:
   TORCH_CHECK(!is_capturing(device),
               "fastsync: the ranks have to agree on what to synchronise, which cannot be part of ",
               "a CUDA graph: take a step like this one, on all ranks, before capturing it");
+  const std::string description = c10::str(kOfProtocol, kProtocol, "\n", lines);
   const at::Tensor mine = at::tensor(
       {static_cast<int64_t>(fingerprint(description)), static_cast<int64_t>(description.size()), next_number.load()},
       at::kLong);
@@ -89,8 +94,11 @@ int64_t check_agreement(const Group& group, const std::string& description, c10:
     return number;
   }
   const auto texts = gather_texts(group, description, largest[1].item<int64_t>() + 1, device);
-  TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on ", what, ": ", first_difference(texts),
-                    "; give every rank the same model and the same settings");
+  const std::string difference = first_difference(texts);
+  const bool are_versions = difference.find(kOfProtocol) != std::string::npos;
+  TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on ", what, ": ", difference, "; ",
+                    are_versions ? "install the same version of fastsync on every host"
+                                 : "give every rank the same model and the same settings");
 }
 
 }  // namespace fastsync

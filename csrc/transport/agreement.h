@@ -18,11 +18,11 @@ uint64_t fingerprint(const std::string& text);
 std::vector<std::string> gather_texts(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& text,
                                       int64_t size, c10::Device device);
 
-// Compares a description (lines of text) over all ranks of the group, through tensors on the device. Where they differ,
-// every rank throws c10::ValueError with the first line that differs and which ranks have which version of it. `what`
-// is what they then do not agree on. Only a hash travels while they agree. Returns a number that the group's ranks have
-// agreed on and got from no earlier call.
-int64_t check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& description,
+// Compares lines of text, and the version of what ranks send each other, over all ranks of the group, through tensors
+// on the device. Where they differ, every rank throws c10::ValueError with the first line that differs and which ranks
+// have which version of it. `what` is what they then do not agree on. Only a hash travels while they agree. Returns a
+// number that the group's ranks have agreed on and got from no earlier call.
+int64_t check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& lines,
                         c10::Device device, const std::string& what = "what to synchronise");
 
 }  // namespace fastsync

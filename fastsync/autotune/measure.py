@@ -166,7 +166,7 @@ class _Turns:
         for compression in self._compressions:
             engine = _C.Synchronizer([self._parameter], ["artificial"], self._group, self._parameter.nbytes)
             engine.set_compressions(in_engine([Candidate(compression)]))
-            engine.agree()
+            engine.agree(init_sync=False)
             self._engines.append(engine)
 
     def _time_sync(self, engine: _C.Synchronizer) -> float:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.surviving_group import SurvivingGroup
 from tests.engine.entry_points import ALL, average
 from tests.models import SMALL_BUCKETS, Given, Mlp, backward_of, given_ddp, random_grads
 from tests.ranks import on_ranks, run_ranks
@@ -342,6 +343,48 @@ def test_models_that_differ_are_told_when_they_are_attached(rank: int, world_siz
     for _ in range(2):
         with pytest.raises(ValueError, match=DISAGREE):
             model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "synchronize"])
+@on_ranks(2)
+def test_ranks_of_which_one_alone_takes_over_weights_are_told(rank: int, world_size: int, entry_point: str) -> None:
+    grads = [torch.ones(3)]
+    with pytest.raises(ValueError, match=f"{DISAGREE}rank 1: init_sync False; rank 0: init_sync True"):
+        average(entry_point, Given(grads), init_sync=rank == 0).step(grads)
+
+
+def _agrees_as_another_version(version: str, group: dist.ProcessGroup) -> None:
+    """What a build of that version does where it agrees on what it synchronises."""
+
+    def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
+        of_all = [torch.empty_like(mine) for _ in range(group.size())]
+        group.allgather(of_all, mine).wait()
+        return of_all
+
+    text = f"fastsync's protocol {version}\nsomething".encode()
+    hashed = 0xCBF29CE484222325
+    for byte in text:
+        hashed = (hashed ^ byte) * 0x100000001B3 % 2**64
+    of_all = all_gather(torch.tensor([hashed - 2**64 * (hashed >> 63), len(text), 0]))
+    padded = torch.zeros(max(int(theirs[1]) for theirs in of_all) + 1, dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    all_gather(padded)
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "synchronize", "all_reduce", "DiLoCo"])
+@on_ranks(2)
+def test_hosts_with_different_versions_are_told(rank: int, world_size: int, entry_point: str) -> None:
+    model, is_outer = Given([torch.ones(3)]), entry_point == "DiLoCo"
+    group = dist.distributed_c10d._get_default_group()
+    if rank == 1:
+        group = SurvivingGroup(group, timedelta(seconds=60)).group if is_outer else group
+        _agrees_as_another_version("0", group)
+        return
+    message = "rank 1: fastsync's protocol 0; rank 0: fastsync's protocol .*; install the same version of fastsync"
+    with pytest.raises(ValueError, match=DISAGREE + message):
+        average(entry_point, model).step([torch.ones(3)]) if not is_outer else fastsync.DiLoCo(
+            model, torch.optim.SGD(model.parameters())
+        )
 
 
 @on_ranks(3)
