@@ -220,6 +220,9 @@ void BucketSum::receive(const std::function<void()>& on_reduced) {
     }
     unpack(piece);
   }
+  if (plan_->pieces.empty()) {
+    on_reduced();
+  }
   for (const auto& transfer : transfers_) {
     transfer->wait_until_sent();  // of what has long been sent, so that nobody has to sleep for it
   }

@@ -59,8 +59,11 @@ class Planner {
     return values_in(bytes, bucket_.wire_dtype) / kBlockValues * kBlockValues;
   }
 
-  // lay_out(piece) for pieces of so many values each.
+  // lay_out(piece) for pieces of so many values each. Side values travel even where there are no others.
   void add_pieces(int64_t num_values, int64_t of_each, const std::function<void(Piece&)>& lay_out) {
+    if (num_values == 0 && side_bytes_ > 0) {
+      lay_out(plan_.pieces.emplace_back(Piece{0, 0, {true, true}}));
+    }
     for (int64_t begin = 0; begin < num_values; begin += of_each) {
       const int64_t end = std::min(begin + of_each, num_values);
       Piece& piece = plan_.pieces.emplace_back(Piece{begin, end, {begin == 0, end == num_values}});

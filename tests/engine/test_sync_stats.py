@@ -121,3 +121,19 @@ def test_before_the_first_sync_there_are_no_statistics(entry_point: str) -> None
             with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
                 fastsync.clip_grad_norm_(given.handle, 1.0)
         assert given.handle.stats().num_steps == 0
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("wire", ["none", "bf16", "int8", "int8+ef"])
+@on_ranks(2, parametrized=["shared_memory"])
+def test_a_bucket_of_empty_parameters_has_times(rank: int, world_size: int, wire: str) -> None:
+    """DDP has a bucket for each dtype, of which each may be the last."""
+    for dtypes in ([torch.float32, torch.float64], [torch.float64, torch.float32]):
+        grads = [torch.full((numel,), 1.0 + rank, dtype=each) for numel, each in zip((0, 300), dtypes, strict=True)]
+        given = average("hook", Given(grads), wire)
+        for _ in range(3):
+            averages = given.step(grads)
+            assert [grad.unique().tolist() for grad in averages if grad is not None] == [[], [1.5]]
+        stats = given.handle.stats()
+        assert sorted(bucket.numel for bucket in stats.buckets) == [0, 300]
+        assert all(0 <= getattr(bucket, part) < 60 for bucket in stats.buckets for part in TIMES), stats
