@@ -155,11 +155,36 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
 
 
-def group_of_this_rank() -> dist.ProcessGroup:
-    """Returns the default group, and where there is none a Gloo group of this rank alone."""
+def group_of_this_rank(device: torch.device) -> dist.ProcessGroup:
+    """Returns the default group, if there is one and it serves the device, or else a group of this rank alone."""
     if dist.is_initialized():
-        return resolve_group(None)
-    return gloo_group(HashStore(), 0, 1, timedelta(minutes=1), "fastsync: this rank alone")
+        default = resolve_group(None)
+        try:
+            _C.check_device(default, device)
+            return default
+        except ValueError:
+            name = dist.Backend.default_device_backend_map.get(device.type)
+            group = dist.new_group([dist.get_rank()], backend=name, use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            return group
+    group = gloo_group(HashStore(), 0, 1, timedelta(minutes=1), "fastsync: this rank alone")
+    if device.type != "cpu":
+        _serve(group, device)
+    return group
+
+
+def _serve(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Gives a group that torch does not list what its rank's device needs. Attaching says so where there is none."""
+    name = dist.Backend.default_device_backend_map.get(device.type, "")
+    store, limit = HashStore(), timedelta(minutes=1)
+    if name == "nccl":
+        kind = dist.ProcessGroup.BackendType.NCCL
+        backend = dist.ProcessGroupNCCL(store, 0, 1, dist.ProcessGroupNCCL.Options())
+    elif (plugin := dist.Backend._plugins.get(name.upper())) is not None and not plugin.extended_api:
+        kind, backend = dist.ProcessGroup.BackendType.CUSTOM, plugin.creator_fn(store, 0, 1, limit)
+    else:
+        return
+    group._register_backend(torch.device(device.type), kind, backend)
 
 
 def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, name: str) -> dist.ProcessGroup:

@@ -96,9 +96,9 @@ class ModelTensors:
         )
 
     def fingerprint(self) -> int:
-        """Returns a number that is equal on ranks that hold the same values of what is averaged."""
-        weights = {name: local(weight) for name, weight in self._parameters().items() if name in self.weights}
-        return fingerprint(str(marks(weights | self.others() | self.buffers())))
+        """Returns a number that is equal on ranks that hold the same weights."""
+        now = self._parameters()
+        return fingerprint(str(marks({name: local(now[name]) for name in self.weights if name in now})))
 
     def _parameters(self) -> dict[str, Tensor]:
         # While fully_shard has gathered a parameter, the model has the whole one in place of the shard.

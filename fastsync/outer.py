@@ -196,11 +196,9 @@ class DiLoCo:
         self._has_begun, self._is_resumed = True, False
 
     def _take_over_loaded_weights(self) -> None:
-        have_moved = False
-        for fragment in self._fragments if not self._is_resumed else ():
-            fragment.take_differences(has_ended=False)
-            have_moved |= fragment.has_moved()
-            fragment.forget()
+        have_moved = not self._is_resumed and any(
+            bool(difference.any()) for fragment in self._fragments for difference in fragment.differences()
+        )
         said = gather(self._sites.group, [self._is_resumed, have_moved, self._tensors.fingerprint()])
         resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, said, strict=True) if is_resumed]
         if len(resumed) not in (0, len(said)):
@@ -211,7 +209,7 @@ class DiLoCo:
         moved = [rank for rank, (_, has_moved, _) in zip(self._sites.ranks, said, strict=True) if has_moved]
         if moved and len({fingerprint for *_, fingerprint in said}) == 1:
             for fragment in self._fragments:
-                fragment.begin()
+                fragment.take_over()
         elif moved:
             warnings.warn(
                 f"fastsync: the weights of ranks {moved} of {self._sites.ranks} were changed before the first step, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from math import prod
 
@@ -46,47 +46,43 @@ class Fragment:
             own = local(tensors.weights[name])
             dtype = torch.promote_types(own.dtype, torch.float32)
             self.outer[name] = torch.empty(own.shape, dtype=dtype, pin_memory=own.is_cuda)
-        self.begin()
+        self.take_over()
+        buffers = self._buffers()
+        self._shapes = {name: buffer.shape for name, buffer in buffers.items()}
+        self.buffers_mean = _flat(buffers.values())  # as all sites had them last
+        self._marks = marks(self._others())
         for outer in self.outer.values():
             outer.requires_grad_()
         self.optimizer = make(list(self.outer.values()))
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def take_over(self) -> None:
         """Takes the site's own weights, which all sites have to have in common, for the outer ones."""
         for outer, (_, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
             outer.copy_(own)
-        buffers = self._buffers()
-        self._shapes = {name: buffer.shape for name, buffer in buffers.items()}
-        self.buffers_mean = _flat(buffers.values())  # as all sites had them last
-        self._marks = marks(self._others())
+
+    @torch.no_grad()
+    def differences(self) -> Iterator[Tensor]:
+        """Yields the outer gradient: from the site's own weights to the outer ones, for optimizers go against it."""
+        for outer, (_, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
+            # From what the site had taken over, so that the rounding of a narrower weight is no movement of its own.
+            yield outer.to(own.dtype).to(outer.dtype) - own.to("cpu", outer.dtype)
 
     @torch.no_grad()
     def take_differences(self, *, has_ended: bool) -> None:
-        """The outer gradient points from the site's own weights to the outer ones, for optimizers go against it."""
-        # From what the site had taken over, so that the rounding of a narrower weight is no movement of its own.
-        self._differences = [
-            outer.to(own.dtype).to(outer.dtype) - own.to("cpu", outer.dtype)
-            for outer, (_, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True)
-        ]
+        """Takes what the next mean is of, and what this site says before it."""
+        self._differences = list(self.differences())
         self._take_buffers()
         others = self._others()
         now = marks(others)
         self._changed_others = {name: _flat([others[name]]) for name in now if now[name] != self._marks.get(name)}
         self._description = self._tensors.describe()
-        self._says = [has_ended, not has_ended or self.has_moved(), bool(self._changed_others)]
-
-    def has_moved(self) -> bool:
-        """Tells whether what ``take_differences`` found differs from what all sites had in common."""
-        return (
+        has_moved = (
             any(bool(difference.any()) for difference in self._differences)
             or self._buffers_have_moved
             or bool(self._changed_others)
         )
-
-    def forget(self) -> None:
-        """Drops what ``take_differences`` has taken."""
-        self._differences.clear()
+        self._says = [has_ended, not has_ended or has_moved, bool(self._changed_others)]
 
     def _take_buffers(self) -> None:
         buffers = self._buffers()
@@ -161,7 +157,7 @@ class Fragment:
                     outer.grad *= num_ranks / self._num_counting
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.forget()
+        self._differences.clear()
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:

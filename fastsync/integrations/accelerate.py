@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,5 +38,6 @@ def register_prepared(model: nn.Module, compression: AnyCompression = "none") ->
         return register_comm_hook(model, compression)
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if is_alone and not any(hasattr(module, "_get_fsdp_state") for module in model.modules()):
-        return attach(model, compression, process_group=group_of_this_rank())
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        return attach(model, compression, process_group=group_of_this_rank(device))
     return register_reduce_scatter(model, compression)

@@ -186,8 +186,8 @@ def test_an_optimizer_that_is_made_later_is_told_of(rank: int, world_size: int) 
 
 @on_ranks(2)
 def test_several_optimizers_may_step_parts_of_the_model(rank: int, world_size: int) -> None:
-    model = make_model()
-    first, second = SGD(model[0].parameters(), lr=0.1), AdamW(model[2].parameters(), lr=0.1)
+    model = nn.Sequential(nn.BatchNorm1d(7), *make_model())
+    first, second = SGD(model[1].parameters(), lr=0.1), AdamW(model[3].parameters(), lr=0.1)
     with warnings.catch_warnings(), LocalSGD(model, second, sync_every=3) as sync:
         warnings.simplefilter("error")
         for step in range(6):
