@@ -420,7 +420,9 @@ class _Buffers:
         """Returns the bytes that travel, as float32, with a 1 behind them. Ranks but the first send zeros."""
         self._sent = list(self.named().values())
         all_bytes = torch.cat([as_bytes(buffer).to(is_first.device, non_blocking=True) for buffer in self._sent])
-        return torch.cat([torch.where(is_first, all_bytes.float(), 0.0), torch.ones(1, device=is_first.device)])
+        return torch.cat(
+            [torch.where(is_first, all_bytes.float(), 0.0), torch.ones(1, dtype=torch.float32, device=is_first.device)]
+        )
 
     def arrive(self, sums: Tensor) -> None:
         """Writes the buffers. They stay as they are if a rank has failed, or none has batches."""

@@ -87,9 +87,9 @@ class SurvivingGroup:
         """Returns what rank ``source`` of ``ranks`` has given, as ``dist.broadcast_object_list`` does."""
         root = self.ranks.index(source)
         sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-        numel = torch.tensor([sent.numel()])
+        numel = torch.tensor([sent.numel()], device="cpu")
         self.group.broadcast(numel, root).wait()
         if self.group.rank() != root:
-            sent = torch.empty(int(numel), dtype=torch.uint8)
+            sent = torch.empty(int(numel), dtype=torch.uint8, device="cpu")
         self.group.broadcast(sent, root).wait()
         return pickle.loads(sent.numpy().tobytes())

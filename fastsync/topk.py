@@ -48,7 +48,8 @@ class TopKAverager:
         self._tensors = list(named.values())
         self._top_k = top_k
         self._group = group
-        self._unsent = torch.zeros(sum(tensor.numel() for tensor in self._tensors), dtype=torch.float32)
+        numel = sum(tensor.numel() for tensor in self._tensors)
+        self._unsent = torch.zeros(numel, dtype=torch.float32, device="cpu")
         self._unsent_then = self._unsent
 
     def synchronize(self) -> None:
@@ -104,7 +105,7 @@ def encode(values: Tensor, values_a_block: int) -> Tensor:
     signs = blocks.gather(1, index) < 0
     even, odd = index[:, 0::2], index[:, 1::2]
     places = torch.stack([even & 0xFF, even >> 8 | (odd & 0xF) << 4, odd >> 4], dim=2)
-    bits = signs.view(-1, values_a_block // 8, 8) << torch.arange(8)
+    bits = signs.view(-1, values_a_block // 8, 8) << torch.arange(8, device="cpu")
     parts = (levels.view(torch.uint8), places.flatten(1).to(torch.uint8), bits.sum(dim=2).to(torch.uint8))
     return torch.cat(parts, dim=1).flatten()
 
@@ -118,8 +119,7 @@ def decode(message: Tensor, values_a_block: int, numel: int) -> Tensor:
     magnitudes = (
         levels.flatten().view(torch.float32).view(-1, LEVELS).repeat_interleave(values_a_block // LEVELS, dim=1)
     )
-    signs = (bits.unsqueeze(2) >> torch.arange(8) & 1).flatten(1)
-    blocks = torch.zeros(len(index), BLOCK, dtype=torch.float32).scatter_(
-        1, index, torch.where(signs == 1, -magnitudes, magnitudes)
-    )
+    signs = (bits.unsqueeze(2) >> torch.arange(8, device="cpu") & 1).flatten(1)
+    blocks: Tensor = magnitudes.new_zeros(len(index), BLOCK)
+    blocks.scatter_(1, index, torch.where(signs == 1, -magnitudes, magnitudes))
     return blocks.flatten()[:numel]

@@ -146,7 +146,7 @@ class _Turns:
         ready = torch.zeros(1, device=self._device)
         dist.all_reduce(ready, group=self._group)
         ready.item()  # waits for a GPU
-        times = torch.zeros(len(self._engines) + 1, dtype=torch.float64)
+        times = torch.zeros(len(self._engines) + 1, dtype=torch.float64, device="cpu")
         for index in (*range(first, len(self._engines)), *range(first)):
             times[index] = self._time_sync(self._engines[index])
         times[-1] = time.perf_counter() - self._began
@@ -159,7 +159,7 @@ class _Turns:
     def _prepare(self, numel: int) -> None:
         # Another one on each rank: that all have the same in a first step is what engines warn of.
         last = 1.0 + self._group.rank() / self._group.size()
-        self._gradient = torch.linspace(-1.0, last, numel).to(self._device, self._dtype)
+        self._gradient = torch.linspace(-1.0, last, numel, dtype=torch.float32, device=self._device).to(self._dtype)
         self._parameter = torch.empty_like(self._gradient).requires_grad_()  # engines do not keep it alive
         self._parameter.grad = torch.empty_like(self._gradient)
         self._engines = []
