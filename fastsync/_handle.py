@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import _C
 from ._late_parameters import LateParameters
 from ._optimizer_steps import is_training_step
-from .autotune.choose import Candidate, explain, in_engine
+from .autotune.choose import UNTRIED, Candidate, explain, in_engine
 from .autotune.measure import candidates_of
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .stats import BucketStats, GradStats, SyncStats
@@ -151,7 +151,10 @@ class GradientHandle(SyncHandle, ABC):
                 "explain: buckets are made when the first backward is synchronised; until then, "
                 "fastsync.measure_group().choose(numel) says which compression a bucket of numel values would get"
             )
-        return explain(self._candidates, [bucket.numel for bucket in stats.buckets], stats.describe_transport())
+        text = explain(self._candidates, [bucket.numel for bucket in stats.buckets], stats.describe_transport())
+        on_gpu = any(parameter.is_cuda for parameter in self._planned_parameters().values())
+        is_untried = len(self._candidates) > 1 and on_gpu
+        return f"{text}\n{UNTRIED}" if is_untried else text
 
     def _follow(self, compression: Compression | Auto) -> None:
         named = self._planned_parameters()

@@ -102,7 +102,9 @@ class Auto:
     """A choice by measurement: for each bucket the least lossy ``Compression`` among the fastest on this process group.
 
     Full width and fp16 are candidates, added up by the process group's all-reduce, one_shot or two_shot, and bf16 with
-    its all-reduce. ``"auto"`` stands for ``Auto()``.
+    its all-reduce. ``"auto"`` stands for ``Auto()``. A lossier one has to gain more than the noise of measuring.
+
+    On GPUs of several hosts no candidate adds within each host first. ``Compression(ranks_per_node=...)`` does.
 
     Raises:
         ValueError: ``allow`` names a wire that does not have to be allowed, or is none.

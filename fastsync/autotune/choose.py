@@ -25,6 +25,12 @@ _BYTES: dict[Wire, float] = {"fp16": 2, "bf16": 2, "int8": 1 + 4 / 128, "int4": 
 """Of a value. 128 of int8 or int4 share a scale of 4 bytes."""
 
 
+UNTRIED = (
+    "auto does not try two levels on GPUs: where several hosts have several GPUs each, compare "
+    "Compression(..., ranks_per_node=...), which compresses between hosts only"
+)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A compression, and the seconds that whole syncs with it take, as measured."""
@@ -32,11 +38,22 @@ class Candidate:
     compression: Compression
     points: tuple[tuple[int, float], ...] = ()
     """(gradient values, seconds), the first rising, the second not falling. A single candidate needs none."""
+    noise: tuple[tuple[int, float], ...] = ()
+    """(gradient values, by what part of them the seconds are uncertain either way), as repetitions differed."""
 
     def predict(self, numel: float | NDArray[np.float64]) -> NDArray[np.float64]:
         """Estimates the seconds of a sync of so many values, on the line through the points beside it."""
-        seconds: NDArray[np.float64] = np.interp(numel, *np.transpose(self.points or [(1, 0.0)]))
-        return seconds
+        return _between(self.points, numel)
+
+    def uncertainty(self, numel: float | NDArray[np.float64]) -> NDArray[np.float64]:
+        """Estimates the part of ``predict`` that its measurement is uncertain by, either way; 0 if that is unknown."""
+        return _between(self.noise, numel)
+
+
+def _between(points: Sequence[tuple[int, float]], numel: float | NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns values on the line through the points beside ``numel``; 0 without points."""
+    values: NDArray[np.float64] = np.interp(numel, *np.transpose(points or [(1, 0.0)]))
+    return values
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,10 @@ class GroupProfile:
     """From the least lossy compression to the lossiest."""
 
     def choose(self, numel: int) -> Compression:
-        """Picks the compression for a bucket of ``numel`` values: the least lossy of those that are as fast."""
+        """Picks the compression for a bucket of ``numel`` values: the least lossy of those that are as fast.
+
+        As fast are those within 3 % of the fastest, or within the noise of the measurement if that is more.
+        """
         return choose(self.candidates, numel).compression
 
 
@@ -60,11 +80,20 @@ def choose(candidates: Sequence[Candidate], numel: int) -> Candidate:
 def choices(candidates: Sequence[Candidate]) -> list[tuple[int, Candidate]]:
     """Lays out what is chosen: (up to so many values, candidate), the first rising.
 
-    It is the first one that is as fast as the fastest, so that a lossier one has to earn its place.
+    It is of the first wire that is as fast as the fastest, so that a lossier one has to earn its place: by more than
+    ``TOLERANCE``, and by more than the noise of the measurement. Of that wire it is the first one that is as fast.
     """
     middles = (np.array([1, *SIZES[:-1]]) + SIZES) // 2
     seconds = np.stack([candidate.predict(middles) for candidate in candidates])
-    chosen = (seconds <= TOLERANCE * seconds.min(axis=0)).argmax(axis=0)
+    noise = np.stack([candidate.uncertainty(middles) for candidate in candidates])
+    fastest, limit = seconds.min(axis=0), TOLERANCE * seconds.min(axis=0)
+    of_fastest = np.take_along_axis(noise, seconds.argmin(axis=0)[np.newaxis], axis=0)
+    is_as_fast = seconds <= np.maximum(limit, (1 + np.hypot(noise, of_fastest)) * fastest)
+    wires = [candidate.compression.wire for candidate in candidates]
+    of_wire = np.array([[wire == other for other in wires] for wire in wires])
+    first = of_wire[is_as_fast.argmax(axis=0)].T  # [candidates, sizes]: those of the first wire
+    best = np.where(first, seconds, np.inf).min(axis=0)
+    chosen = (first & (seconds <= np.maximum(limit, best))).argmax(axis=0)
     last_of_each = [*np.flatnonzero(np.diff(chosen)), len(SIZES) - 1]
     return [(SIZES[index], candidates[chosen[index]]) for index in last_of_each]
 
@@ -129,10 +158,15 @@ def _explain(candidates: Sequence[Candidate], numel: int) -> str:
     chosen = choose(candidates, numel)
     if len(candidates) == 1:
         return f"{chosen.compression}; given"
+    if not chosen.points:  # of one rank
+        return f"{chosen.compression}; nothing travels on one rank"
     fastest = min(candidates, key=lambda candidate: float(candidate.predict(numel)))
     reason = "the fastest"
     if chosen is not fastest:
         better = "loses less" if chosen.compression.wire != fastest.compression.wire else "is simpler"
-        slower = chosen.predict(numel) / fastest.predict(numel) - 1
-        reason = f"{slower:.1%} slower than {fastest.compression}, but {better}"
-    return f"{chosen.compression}; {chosen.predict(numel) * 1e3:.3f} ms predicted; {reason}"
+        slower = float(chosen.predict(numel) / fastest.predict(numel)) - 1
+        noisy = ", within the noise of measuring" if slower > TOLERANCE - 1 else ""
+        reason = f"{slower:.1%} slower than {fastest.compression}{noisy}, but {better}"
+    uncertainty = float(chosen.uncertainty(numel))
+    spread = f" ± {uncertainty:.0%}" if uncertainty > 0 else ""
+    return f"{chosen.compression}; {chosen.predict(numel) * 1e3:.3f} ms{spread} predicted; {reason}"

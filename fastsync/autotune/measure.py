@@ -6,6 +6,7 @@ fast one with large ones. Candidates take turns, so that what changes on the mac
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -199,6 +200,7 @@ class Survey:
         self._volumes, self._take_turn = volumes, take_turn
         self._spent = 0.0
         self._points: dict[Compression, dict[int, float]] = {compression: {} for compression in volumes}
+        self._noise: dict[Compression, dict[int, float]] = {compression: {} for compression in volumes}
         self._samples: list[list[float]] = []
         """Of the newest size, for each turn the seconds of each candidate."""
 
@@ -215,7 +217,11 @@ class Survey:
         self._take_turns(numel, BUDGET)
         beyond = self._expected(SIZES[-1])
         return [
-            Candidate(compression, (*_steady(points), (SIZES[-1], beyond[compression])))
+            Candidate(
+                compression,
+                points=(*_steady(points), (SIZES[-1], beyond[compression])),
+                noise=tuple(self._noise[compression].items()),
+            )
             for compression, points in self._points.items()
         ]
 
@@ -227,9 +233,8 @@ class Survey:
         ):
             seconds, self._spent = self._take_turn(numel)
             self._samples.append(seconds)
-        for points, of_turns in zip(self._points.values(), zip(*self._samples, strict=True), strict=True):
-            # The lower quartile: what disturbs a turn only ever adds to it.
-            points[numel] = sorted(of_turns)[(len(of_turns) - 1) // 4]
+        for compression, of_turns in zip(self._points, zip(*self._samples, strict=True), strict=True):
+            self._points[compression][numel], self._noise[compression][numel] = lower_quartile(of_turns)
 
     def _fits(self, numel: int) -> bool:
         return self._spent + MIN_TURNS * sum(self._expected(numel).values()) <= BUDGET
@@ -247,6 +252,19 @@ class Survey:
             cost = min(max(per_byte[compression], usual / UNUSUAL), usual * UNUSUAL)
             found[compression] = seconds + (numel - measured) * self._volumes[compression] * cost
         return found
+
+
+def lower_quartile(samples: Sequence[float]) -> tuple[float, float]:
+    """Returns the lower quartile, for what disturbs a turn only ever adds to it, and how uncertain it is, as a part.
+
+    The latter is half the distance of the order statistics that lie two standard deviations of its rank away, some 95 %
+    (H. A. David and H. N. Nagaraja, Order Statistics, 2003, section 7.1), but not beyond the median: a few turns that
+    were disturbed say nothing of the others. It is 0 of a single sample.
+    """
+    ordered, rank = sorted(samples), (len(samples) - 1) // 4
+    places = max(1, round(2 * math.sqrt(3 * len(samples)) / 4))
+    low, high = ordered[max(0, rank - places)], ordered[min(len(ordered) // 2, rank + places)]
+    return ordered[rank], (high - low) / 2 / ordered[rank]
 
 
 def _steady(points: Mapping[int, float]) -> list[tuple[int, float]]:

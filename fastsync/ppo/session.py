@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from ..compression import Auto
 from ..distributed import check_consistency, process_group
 from ..launch.signals import StopSignals
 from .envs.interface import Environments, Episode
@@ -132,6 +133,8 @@ class Session:
                 logger.log(step, scalars)
             if self._ppo.update == self._resumed_update + 1:
                 self._console.say(what_ran())
+                if isinstance(self._ppo.sync.compression, Auto):
+                    self._console.say(f"compression {self._settings.compression}: {self._ppo.sync.explain()}")
         if self.is_over or reports[0].checkpoint_due:
             self._save()
             self._saved_at = time.perf_counter()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -63,6 +64,37 @@ def test_a_lossier_candidate_has_to_earn_its_place() -> None:
     assert chosen(1.04, 1.0, 0.98) == FP16
     assert chosen(1.04, 1.0, 0.9) == BF16
     assert chosen(1.0, 2.0, 3.0) == NONE
+
+
+def test_a_lossier_candidate_has_to_gain_more_than_the_noise_of_measuring() -> None:
+    slow_none = Compression(reduce="fp32", algorithm="one_shot")
+
+    def chosen(*noise: float) -> str:
+        times = zip((slow_none, NONE, FP16, INT8), (1.3, 1.2, 1.02, 1.0), noise, strict=True)
+        candidates = [Candidate(each, ((1, seconds),), ((1, part),)) for each, seconds, part in times]
+        assert choose(candidates, 5).compression == choices(candidates)[0][1].compression
+        return explain(candidates, [5], "").splitlines()[1].removeprefix("bucket 0, 5 values: ")
+
+    assert chosen(0.0, 0.0, 0.0, 0.0).startswith("fp16, all_reduce; 1020.000 ms predicted; 2.0% slower than int8")
+    assert chosen(0.0, 0.05, 0.05, 0.05).startswith("fp16, all_reduce; 1020.000 ms ± 5% predicted; 2.0% slower")
+    wide = (
+        "none, all_reduce; 1200.000 ms ± 15% predicted; 20.0% slower than int8, error feedback, two_shot, within the "
+    )
+    assert chosen(0.15, 0.15, 0.15, 0.15) == f"{wide}noise of measuring, but loses less"
+    # Within a wire noise decides nothing: the fastest one loses as little.
+    assert chosen(9.0, 9.0, 0.1, 0.1).startswith("none, all_reduce; 1200.000 ms ± 900% predicted")
+
+
+def test_one_rank_and_gpus_are_explained() -> None:
+    with group_of_one():
+        model = torch.nn.Linear(3, 2)
+        sync = fastsync.attach(model, "auto")
+        model(torch.ones(1, 3)).sum().backward()
+        assert sync.explain().splitlines()[1] == "bucket 0, 8 values: none, all_reduce; nothing travels on one rank"
+        assert "two levels" not in sync.explain()
+        on_gpu = {"weight": SimpleNamespace(is_cuda=True)}
+        with mock.patch.object(type(sync), "_planned_parameters", return_value=on_gpu):
+            assert "auto does not try two levels on GPUs" in sync.explain()
 
 
 def test_candidates_come_from_the_least_lossy_to_the_lossiest() -> None:
