@@ -29,8 +29,8 @@ class HookState(SyncHandle):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self._group = resolve_group(process_group)
-        self._engine: _C.HookState = _C.HookState(self._group)
+        # The group itself is the engine's alone: _states would keep it for good if a state had it, too.
+        self._engine: _C.HookState = _C.HookState(resolve_group(process_group))
 
 
 class CommHook(HookState, ClippableHandle):
@@ -50,6 +50,7 @@ class CommHook(HookState, ClippableHandle):
         self, ddp_model: DistributedDataParallel, compression: AnyCompression, process_group: dist.ProcessGroup
     ) -> None:
         super().__init__(process_group)
+        self._group = process_group
         self._module = ddp_model.module
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
         # DDP too decides once, when it wraps a model, which parameters it serves.

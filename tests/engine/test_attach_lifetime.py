@@ -21,10 +21,12 @@ from tests.engine.attached import (
     assert_averages,
     assert_averages_nothing,
     assert_freed,
+    assert_soon_none,
     attach,
     references_to,
 )
-from tests.models import Mlp, assert_all_bitwise_equal
+from tests.engine.entry_points import AVERAGING, average
+from tests.models import Mlp, assert_all_bitwise_equal, batch
 from tests.ranks import on_ranks, open_group, run_ranks
 
 # ---- the model and its handle ---------------------------------------------------------------------------------------
@@ -211,3 +213,29 @@ def test_handles_are_found_by_their_modules(rank: int, world_size: int) -> None:
     assert [fastsync.handle_of(each) for each in both] == handles
     with pytest.raises(ValueError, match="no handles of fastsync belong to this ModuleList"):
         fastsync.handle_of(both)
+
+
+@pytest.mark.parametrize("entry_point", [*AVERAGING, "drop-in hook without a state"])
+@pytest.mark.parametrize("is_default", [True, False])
+@on_ranks(1)
+def test_a_process_group_that_was_destroyed_is_freed(
+    rank: int, world_size: int, is_default: bool, entry_point: str
+) -> None:
+    """Its threads and connections would stay until the process ends."""
+    group = None if is_default else dist.new_group([rank])
+    if entry_point in AVERAGING:
+        given = average(entry_point, Mlp(), group=group)
+        given.backward(given.model(batch(rank, 0)).square().mean())
+        del given
+    else:
+        ddp = DistributedDataParallel(Mlp(), process_group=group)
+        ddp.register_comm_hook(group, fastsync.fp16_compress_hook)
+        ddp(batch(rank, 0)).square().mean().backward()
+        del ddp
+    alive = weakref.ref(dist.group.WORLD if group is None else group)
+    del group
+    gc.collect()
+    dist.destroy_process_group(None if is_default else alive())
+    assert_soon_none(alive)
+    if is_default:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
