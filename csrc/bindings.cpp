@@ -201,7 +201,7 @@ PYBIND11_MODULE(_C, m) {
           py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t, bool>),
           py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"),
           py::arg("sums") = false)
-      .def("attach", &Synchronizer::attach, py::arg("parameters"), no_gil)
+      .def("attach", &Synchronizer::attach, py::arg("parameters"), py::arg("overlap") = true, no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)
       .def("note_update", &Synchronizer::note_update, no_gil)
@@ -216,6 +216,9 @@ PYBIND11_MODULE(_C, m) {
       .def("num_active", locked<Synchronizer>(&Synchronizer::num_active), no_gil)
       .def("set_buffers", locked<Synchronizer>(&Synchronizer::set_buffers), py::arg("description"), py::arg("values"),
            py::arg("arrive"), no_gil)
+      .def(
+          "take_over", [](Synchronizer& self, Synchronizer& other) { self.locked(&Synchronizer::take_over, other); },
+          py::arg("other"), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil)
       .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
 

@@ -73,7 +73,8 @@ class GradientSynchronizer(ClippableHandle):
     def no_sync(self) -> Iterator[None]:
         """Inside, ``backward()`` accumulates into ``.grad`` on this rank alone. The next one outside averages the sum.
 
-        Only the call of ``backward()`` has to be inside, for the same backwards on all ranks.
+        Only the call of ``backward()`` has to be inside, for the same backwards on all ranks. With ``op="sum"``, and a
+        sum in ``.grad`` that a sync has left, ``.grad`` then has what has come since. The next sync adds it to the sum.
         """
         before, self._is_enabled = self._is_enabled, False
         self._engine.set_enabled(False)
@@ -86,7 +87,9 @@ class GradientSynchronizer(ClippableHandle):
     def synchronize(self) -> None:
         """Averages every ``.grad`` there is, now: with ``overlap=False``, or after ``no_sync``.
 
-        Every rank must call it. A parameter without a gradient here counts as zeros where another rank has one.
+        Every rank must call it. A parameter without a gradient here counts as zeros where another rank has one. With
+        ``op="sum"`` a sum that nothing was added to stays what it is. What was written to ``.grad`` by hand counts as
+        this rank's own.
 
         Raises:
             ValueError: at the first sync, where the ranks differ in parameters or settings.
@@ -172,12 +175,16 @@ class GradientSynchronizer(ClippableHandle):
         the first gradients are sent. Call it before ``backward()``, for the first time on every rank before the same
         sync. It holds until it is set again. A CUDA graph cannot hold it.
 
+        One weight counts for all that a sync averages. With several micro-batches pass the step's number of tokens
+        before the first backward, and multiply each mean loss by its micro-batch's part of them.
+
         Args:
             weight: 0 or more. With 0 this rank's gradients do not count, even if they are nan. If all ranks have 0, the
                 result is zeros, and what error feedback has kept.
 
         Raises:
             ValueError: it is not a number from 0 to 1e300.
+            RuntimeError: a backward under ``no_sync``, or one since the last call, has gradients for the next sync.
         """
         try:
             number = float(weight)
@@ -185,8 +192,8 @@ class GradientSynchronizer(ClippableHandle):
             number = math.nan
         if not 0 <= number <= LARGEST_WEIGHT:
             raise ValueError(f"weight: expected a number that is 0 or more, up to {LARGEST_WEIGHT:g}, got {weight!r}")
-        self._weight = number
         self._engine.set_weight(number)
+        self._weight = number
 
     # ---- from one group to another, and the end ---------------------------------------------------------------------
 
@@ -216,12 +223,12 @@ class GradientSynchronizer(ClippableHandle):
         except BaseException:  # the group is too small for the compression, or could not be measured
             self._engine, self._group = before
             raise
-        before[0].detach()
-        self._engine.set_enabled(self._is_enabled)
-        if self._overlaps:
-            self._engine.attach(list(self._named.values()))
         if self._weight is not None:
             self._engine.set_weight(self._weight)
+        self._engine.take_over(before[0])
+        before[0].detach()
+        self._engine.set_enabled(self._is_enabled)
+        self._engine.attach(list(self._named.values()), self._overlaps)
         self._send_buffers()
         if self._op == "mean":  # what is not sent yet adds as much to it as it would have in the group before
             for residual in state["residuals"].values():
@@ -356,7 +363,8 @@ def attach(
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group.
         overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.
         init_sync: first give every rank the parameters and buffers of the group's rank 0.
-        op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks.
+        op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks. A second backward
+            adds everyone's new gradients to the sum of the first.
         broadcast_buffers: with each sync give every rank rank 0's buffers, of modules that had some at the start.
 
     Raises:
@@ -382,8 +390,7 @@ def attach(
     sync._send_buffers()
     if init_sync:
         sync._init_sync()
-    if overlap:
-        sync._engine.attach(list(named.values()))
+    sync._engine.attach(list(named.values()), overlap)
     sync._keep(owner)
     return sync
 

@@ -145,7 +145,7 @@ void HookState::note_gradients() {
   for (const auto& bucket : newest_buckets_) {
     for (const ParameterId& id : bucket->parameters) {
       if (const at::Tensor parameter(id.lock()); parameter.defined()) {
-        averaged_.emplace_back(id, AveragedGradient(parameter.grad()));
+        averaged_.emplace_back(id, Snapshot(parameter.grad()));
       }
     }
   }

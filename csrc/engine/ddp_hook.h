@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/averaged_gradient.h"
 #include "engine/engine_state.h"
+#include "engine/snapshot.h"
 
 namespace fastsync {
 
@@ -41,7 +41,7 @@ class HookState : public EngineState {
 
   bool step_is_open_ = false;
   size_t last_index_ = 0;
-  std::vector<std::pair<ParameterId, AveragedGradient>> averaged_;  // none where nobody has noted them
+  std::vector<std::pair<ParameterId, Snapshot>> averaged_;  // none where nobody has noted them
 };
 
 // Makes the reducer hand every bucket to the state, from C++, without the GIL. A reducer takes

@@ -1,6 +1,7 @@
 #include "engine/gradient_hooks.h"
 
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
@@ -14,8 +15,9 @@ struct GradientHooks::Hook : Base {
   Hook(std::weak_ptr<GradientHooks> owner, size_t index) : owner(std::move(owner)), index(index) {}
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    const auto hooks = owner.lock();
     TORCH_CHECK(
-        false,
+        hooks && !hooks->options_.must_run,
         "fastsync.attach: compiled autograd does not run the hooks that send gradients; use attach(overlap=False) "
         "and call synchronize() after backward()");
   }
@@ -33,6 +35,16 @@ auto is_of(const GradientHooks* owner) {
     const auto* ours = dynamic_cast<const Ours*>(hook.get());
     return ours != nullptr && ours->owner.lock().get() == owner;
   };
+}
+
+// Not where torch.autograd.grad takes what would be accumulated.
+bool will_run(torch::autograd::Node& accumulator) {
+  const auto* const chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty()) {
+    return true;  // all of the graph
+  }
+  const auto found = chosen->find(&accumulator);
+  return found != chosen->end() && found->second.needed_;
 }
 
 }  // namespace
@@ -75,10 +87,11 @@ struct GradientHooks::With : Hook<torch::autograd::PostAccumulateGradHook> {
   }
 };
 
-void GradientHooks::put_on(const std::vector<at::Tensor>& parameters, Call call) {
+void GradientHooks::put_on(const std::vector<at::Tensor>& parameters, Call call, Options options) {
   const std::lock_guard<std::mutex> lock(mutex_);
   parameters_ = parameters;
   call_ = std::move(call);
+  options_ = std::move(options);
   for (size_t index = 0; index < parameters.size(); ++index) {
     at::Tensor parameter = parameters[index];
     const bool is_frozen = !parameter.requires_grad();
@@ -106,14 +119,22 @@ void GradientHooks::put_on_after(torch::autograd::Node& accumulator, size_t inde
 // outlives its graph would take its gradient there for good. A parameter gets a new one with the next forward, and
 // also where it is moved or cast.
 void GradientHooks::before(size_t index) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (index >= parameters_.size()) {
-    return;  // another thread has taken them off
-  }
-  // Without one it is torch.autograd.grad that the hook runs for.
-  if (const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameters_[index])) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (index >= parameters_.size()) {
+      return;  // another thread has taken them off
+    }
+    // Without one it is torch.autograd.grad that the hook runs for.
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameters_[index]);
+    if (!accumulator) {
+      return;
+    }
     put_on_after(*accumulator, index);
+    if (!options_.before || !will_run(*accumulator)) {
+      return;
+    }
   }
+  options_.before(index);
 }
 
 void GradientHooks::after(size_t index, bool was_given) {

@@ -20,8 +20,15 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   // Gets the parameter's index, and whether the gradient that was accumulated is gone already.
   using Call = std::function<void(size_t index, bool is_gone)>;
 
+  // What is called, besides: before a gradient is accumulated. And whether compiled autograd, which calls nothing, is
+  // refused.
+  struct Options {
+    std::function<void(size_t index)> before;
+    bool must_run = true;
+  };
+
   // Once. Of frozen parameters, too, which may be unfrozen later.
-  void put_on(const std::vector<at::Tensor>& parameters, Call call);
+  void put_on(const std::vector<at::Tensor>& parameters, Call call, Options options);
   void take_off();
 
  private:
@@ -41,6 +48,7 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   void put_on_after(torch::autograd::Node& accumulator, size_t index);
 
   Call call_;
+  Options options_;
   std::mutex mutex_;  // of what follows; never held while anything waits
   std::vector<at::Tensor> parameters_;
   std::map<size_t, Accumulator> accumulators_;  // of parameters that have lost their hook

@@ -31,6 +31,8 @@ at::Tensor new_stand_in(const at::Tensor& parameter) {
   return at::empty_like(parameter, at::TensorOptions().dtype(grad_dtype_of(parameter)), at::MemoryFormat::Preserve);
 }
 
+bool has_values(const at::Tensor& tensor) { return tensor.any().item<bool>(); }
+
 }  // namespace
 
 at::ScalarType grad_dtype_of(const at::Tensor& parameter) {
@@ -88,11 +90,14 @@ void Parameter::check_gradient() const {
 
 at::Tensor Parameter::gradient_to_send() {
   const at::Tensor& gradient = tensor.grad();
+  if (sum.defined()) {
+    check_sum(gradient);
+  }
   if (has_new_gradient() && lies_like(gradient, tensor)) {
     return as_reals(gradient);
   }
   stand_in = new_stand_in(tensor);
-  if (gradient.defined()) {
+  if (gradient.defined() && (is_new || !is_sum(gradient))) {
     check_gradient();
     stand_in.copy_(gradient);
   } else {
@@ -110,11 +115,15 @@ at::Tensor Parameter::average() const {
   return average.defined() ? as_reals(average) : average;
 }
 
-void Parameter::take_average(bool exists) {
+bool Parameter::take_average(bool exists) {
   at::Tensor& gradient = tensor.mutable_grad();
+  const at::Tensor before = !is_new && is_sum(gradient) ? gradient : std::exchange(sum, {});
+  const bool adds = exists && before.defined();
   if (stand_in.defined()) {
     use_on_current_stream(stand_in);
-    if (exists && gradient.defined() && at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
+    if (adds) {
+      gradient = before.add_(std::exchange(stand_in, {}));
+    } else if (exists && gradient.defined() && at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
       gradient.copy_(stand_in);
     } else if (exists) {
       gradient = stand_in;
@@ -124,9 +133,13 @@ void Parameter::take_average(bool exists) {
       use_on_current_stream(gradient);
     }
     gradient.unsafeGetTensorImpl()->bump_version();  // the passes write through bare pointers
+    if (adds) {
+      gradient = before.add_(gradient);
+    }
   }
-  is_new = false;
-  averaged = AveragedGradient(gradient);
+  is_new = is_left_over = false;
+  averaged = Snapshot(gradient);
+  return !adds;
 }
 
 void Parameter::keep(bool counts) {
@@ -151,6 +164,77 @@ bool Parameter::has_own_gradient() const {
     return false;
   }
   return is_new || averaged.was_written_by_autograd(tensor.grad());
+}
+
+bool Parameter::has_left_over() const {
+  const at::Tensor tensor(id.lock());
+  return is_left_over && tensor.defined() && accumulated.holds(tensor.grad());
+}
+
+bool Parameter::has_unsynced_gradient() const {
+  const at::Tensor tensor(id.lock());
+  return tensor.defined() && tensor.requires_grad() && tensor.grad().defined() && !averaged.holds(tensor.grad());
+}
+
+void Parameter::take_over(Parameter& other) {
+  is_new = other.is_new;
+  is_left_over = other.is_left_over;
+  averaged = other.averaged;
+  accumulated = other.accumulated;
+  sum = std::exchange(other.sum, {});
+}
+
+// ---- sums -----------------------------------------------------------------------------------------------------------
+
+void Parameter::put_sum_aside() {
+  const at::Tensor parameter = lock();
+  at::Tensor& gradient = parameter.mutable_grad();
+  if (sum.defined()) {
+    check_sum(gradient);
+  }
+  if (is_sum(gradient)) {
+    sum = std::exchange(gradient, {});
+  }
+}
+
+void Parameter::mark_new(bool left_over) {
+  is_left_over = left_over;
+  is_new = !sums || sum.defined() || !averaged.holds(lock().grad());  // else nothing has come
+}
+
+// zero_grad() is meant for the sum, too. What else may be meant, by a change in place, nobody can tell.
+void Parameter::check_sum(const at::Tensor& gradient) {
+  if (accumulated.holds(gradient)) {
+    return;
+  }
+  if (!accumulated.is_of(gradient) || !has_values(gradient)) {
+    sum.reset();
+  }
+  TORCH_CHECK(!sum.defined() || !has_values(sum), "fastsync: the gradient of parameter ", name,
+              " was changed in place ",
+              "after a backward inside no_sync(), when the sum of an earlier sync was still to be added to it: ",
+              "call zero_grad() after each step, or change gradients after the sync");
+}
+
+void Parameter::put_sum_back() {
+  if (sum.defined()) {
+    at::Tensor& gradient = lock().mutable_grad();
+    gradient = gradient.defined() ? sum.add_(gradient) : sum;
+    sum.reset();
+  }
+}
+
+void Parameter::note_gradient() {
+  const at::Tensor parameter = lock();
+  const at::Tensor& gradient = parameter.grad();
+  if (!gradient.defined()) {
+    put_sum_back();  // nothing has come
+    return;
+  }
+  TORCH_CHECK(sum.defined() || !is_sum(gradient) || averaged.holds(gradient), "fastsync: backward has added this ",
+              "rank's gradient to the sum over the ranks that parameter ", name, " had, where a hook was put on it ",
+              "since: call zero_grad() before backward()");
+  accumulated = Snapshot(gradient);
 }
 
 }  // namespace fastsync

@@ -28,7 +28,7 @@ ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vec
       agreement_(std::make_shared<Agreement>(*group_, "the engine of parameter " + names.front())),
       weight_(sums) {
   for (size_t i = 0; i < parameters.size(); ++i) {
-    parameters_.emplace_back(parameters[i], std::move(names[i]));
+    parameters_.emplace_back(parameters[i], std::move(names[i]), sums);
   }
 }
 
@@ -42,6 +42,9 @@ void ParameterSync::begin() {
     parameter.is_ready = false;
     parameter.stream.reset();
     parameter.stand_in.reset();
+    if (!parameter.tensor.grad().defined()) {
+      parameter.sum.reset();  // zero_grad() is meant for it, too
+    }
     if (is_laid_out() && change.empty()) {
       change = parameter.change();
     }
@@ -67,7 +70,7 @@ void ParameterSync::begin() {
 void ParameterSync::mark_ready(size_t index) {
   Parameter& parameter = parameters_[index];
   parameter.check_gradient();
-  parameter.is_new = true;
+  parameter.mark_new(/*is_left_over=*/false);
   parameter.stream = current_stream(parameter.tensor.device());
   const bool again = std::exchange(parameter.is_ready, true);
   if (!is_laid_out()) {
@@ -258,6 +261,15 @@ void ParameterSync::piggyback(const std::string& name, const at::Tensor& value) 
 }
 
 void ParameterSync::set_weight(double weight) {
+  const bool is_again = std::exchange(weighted_step_, step_) == step_;
+  for (const Parameter& parameter : parameters_) {
+    TORCH_CHECK(
+        !parameter.has_left_over() && (!is_again || !parameter.has_unsynced_gradient()),
+        "fastsync: set_weight() was called after a backward whose gradients, such as that of parameter ",
+        parameter.name, ", no sync has averaged yet, and a weight counts for all that a sync averages: call it ",
+        "once a step, before the first backward, with the number of the step's tokens or samples, and multiply ",
+        "each micro-batch's mean loss by its part of them. Or call zero_grad() before");
+  }
   if (!weight_.is_set()) {
     agree_anew("a weight was set");
     for (const Bucket& bucket : buckets_) {
@@ -281,7 +293,7 @@ void ParameterSync::hand_out() {
     for (size_t i = 0; i < bucket.parameters.size(); ++i) {
       Parameter& parameter = parameters_[bucket.parameters[i]];
       const bool exists = !parameter.stand_in.defined() || side_values_.on_some_rank(parameter.place, parameter.name);
-      parameter.take_average(exists);
+      is_counted &= parameter.take_average(exists);
       if (!exists) {
         bucket.sync->feedback().take_back(i);
         // What has arrived is the mean of what is kept. But a sum is not, nor is what error feedback has sent with it.
@@ -341,11 +353,24 @@ void ParameterSync::end() {
   liveness_->rest();
   step_ += 1;
   for (Parameter& parameter : parameters_) {
+    if (parameter.tensor.defined() && !parameter.tensor.grad().defined()) {
+      parameter.put_sum_back();  // of a backward that failed
+    }
     parameter.tensor.reset();
     parameter.stand_in.reset();
   }
   for (Bucket& bucket : buckets_) {
     bucket.work.reset();
+  }
+}
+
+void ParameterSync::put_sums_back() {
+  std::for_each(parameters_.begin(), parameters_.end(), std::mem_fn(&Parameter::put_sum_back));
+}
+
+void ParameterSync::take_over(ParameterSync& other) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].take_over(other.parameters_[i]);
   }
 }
 

@@ -40,7 +40,7 @@ class ParameterSync : public EngineState {
   const SideValues::Tensors& piggybacked() { return means_; }
 
   // From the next sync on, this rank's gradients count so much. To be called on all ranks before the same sync, at
-  // first.
+  // first. Throws c10::Error where the sync has gradients already, which another weight may be meant for.
   void set_weight(double weight);
 
   // While ranks join, the gradients of one that has run out of them count for nothing. The mean is over the others.
@@ -60,6 +60,9 @@ class ParameterSync : public EngineState {
   bool gradients_are_unchanged();
   // The parameters whose gradients are, in part, this rank's own: of a backward after the newest sync.
   std::vector<at::Tensor> with_own_gradients();
+
+  // Goes on with what another engine of the same parameters knows of their gradients.
+  void take_over(ParameterSync& other);
 
  protected:
   void check_not_forked() const { EngineState::check_not_forked("call detach() in the child"); }
@@ -81,8 +84,12 @@ class ParameterSync : public EngineState {
   void poison();
   void abandon();  // poison and receive
 
-  // The parameter has a gradient that no sync has averaged: it will take part in the next one.
-  void mark_new(size_t index) { parameters_[index].is_new = true; }
+  // Before backward accumulates a gradient, and afterwards.
+  void put_sum_aside(size_t index) { parameters_[index].put_sum_aside(); }
+  void note_gradient(size_t index) { parameters_[index].note_gradient(); }
+  void leave(size_t index) { parameters_[index].mark_new(/*is_left_over=*/true); }
+  bool sums() const { return sums_; }
+  void put_sums_back();
   // Every parameter with a gradient takes part in the sync under way.
   void mark_all_ready();
 
@@ -120,6 +127,7 @@ class ParameterSync : public EngineState {
   SideValues side_values_;
   SideValues::Tensors means_;  // of what was piggybacked on the newest sync
   Weight weight_;
+  int64_t weighted_step_ = -1;  // that the weight was set for
 
   std::function<std::string()> describe_buffers_;  // this and the next two: null where no buffers travel
   std::function<at::Tensor(const at::Tensor&)> buffer_values_;

@@ -62,12 +62,28 @@ Synchronizer::~Synchronizer() {
   }
 }
 
-void Synchronizer::attach(const std::vector<at::Tensor>& parameters) {
-  hooks_->put_on(parameters, [weak = weak_from_this()](size_t index, bool is_gone) {
+void Synchronizer::attach(const std::vector<at::Tensor>& parameters, bool overlap) {
+  overlaps_ = overlap;
+  if (!overlap && !sums()) {
+    return;  // there is nothing that backward has to tell
+  }
+  GradientHooks::Options options{.before = nullptr, .must_run = overlap};
+  if (sums()) {
+    options.before = [weak = weak_from_this()](size_t index) {
+      if (const auto self = weak.lock()) {
+        self->before_gradient(index);
+      }
+    };
+  }
+  const auto after = [weak = weak_from_this()](size_t index, bool is_gone) {
     if (const auto self = weak.lock()) {
       self->on_gradient(index, is_gone);
     }
-  });
+  };
+  hooks_->put_on(parameters, after, std::move(options));
+  if (!overlap) {
+    return;
+  }
   const std::lock_guard<std::mutex> lock(attached().mutex);
   attached().engines.push_back({this, sequence_, weak_from_this()});
 }
@@ -88,6 +104,8 @@ void Synchronizer::detach() {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   take_hooks_off();
+  const at::NoGradGuard no_grad;
+  put_sums_back();
 }
 
 void Synchronizer::end_interrupted() {
@@ -110,20 +128,30 @@ void Synchronizer::wait_for_backward(const char* caller) const {
 
 // ---- backward -----------------------------------------------------------------------------------------------------
 
+void Synchronizer::before_gradient(size_t index) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const at::NoGradGuard no_grad;
+  put_sum_aside(index);
+}
+
 void Synchronizer::on_gradient(size_t index, bool is_gone) {
   if (backward_.is_interrupted()) {
     check_not_forked();
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
+  const at::NoGradGuard no_grad;
+  note_gradient(index);
+  if (!overlaps_) {
+    return;
+  }
   TORCH_CHECK_VALUE(!is_gone, "fastsync: the gradient of ", name(index),
                     " was gone as soon as backward had made it, before the ranks could average it. ",
                     "Does an optimizer step inside backward (register_post_accumulate_grad_hook, ",
                     "_apply_optimizer_in_backward)? Ranks would drift apart: step after backward");
-  const at::NoGradGuard no_grad;
   Backward::enter({shared_from_this(), &backward_});  // first, for a sync that nobody owns looks interrupted
   if (!is_enabled_) {
-    mark_new(index);
+    leave(index);
     return;
   }
   if (!is_under_way()) {

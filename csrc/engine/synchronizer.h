@@ -26,8 +26,9 @@ class Synchronizer : public ParameterSync, public std::enable_shared_from_this<S
   ~Synchronizer() override;
 
   // Puts hooks on the parameters, which are those it was made for: frozen ones too, which may be unfrozen later. From
-  // then on the parameters live as long as this does, until detach. Not inside a backward.
-  void attach(const std::vector<at::Tensor>& parameters);
+  // then on the parameters live as long as this does, until detach. Not inside a backward. Without overlap only what
+  // comes after a sum is told apart from it, and nothing is sent before synchronize.
+  void attach(const std::vector<at::Tensor>& parameters, bool overlap);
   void detach();
 
   // While disabled, backward leaves gradients to accumulate.
@@ -40,6 +41,7 @@ class Synchronizer : public ParameterSync, public std::enable_shared_from_this<S
   void end_interrupted() override;
 
  private:
+  void before_gradient(size_t index);
   void on_gradient(size_t index, bool is_gone);
   void take_hooks_off();
   void wait_for_backward(const char* caller) const;
@@ -54,6 +56,7 @@ class Synchronizer : public ParameterSync, public std::enable_shared_from_this<S
   const void* const sequence_;
   Backward backward_;  // that the sync under way belongs to
   const std::shared_ptr<GradientHooks> hooks_ = std::make_shared<GradientHooks>();
+  bool overlaps_ = true;
   bool is_enabled_ = true;
 };
 

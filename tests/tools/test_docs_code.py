@@ -126,6 +126,7 @@ MADE: dict[str, Callable[[Names], Any]] = {
     "train": train,
     "batches": lambda names: range(2),
     "micro_batches": lambda names: range(3),
+    "tokens_of": lambda names: lambda micro_batch: 5 + micro_batch,
     "minibatches": lambda names: range(2),
     "loader": lambda names: range(2 + dist.get_rank()),
     "num_tokens": lambda names: 10 + dist.get_rank(),

@@ -1,0 +1,259 @@
+"""attach with op="sum": what a sync has summed stays what it is when another backward adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.engine.entry_points import Averaged, average
+from tests.models import Fails
+from tests.ranks import on_ranks
+
+WAYS = ("attach", "synchronize")
+
+
+class Weights(nn.Module):
+    """Takes the gradients of its two parameters, as whole numbers; None leaves one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.second = (nn.Parameter(torch.zeros(300)) for _ in range(2))
+
+    def forward(self, *grads: float | None) -> Tensor:
+        pairs = zip((self.both, self.second), grads, strict=True)
+        return torch.stack([(weight * grad).sum() for weight, grad in pairs if grad is not None]).sum()
+
+
+def sums(entry_point: str, compression: Any = "none") -> tuple[Averaged, Weights]:
+    model = Weights()
+    return average(entry_point, model, compression, op="sum"), model
+
+
+def values(model: nn.Module) -> list[list[float] | None]:
+    return [None if weight.grad is None else weight.grad.unique().tolist() for weight in model.parameters()]
+
+
+def assert_norm(given: Averaged, model: nn.Module) -> None:
+    expected = nn.utils.get_total_norm([weight.grad for weight in model.parameters() if weight.grad is not None])
+    torch.testing.assert_close(given.grad_norm(), expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8", "int8+ef"])
+@pytest.mark.parametrize("entry_point", WAYS)
+@on_ranks(3)
+def test_two_backwards_a_step(rank: int, world_size: int, entry_point: str, compression: str) -> None:
+    """Everyone's second gradient is added, also to what only the first reaches on some ranks, or on all."""
+    given, model = sums(entry_point, compression)
+    for _ in range(2):
+        model.zero_grad()
+        given.backward(model(rank + 1.0, 1.0 if rank == 0 else None))
+        kept = model.both.grad
+        assert_norm(given, model)
+        given.backward(model(10.0 * (rank + 1), 20.0 if rank == 2 else None))
+        assert values(model) == [[66.0], [21.0]]
+        assert model.both.grad is kept, "another tensor has come into its place"
+        assert_norm(given, model)
+        given.backward(model(1.0, None))
+        assert values(model) == [[69.0], [21.0]]
+        assert_norm(given, model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("entry_point", WAYS)
+@on_ranks(2)
+def test_the_gradients_of_a_step_before(rank: int, world_size: int, entry_point: str, set_to_none: bool) -> None:
+    """They count where they are kept on purpose, and nothing is left of them after zero_grad()."""
+    given, model = sums(entry_point)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    given.backward(model(rank + 1.0, 1.0))
+    optimizer.step()
+    given.backward(model(rank + 1.0, 1.0))
+    assert values(model) == [[6.0], [4.0]]
+    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with given.no_sync():
+            model(5.0, None).backward()
+        given.backward(model(rank + 1.0, 1.0))
+        assert values(model) == [[13.0], [2.0]]
+        assert_norm(given, model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("entry_point", WAYS)
+@on_ranks(2)
+def test_accumulation_on_top_of_a_sum(rank: int, world_size: int, entry_point: str) -> None:
+    given, model = sums(entry_point)
+    given.backward(model(rank + 1.0, 1.0))
+    with given.no_sync():
+        model(10.0, 10.0).backward()
+        model(10.0, None).backward()
+    given.backward(model(rank + 1.0, None))
+    assert values(model) == [[46.0], [22.0]]
+    # Given up, by zero_grad() in both ways.
+    for set_to_none in (True, False):
+        with given.no_sync():
+            model(10.0, 10.0).backward()
+        model.zero_grad(set_to_none=set_to_none)
+        given.backward(model(rank + 1.0, 1.0))
+        assert values(model) == [[3.0], [2.0]]
+
+
+@pytest.mark.parametrize("entry_point", WAYS)
+@on_ranks(2)
+def test_a_change_in_place_that_nobody_can_follow(rank: int, world_size: int, entry_point: str) -> None:
+    given, model = sums(entry_point)
+    given.backward(model(rank + 1.0, 1.0))
+    with given.no_sync():
+        model(10.0, 10.0).backward()
+    for weight in model.parameters():
+        weight.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match="was changed in place after a backward inside no_sync"):
+        given.backward(model(rank + 1.0, 1.0))
+    model.zero_grad()
+    given.backward(model(rank + 1.0, 1.0))
+    assert values(model) == [[3.0], [2.0]]
+    # After zero_grad(set_to_none=False) any change means the same to both.
+    model.zero_grad(set_to_none=False)
+    with given.no_sync():
+        model(10.0, 10.0).backward()
+    for weight in model.parameters():
+        weight.grad.mul_(0.5)
+    given.backward(model(rank + 1.0, 1.0))
+    assert values(model) == [[13.0], [12.0]]
+
+
+@pytest.mark.parametrize("entry_point", WAYS)
+@on_ranks(2)
+def test_synchronize_by_hand(rank: int, world_size: int, entry_point: str) -> None:
+    """What has been summed is not summed once more. What is written by hand counts."""
+    given, model = sums(entry_point)
+    given.backward(model(rank + 1.0, 1.0))
+    for _ in range(2):
+        given.handle.synchronize()
+        assert values(model) == [[3.0], [2.0]]
+        assert_norm(given, model)
+    with given.no_sync():
+        model(rank + 1.0, None).backward()
+    given.handle.synchronize()
+    assert values(model) == [[6.0], [2.0]]
+    model.both.grad = torch.full((300,), 1.0 + rank)
+    model.second.grad.fill_(1.0)
+    given.handle.synchronize()
+    assert values(model) == [[3.0], [2.0]]
+    if rank == 0:
+        model.both.grad = None
+    given.handle.synchronize()
+    assert values(model) == [[3.0] if rank else None, [2.0]]
+
+
+@pytest.mark.parametrize("entry_point", WAYS)
+@on_ranks(2)
+def test_weighted_sums_and_means_of_two_backwards(rank: int, world_size: int, entry_point: str) -> None:
+    for op, expected in (("sum", 55.0), ("mean", 55.0 / 3)):
+        model = Weights()
+        given = average(entry_point, model, op=op)
+        given.handle.set_weight(1.0 + rank)
+        given.backward(model(rank + 1.0, 1.0))
+        given.backward(model(10.0 * (rank + 1), None))
+        torch.testing.assert_close(model.both.grad, torch.full((300,), expected))
+        given.handle.set_weight(3.0 - rank)
+        given.backward(model(5.0, None))
+        torch.testing.assert_close(model.both.grad, torch.full((300,), expected + (25.0 if op == "sum" else 5.0)))
+
+
+@pytest.mark.parametrize("entry_point", WAYS)
+@on_ranks(2)
+def test_what_is_no_accumulation_changes_nothing(rank: int, world_size: int, entry_point: str) -> None:
+    given, model = sums(entry_point)
+    given.backward(model(rank + 1.0, 1.0))
+    torch.autograd.grad(model(7.0, 7.0), list(model.parameters()))
+    assert values(model) == [[3.0], [2.0]]
+    (model(5.0, 5.0)).backward(inputs=[model.second])
+    given.finish()
+    assert values(model) == [[3.0], [12.0]]
+    torch.autograd.backward([model(rank + 1.0, 1.0), model(rank + 1.0, None)])
+    given.finish()
+    assert values(model) == [[9.0], [14.0]]
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_and_is_run_again(rank: int, world_size: int) -> None:
+    given, model = sums("attach")
+    given.backward(model(rank + 1.0, 1.0))
+    with pytest.raises(ArithmeticError):
+        (Fails.apply(model.both).sum() + model.second.sum()).backward()
+    model.zero_grad()
+    given.backward(model(rank + 1.0, 1.0))
+    assert values(model) == [[3.0], [2.0]]
+
+
+@on_ranks(2)
+def test_hooks_of_python_and_a_sum(rank: int, world_size: int) -> None:
+    """The first one takes the hooks of C++ with it until the next gradient: that backward is refused, or right."""
+    given, model = sums("attach")
+    given.backward(model(rank + 1.0, 1.0))
+    model.both.register_hook(lambda grad: grad * 2)
+    with pytest.raises(RuntimeError, match=r"added this rank's gradient to the sum .* parameter both had"):
+        model(rank + 1.0, None).backward()
+    model.zero_grad()
+    for expected in (6.0, 12.0):
+        given.backward(model(rank + 1.0, 1.0))
+        assert values(model)[0] == [expected]
+
+
+@pytest.mark.parametrize("entry_point", WAYS)
+@on_ranks(2)
+def test_another_group_and_the_end(rank: int, world_size: int, entry_point: str) -> None:
+    """A sum stays one in another group; detach() leaves .grad as whoever reads it expects it."""
+    given, model = sums(entry_point)
+    given.backward(model(rank + 1.0, 1.0))
+    with given.no_sync():
+        model(1.0, None).backward()
+    given.handle.use_group(dist.new_group())
+    given.backward(model(1.0, 1.0))
+    assert values(model) == [[7.0], [4.0]]
+    with given.no_sync():
+        model(1.0, None).backward()
+    given.handle.detach()
+    assert values(model) == [[8.0], [4.0]]
+
+
+# ---- weights and accumulation ---------------------------------------------------------------------------------------
+
+TOKENS = ((1, 9), (5, 2))
+"""Of each rank and micro-batch."""
+
+
+@pytest.mark.parametrize("entry_point", WAYS)
+@on_ranks(2)
+def test_token_weights_with_accumulation(rank: int, world_size: int, entry_point: str) -> None:
+    """As the guide has it. A weight for each micro-batch is refused, for one counts for all that a sync averages."""
+    weight = nn.Parameter(torch.zeros(3))
+    model = nn.ParameterList([weight])
+    given = average(entry_point, model)
+    mean = 98 / 17
+
+    def micro_batches(total: int, before: Callable[[int], None]) -> None:
+        for index, tokens in enumerate(TOKENS[rank]):
+            before(tokens)
+            with given.no_sync() if index == 0 else nullcontext():
+                ((weight * (10.0 * rank + index + 1)).sum() * (tokens / total)).backward()
+        given.finish()
+
+    for _ in range(2):
+        total = sum(TOKENS[rank])
+        given.handle.set_weight(total)
+        micro_batches(total, lambda tokens: None)
+        torch.testing.assert_close(weight.grad, torch.full((3,), mean))
+        weight.grad = None
+        with pytest.raises(RuntimeError, match=r"set_weight\(\) was called after a backward whose gradients.* 0, no"):
+            micro_batches(1, given.handle.set_weight)
+        weight.grad = None
