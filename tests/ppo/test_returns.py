@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 
 def train_each(rank: int, world_size: int, runs: Sequence[Settings], compression: Compression) -> None:
     # The settings know compressions by their names alone.
-    with mock.patch("fastsync.ppo.ppo.attach", lambda policy, _: attach(policy, compression)):
+    with mock.patch("fastsync.ppo.ppo.attach", lambda policy, _, **options: attach(policy, compression, **options)):
         for settings in runs:
             train(settings, torch.device("cpu"))
 
