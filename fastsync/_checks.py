@@ -6,7 +6,7 @@ import difflib
 import gc
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +22,12 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
         ValueError: it is none of these, there is no default group, or the mesh has several dimensions.
     """
     if process_group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "process_group: there is no process group yet. Put the training into "
+                "`with fastsync.distributed.process_group(timeout=60) as device:`, or call "
+                "torch.distributed.init_process_group first, on every rank"
+            )
         return dist.distributed_c10d._get_default_group()
     if isinstance(process_group, dist.ProcessGroup):
         return process_group
@@ -166,8 +172,36 @@ def have_a_stage(parameters: Iterable[Tensor]) -> bool:
     if module is None:
         return False
     ours = {id(parameter) for parameter in parameters}
-    stages = [each for each in gc.get_objects() if issubclass(type(each), module._PipelineStageBase)]
+    stages = _alive(module._PipelineStageBase)
     return any(id(parameter) in ours for stage in stages for parameter in stage.submod.parameters())
+
+
+def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[nn.Module], object]) -> None:
+    """Raises ValueError where some DistributedDataParallel averages one of these, but for such wrappers.
+
+    It looks among all objects. What DDP was told to ignore, or got later, it does not average.
+    """
+    names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
+
+    def found() -> list[str]:
+        wrappers = [each for each in _alive(DistributedDataParallel) if "_module_parameters" in vars(each)]
+        return [names[id(p)] for ddp in wrappers if not but(ddp) for p in ddp._module_parameters if id(p) in names]
+
+    if found():
+        gc.collect()  # DDP is part of reference cycles, and that one may be in use no more
+    for name in found():
+        raise ValueError(
+            f"{argument}: parameter {name} is in a DistributedDataParallel, which averages gradients itself; use "
+            "fastsync.register_comm_hook(ddp_model), or attach to the model without the wrapper"
+        )
+
+
+def _alive(kind: type[Any]) -> list[Any]:
+    """Lists the objects of a class and of those derived from it. An object refers to its class."""
+    kinds = [kind]
+    for each in kinds:
+        kinds += each.__subclasses__()
+    return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), kind)]
 
 
 def check_at_least(options: Any, **least: int) -> None:

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from . import _C
-from ._checks import have_a_stage, named_parameters, resolve_group, with_gradients
-from ._handle import NOBODY, ClippableHandle, begin_use, check_free, end_use
+from ._checks import check_not_in_ddp, have_a_stage, named_parameters, resolve_group, with_gradients
+from ._handle import NOBODY, ClippableHandle, begin_use, check_free, end_use, handles_of
 from .compression import AnyCompression
 from .distributed import as_bytes
 from .sync_weights import broadcast_named
@@ -298,10 +298,12 @@ class GradientSynchronizer(ClippableHandle):
         after ``attach``.
 
         Raises:
-            ValueError: the parameters are a pipeline stage's, which is not averaged as its schedule goes on.
+            ValueError: DDP has been put around the parameters. Or they are a pipeline stage's, which is not averaged as
+                its schedule goes on.
         """
         super().check_before_step(optimizer)
         if optimizer not in self._steps_before:
+            check_not_in_ddp(self._named, "fastsync.attach", but=handles_of)
             # Zero-bubble schedules pass the hooks of all stages but the first, so what is checked below may not notice.
             if self._overlaps and have_a_stage(self._named.values()):
                 raise ValueError(
@@ -382,6 +384,7 @@ def attach(
     given = named_parameters(module_or_params, "module_or_params")
     named = with_gradients(given, "module_or_params")
     check_free(named, "module_or_params")
+    check_not_in_ddp(named, "module_or_params", but=handles_of)
     group = resolve_group(process_group)
     owner = module_or_params if isinstance(module_or_params, nn.Module) else None
     sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap)

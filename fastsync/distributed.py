@@ -205,15 +205,15 @@ def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, nam
 
 def dist_sum(values: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Adds ``values`` over the ranks, into a new tensor. Every rank must call it, with the same shape and dtype."""
-    total = values.detach().clone()
-    if dist.get_world_size(process_group) > 1:  # alone it would only wake a thread
-        dist.all_reduce(total, group=process_group)
+    group, total = resolve_group(process_group), values.detach().clone()
+    if group.size() > 1:  # alone it would only wake a thread
+        dist.all_reduce(total, group=group)
     return total
 
 
 def dist_mean(values: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Averages ``values`` over the ranks, into a new tensor. Every rank must call it, as ``dist_sum``."""
-    return dist_sum(values, process_group=process_group) / dist.get_world_size(process_group)
+    return dist_sum(values, process_group=process_group) / resolve_group(process_group).size()
 
 
 @torch.no_grad()

@@ -127,8 +127,25 @@ def test_drop_in_hooks_refuse_in_the_first_backward() -> None:
 
 
 def test_without_a_process_group() -> None:
-    for call in (partial(fastsync.attach, Mlp()), partial(fastsync.all_reduce_gradients, Mlp()), fastsync.HookState):
-        with pytest.raises(ValueError, match="Default process group has not been initialized"):
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    calls: list[Callable[[], object]] = [
+        partial(fastsync.attach, model),
+        partial(fastsync.all_reduce_gradients, model),
+        fastsync.HookState,
+        partial(fastsync.check_consistency, model),
+        partial(fastsync.sync_weights, model),
+        partial(fastsync.DiLoCo, model, optimizer),
+        partial(fastsync.LocalSGD, model, optimizer),
+        fastsync.measure_group,
+        partial(fastsync.register_reduce_scatter, model),
+        partial(fastsync.register_all_reduce_hook, model, process_group=None),
+        partial(fastsync.distributed.dist_sum, torch.ones(1)),
+        partial(fastsync.distributed.dist_mean, torch.ones(1)),
+    ]
+    for call in calls:
+        message = r"there is no process group yet.*fastsync\.distributed\.process_group\(|went through fully_shard"
+        with pytest.raises(ValueError, match=message):
             call()
 
 
@@ -206,6 +223,35 @@ def test_a_parameter_is_averaged_by_one_engine() -> None:
         fastsync.register_comm_hook(ddp)
     sync.detach()
     fastsync.register_comm_hook(ddp)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_plain_ddp_and_attach_are_not_for_one_model() -> None:
+    """Or gradients would be averaged twice: with op="sum" they were multiplied by the number of ranks."""
+    model, other = Mlp(), Mlp()
+    message = r"parameter [a-z0.]+ is in a DistributedDataParallel, .*register_comm_hook"
+    ddp = DistributedDataParallel(model)
+    for inside in (model, list(model.parameters())):
+        with pytest.raises(ValueError, match=rf"module_or_params: {message}"):
+            fastsync.attach(inside)
+    model.later = nn.Linear(6, 6)
+    fastsync.attach(model.later)  # DDP does not know of it
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(other, ["layers.0.weight"])
+    around_other = DistributedDataParallel(other)
+    fastsync.attach([other.layers[0].weight])
+    del ddp, around_other
+    sync = fastsync.attach(model.layers)  # the wrapper is gone
+    model.layers(torch.ones(1, 32)).sum().backward()
+    torch.optim.SGD(model.layers.parameters()).step()
+    ddp = DistributedDataParallel(model.layers)
+    optimizer = torch.optim.Adam(model.layers.parameters())
+    optimizer.zero_grad()
+    ddp(torch.ones(1, 32)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+    sync.detach()
+    optimizer.step()
 
 
 @pytest.mark.usefixtures("one_rank")
