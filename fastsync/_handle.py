@@ -109,7 +109,7 @@ class GradientHandle(SyncHandle, ABC):
             raise ValueError(
                 f"state_dict: expected what state_dict() returns, a dict with 'scales', got {state_dict!r:.80}"
             )
-        given, own = state_dict.get("residuals", {}), {self._own(name): name for name in named}
+        given, own = state_dict.get("residuals") or {}, {self._own(name): name for name in named}
         for name in (*scales, *given):
             if name not in own and re.sub(r" of rank \d+$", "", name) not in named:
                 raise ValueError(f"state_dict: the model has no parameter named {name!r}; is it another model's state?")

@@ -92,10 +92,11 @@ class ShardedGradients(GradientHandle):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``GradientHandle.load_state_dict``, with what the same rank has saved."""
         parts = [state_dict.get(name) for name in ("scales", "residuals")] if isinstance(state_dict, dict) else []
+        residuals = parts[1] if parts and isinstance(parts[1], dict) else {}
         for key in (str(key) for part in parts if isinstance(part, dict) for key in part):
             numel = re.search(r"\[(\d+)\] of rank \d+$", key)
             if numel is not None and any(unit.key(int(numel[1])) == key for unit in self._units):
-                dtype = getattr(state_dict["residuals"].get(key), "dtype", torch.float32)
+                dtype = getattr(residuals.get(key), "dtype", torch.float32)
                 self._identify(key, int(numel[1]), dtype)
         super().load_state_dict(state_dict)
 

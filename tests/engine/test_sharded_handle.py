@@ -141,7 +141,7 @@ def test_the_scales_of_a_hook_go_on(rank: int, world_size: int) -> None:
         model = sharded(mesh["shard"])
         handle = fastsync.register_all_reduce_hook(model, "fp16", process_group=mesh["replicate"])
         if states:
-            handle.load_state_dict(states[0])
+            handle.load_state_dict({name: part for name, part in states[0].items() if name != "residuals"})
             assert handle.state_dict()["scales"] == states[0]["scales"]
         else:
             step_of(model, 0, rank, world_size)

@@ -280,3 +280,21 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(entry_point: s
         for state in ({}, {"scales": None}):
             with pytest.raises(ValueError, match="state_dict: expected what state_dict\\(\\) returns"):
                 given.handle.load_state_dict(state)
+
+
+@pytest.mark.parametrize("without", [{"residuals": {}}, {"residuals": None}, {}], ids=str)
+@pytest.mark.parametrize("entry_point", WITH_STATE)
+@on_ranks(2)
+def test_residuals_may_be_taken_out_of_a_state(
+    rank: int, world_size: int, entry_point: str, without: dict[str, Any]
+) -> None:
+    """As with another number of ranks. The scales go on."""
+    grads = random_grads(rank, 0, SHAPES, torch.float32)
+    given = average(entry_point, Given(grads), "fp16")
+    given.step(grads)
+    state = given.handle.state_dict()
+    assert state["scales"]
+    del state["residuals"]
+    handle = average(entry_point, Given(grads), "fp16").handle
+    handle.load_state_dict(state | without)
+    assert handle.state_dict()["scales"] == state["scales"]
