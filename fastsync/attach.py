@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from ._handle import NOBODY, ClippableHandle, begin_use, check_free, end_use, ha
 from .compression import AnyCompression
 from .distributed import as_bytes
 from .sync_weights import broadcast_named
+from .training_state import TrainingState
 
 BUCKET_CAP_MB = 25.0
 LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
@@ -65,6 +67,7 @@ class GradientSynchronizer(ClippableHandle):
         self._engine: _C.Synchronizer = _C.Synchronizer(
             list(self._named.values()), list(self._named), group, self._bucket_cap_bytes, self._op == "sum"
         )
+        self._accumulated_step = -1  # the newest at whose end no_sync() had let gradients accumulate
         self._clipped_step = -1
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.compression = compression
@@ -83,6 +86,7 @@ class GradientSynchronizer(ClippableHandle):
         finally:
             self._is_enabled = before
             self._engine.set_enabled(before)
+            self._accumulated_step = self._engine.num_steps()
 
     def synchronize(self) -> None:
         """Averages every ``.grad`` there is, now: with ``overlap=False``, or after ``no_sync``.
@@ -106,8 +110,12 @@ class GradientSynchronizer(ClippableHandle):
         A rank whose loop has ended goes on taking part in the others' syncs until all loops have ended. Its gradients
         do not count: the mean is over the ranks that still have batches, as with DDP's
         ``divide_by_initial_world_size=False``. So are the means of ``piggyback``, whose names every rank must have sent
-        before. ``broadcast_buffers`` takes the buffers of the first of these ranks. At the end all ranks get the
-        parameters and buffers of one that has taken the most steps. Each rank keeps its optimizer's state.
+        before. ``broadcast_buffers`` takes the buffers of the first of these ranks.
+
+        At the end all ranks get what one has that took the most steps: parameters and buffers, and the states of the
+        optimizers of these parameters, of their schedulers and of GradScalers. Make the same ones on every rank. Other
+        things that count steps stay each rank's own, such as averages of weights. Gradients that a rank's loop has
+        accumulated inside ``no_sync``, and not averaged when it ends, count for nothing, and it warns.
 
         Raises:
             RuntimeError: it is inside another ``join``; or as ``synchronize()``. No rank waits longer than the process
@@ -122,6 +130,7 @@ class GradientSynchronizer(ClippableHandle):
         _thread.joins = True
         try:
             yield
+            self._warn_of_gradients_not_averaged()
             self._sync_without_batches()
             is_last = self._engine.num_active() == 0
             while self._engine.num_active() != 0:  # nan where a rank has failed, which may go on
@@ -129,11 +138,24 @@ class GradientSynchronizer(ClippableHandle):
         finally:
             self._engine.set_joining(False)
             _thread.joins = False
-        # The parameters and buffers of the first of those that ran out last go to all ranks.
+        # What the first of those that ran out last has goes to all ranks.
         size, rank = self._group.size(), self._group.rank()
-        first = torch.tensor(size - rank if is_last else 0, device=next(iter(self._named.values())).device)
-        dist.all_reduce(first, dist.ReduceOp.MAX, group=self._group)
-        self._init_sync(root=size - int(first))
+        device = next(iter(self._named.values())).device
+        said = torch.tensor([size - rank if is_last else 0, not is_last], device=device)
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
+        first, took_fewer_steps = said.tolist()
+        self._init_sync(root=size - first)
+        if took_fewer_steps:
+            TrainingState(list(self._named.values())).share(self._group, root=size - first)
+
+    def _warn_of_gradients_not_averaged(self) -> None:
+        has_gradients = any(parameter.grad is not None for parameter in self.parameters())
+        if has_gradients and self._accumulated_step == self._engine.num_steps():
+            warnings.warn(
+                "fastsync: inside join() a rank's loop has ended with gradients of no_sync() that were not averaged, "
+                "so they count for nothing. Run the last backward of the loop outside no_sync()",
+                stacklevel=4,
+            )
 
     def _sync_without_batches(self) -> None:
         """Takes part in one sync with gradients that count for nothing."""

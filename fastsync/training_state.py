@@ -1,0 +1,158 @@
+"""What optimizers, their schedulers and GradScalers know: from one rank to others that have taken fewer steps."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
+
+from . import _C
+from .distributed import broadcast_tensors
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Stands for a tensor that is sent apart."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+    is_on_host: bool
+
+
+class TrainingState:
+    """The optimizers of some parameters, the schedulers of these optimizers, and all GradScalers in use, by a search.
+
+    A rank that has had no batch has stepped none of them, so nothing but the search would find them.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
+        gc.collect()  # those of before may be in use no more
+        objects = gc.get_objects()
+        self._optimizers = [each for each in _of(Optimizer, objects) if any(self._indices(each))]
+        ids = set(map(id, self._optimizers))
+        self._schedulers = [each for each in _of(LRScheduler, objects) if id(getattr(each, "optimizer", None)) in ids]
+        self._scalers = [each for each in _of(GradScaler, objects) if each.is_enabled()]
+
+    def share(self, group: dist.ProcessGroup, root: int) -> None:
+        """Gives all ranks of the group what one rank has. Warns, on all, where they have different optimizers."""
+        device = self._parameters[0].device
+        try:
+            _C.check_agreement(group, self._describe(), device, "their optimizers, schedulers and GradScalers")
+        except ValueError as error:
+            _warn(str(error))
+            return
+        tensors: list[Tensor] = []
+        of_root: list[Any] = [self._packed(tensors) if group.rank() == root else None]
+        dist.broadcast_object_list(of_root, group=group, group_src=root)
+        packed, sent, problem = of_root[0]
+        if problem is not None:
+            _warn(problem)
+            return
+        if group.rank() != root:
+            tensors = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in sent]
+        if tensors:
+            broadcast_tensors(tensors, group, root)
+        if group.rank() != root:
+            self._take(_with_tensors(pickle.loads(packed), tensors))
+
+    def _packed(self, tensors: list[Tensor]) -> tuple[bytes, list[_Sent], str | None]:
+        sent: list[_Sent] = []
+        device = self._parameters[0].device
+
+        def take(value: Any) -> Any:
+            if not isinstance(value, Tensor) or hasattr(value, "__tensor_flatten__"):
+                return value
+            place = _Sent(len(sent), value.shape, value.dtype, value.device.type == "cpu")
+            sent.append(place)
+            tensors.append(value.detach().to(device).contiguous())
+            return place
+
+        try:
+            return pickle.dumps(tree_map(take, self._state())), sent, None
+        except Exception as error:  # what a scheduler of the user's holds may not travel, and all have to know
+            return b"", [], f"the state of rank {dist.get_rank()} cannot be sent ({error})"
+
+    def _state(self) -> list[Any]:
+        of_optimizers = [
+            (
+                [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+                {index: dict(optimizer.state.get(self._parameters[index], {})) for index in self._all_of(optimizer)},
+            )
+            for optimizer in self._optimizers
+        ]
+        return [of_optimizers, [each.state_dict() for each in (*self._schedulers, *self._scalers)]]
+
+    @torch.no_grad()
+    def _take(self, state: list[Any]) -> None:
+        of_optimizers, of_others = state
+        for other, of_other in zip((*self._schedulers, *self._scalers), of_others, strict=True):
+            other.load_state_dict(of_other)
+        for optimizer, (groups, states) in zip(self._optimizers, of_optimizers, strict=True):
+            for group, of_group in zip(optimizer.param_groups, groups, strict=True):
+                _assign(group, of_group)
+            for index, of_parameter in states.items():
+                if of_parameter:
+                    _assign(optimizer.state[self._parameters[index]], of_parameter)
+
+    def _describe(self) -> str:
+        optimizers = [f"{type(each).__name__} of parameters {self._indices(each)}" for each in self._optimizers]
+        return "\n".join([*optimizers, *(type(each).__name__ for each in (*self._schedulers, *self._scalers))])
+
+    def _indices(self, optimizer: Optimizer) -> list[list[int]]:
+        """Returns which of the parameters are in each of its groups."""
+        groups = optimizer.param_groups if "param_groups" in dir(optimizer) else []
+        return [[self._index[id(each)] for each in group["params"] if id(each) in self._index] for group in groups]
+
+    def _all_of(self, optimizer: Optimizer) -> Iterable[int]:
+        return (index for indices in self._indices(optimizer) for index in indices)
+
+
+def _of(kind: type, objects: Iterable[object]) -> list[Any]:
+    # By their types, for some objects compute their class.
+    return [each for each in objects if issubclass(type(each), kind)]
+
+
+def _with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:
+    def put(value: Any) -> Any:
+        if not isinstance(value, _Sent):
+            return value
+        tensor = tensors[value.index]
+        return tensor.cpu() if value.is_on_host else tensor
+
+    return tree_map(put, state)
+
+
+def _assign(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
+    """In place where a tensor of the same kind is there, which a CUDA graph may hold."""
+    for key, value in values.items():
+        there = target.get(key)
+        if isinstance(there, Tensor) and isinstance(value, Tensor) and _kind(there) == _kind(value):
+            there.copy_(value)
+        else:
+            target[key] = value
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"fastsync: at the end of join() ranks keep their optimizers' states, which differ from now on: {reason}. Make "
+        "the same optimizers, schedulers and GradScalers on every rank, or give all ranks one rank's state yourself",
+        stacklevel=5,
+    )

@@ -1,0 +1,195 @@
+"""After a join() in which ranks took different numbers of steps, all go on as one process that took them all."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
+
+import fastsync
+from tests.ranks import on_ranks, run_ranks
+
+STEPS = [(3, 5), (0, 4), (4, 1, 3), (2, 2)]
+OPTIMIZERS: list[Callable[..., Optimizer]] = [
+    functools.partial(Adam, lr=1e-2),
+    functools.partial(AdamW, lr=1e-2, amsgrad=True, foreach=True),
+    functools.partial(Adam, lr=1e-2, fused=True),
+    functools.partial(SGD, lr=0.1, momentum=0.9, nesterov=True),
+    functools.partial(RMSprop, lr=1e-2, momentum=0.5, centered=True),
+    functools.partial(Adagrad, lr=1e-2),
+]
+
+
+def inputs_of(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def assert_equal_on_ranks(values: Tensor, world_size: int) -> None:
+    theirs = [torch.empty_like(values) for _ in range(world_size)]
+    torch.distributed.all_gather(theirs, values)
+    assert all(torch.equal(each, theirs[0]) for each in theirs), f"{theirs}"
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_moments_and_step_counts(steps: tuple[int, ...], make: Any, dtype: torch.dtype) -> None:
+    run_ranks(_trains_two_epochs, len(steps), steps, make, dtype)
+
+
+def _trains_two_epochs(rank: int, world_size: int, steps: tuple[int, ...], make: Any, dtype: torch.dtype) -> None:
+    model, reference = make_model().to(dtype), make_model().to(dtype)
+    sync = fastsync.attach(model)
+    optimizer, of_reference = make(model.parameters()), make(reference.parameters())
+    scheduler, reference_scheduler = (StepLR(each, 2, gamma=0.5) for each in (optimizer, of_reference))
+    for epoch in range(3):
+        common = []
+        with sync.join():
+            for step in range(steps[rank]):
+                optimizer.zero_grad()
+                model(inputs_of(rank, 10 * epoch + step).to(dtype)).square().mean().backward()
+                optimizer.step()
+                scheduler.step()
+                common.append(flat(model))
+        for step in range(max(steps)):  # one process: the mean over the ranks that have a batch
+            of_reference.zero_grad()
+            active = [other for other in range(world_size) if step < steps[other]]
+            for other in active:
+                batch = inputs_of(other, 10 * epoch + step).to(dtype)
+                (reference(batch).square().mean() / len(active)).backward()
+            of_reference.step()
+            reference_scheduler.step()
+        if dtype == torch.float32:
+            torch.testing.assert_close(flat(model), flat(reference), rtol=1e-4, atol=1e-5)
+        for values in (common[: min(steps)], [flat(model)]):
+            if values:
+                assert_equal_on_ranks(torch.stack(values), world_size)
+    assert scheduler.get_last_lr() == reference_scheduler.get_last_lr()
+    if max(steps) != min(steps):  # also what was empty before has the dtypes that a step gives it
+        kinds = [[(key, value.dtype) for key, value in state.items()] for state in optimizer.state.values()]
+        assert kinds == [[(key, value.dtype) for key, value in each.items()] for each in of_reference.state.values()]
+
+
+@pytest.mark.parametrize("steps", [(3, 5), (0, 9), (1, 4, 4)], ids=str)
+def test_loss_scales(steps: tuple[int, ...]) -> None:
+    run_ranks(_scales_two_epochs, len(steps), steps)
+
+
+def _scales_two_epochs(rank: int, world_size: int, steps: tuple[int, ...]) -> None:
+    model = make_model()
+    twin = copy.deepcopy(model)
+    sync = fastsync.attach(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    for epoch in range(2):
+        with sync.join():
+            for step in range(steps[rank] if epoch == 0 else 2):
+                optimizer.zero_grad()
+                twin.load_state_dict(model.state_dict())
+                scaler.scale(model(inputs_of(rank, 10 * epoch + step)).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                if epoch == 1:
+                    twin.zero_grad()
+                    for other in range(world_size):
+                        (twin(inputs_of(other, 10 + step)).square().mean() / world_size).backward()
+                    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+                scaler.step(optimizer)
+                scaler.update()
+        assert_equal_on_ranks(torch.tensor([scaler.get_scale(), scaler._get_growth_tracker()]), world_size)
+        assert_equal_on_ranks(flat(model), world_size)
+
+
+@on_ranks(2)
+def test_several_optimizers_groups_and_schedulers(rank: int, world_size: int) -> None:
+    model, other = make_model(), make_model()
+    sync = fastsync.attach(model)
+    first = Adam([{"params": model[0].weight, "lr": 1e-2}, {"params": model[0].bias, "lr": 1e-3}])
+    second = SGD([*model[2].parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+    schedulers = [
+        OneCycleLR(first, 0.1, total_steps=50),
+        SequentialLR(second, [LambdaLR(second, lambda step: 1 / (1 + step)), StepLR(second, 2)], [3]),
+    ]
+    for epoch in range(2):
+        with sync.join():
+            for step in range(2 + 4 * rank if epoch == 0 else 3):
+                model.zero_grad()
+                model(inputs_of(rank, 10 * epoch + step)).square().mean().backward()
+                for each in (first, second, *schedulers):
+                    each.step()
+                if epoch == 1:
+                    assert_equal_on_ranks(flat(model), world_size)
+        assert_equal_on_ranks(torch.tensor([rate for each in schedulers for rate in each.get_last_lr()]), world_size)
+
+
+@on_ranks(2)
+def test_ranks_with_other_optimizers_are_warned(rank: int, world_size: int) -> None:
+    model = make_model()
+    sync = fastsync.attach(model)
+    optimizer = Adam(model.parameters()) if rank else AdamW(model.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with sync.join():
+            for step in range(1 + rank):
+                model(inputs_of(rank, step)).square().mean().backward()
+                optimizer.step()
+    assert any("ranks keep their optimizers' states, which differ" in str(each.message) for each in caught)
+    assert_equal_on_ranks(flat(model), world_size)
+
+
+@on_ranks(2)
+def test_what_cannot_be_sent_is_told_on_all_ranks(rank: int, world_size: int) -> None:
+    model = make_model()
+    sync = fastsync.attach(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 2)
+    scheduler.file = open(__file__)  # type: ignore[attr-defined]  # noqa: SIM115
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with sync.join():
+            for step in range(1 + rank):
+                model(inputs_of(rank, step)).square().mean().backward()
+                optimizer.step()
+    assert any("the state of rank 1 cannot be sent" in str(each.message) for each in caught)
+
+
+@on_ranks(2)
+def test_a_window_that_is_not_full_is_warned_of(rank: int, world_size: int) -> None:
+    model = make_model()
+    sync = fastsync.attach(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def accumulate(steps: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with sync.join():
+                for step in range(1, steps + 1):
+                    loss = model(inputs_of(rank, step)).square().mean()
+                    if step % 2 == 0:
+                        loss.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        continue
+                    with sync.no_sync():
+                        loss.backward()
+        return [str(each.message) for each in caught if "gradients of no_sync() that were not averaged" in str(each)]
+
+    assert len(accumulate(4 + rank)) == rank
+    assert accumulate(4) == []
