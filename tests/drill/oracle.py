@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -139,11 +140,24 @@ class Run:
         self.new.clear()
 
     def join(self, left: int) -> None:
-        """Ranks that run out of batches at different times."""
-        with self.handle.join():
-            for self.number in range(100, 100 + left):
-                self.zero(["none"] * len(self.case.parameters))
-                self.sync(self.grads(self.case.takes_part, (0,)))
+        """Ranks that run out of batches at different times, in two epochs."""
+        trained = [weight for weight in self.model.weights if weight.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=0.1)
+        takes_scale = all(weight.is_floating_point() and weight.dtype != torch.float16 for weight in trained)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2, enabled=takes_scale)
+        scaler.scale(torch.zeros(()))
+        for first in (100, 200):
+            with self.handle.join():
+                for self.number in range(first, first + left):
+                    self.zero(["none"] * len(self.case.parameters))
+                    self.sync(self.grads(self.case.takes_part, (0,)))
+                    scaler.step(optimizer)
+                    scaler.update()
+            mine = [*trained, *(value for each in trained for value in optimizer.state[each].values())]
+            everyones: list[Any] = [None] * len(self.ranks)
+            digest = [each.detach().numpy().tobytes() for each in map(widened, mine)], scaler.state_dict()
+            dist.all_gather_object(everyones, pickle.dumps(digest), group=self.group)
+            assert len({*everyones}) == 1, f"after the joint steps from {first} on, ranks hold different states"
 
     def sync(self, grads: Sequence[tuple[int, Tensor]]) -> Record:
         """From here on the twin goes by what is there, so that no error counts twice."""
