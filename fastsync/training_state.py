@@ -42,9 +42,12 @@ class TrainingState:
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
         gc.collect()  # those of before may be in use no more
         objects = gc.get_objects()
-        self._optimizers = [each for each in _of(Optimizer, objects) if any(self._indices(each))]
-        ids = set(map(id, self._optimizers))
-        self._schedulers = [each for each in _of(LRScheduler, objects) if id(getattr(each, "optimizer", None)) in ids]
+        # Sorted, for garbage collection does not leave objects in one order on all ranks.
+        optimizers = [each for each in _of(Optimizer, objects) if any(self._indices(each))]
+        self._optimizers = sorted(optimizers, key=lambda each: (self._indices(each), type(each).__name__))
+        places = {id(optimizer): place for place, optimizer in enumerate(self._optimizers)}
+        schedulers = [each for each in _of(LRScheduler, objects) if id(getattr(each, "optimizer", None)) in places]
+        self._schedulers = sorted(schedulers, key=lambda each: (places[id(each.optimizer)], type(each).__name__))
         self._scalers = [each for each in _of(GradScaler, objects) if each.is_enabled()]
 
     def share(self, group: dist.ProcessGroup, root: int) -> None:
