@@ -172,6 +172,12 @@ PYBIND11_MODULE(_C, m) {
            }),
            py::arg("rows"), py::arg("description"));
 
+  py::class_<fastsync::Liveness, std::shared_ptr<fastsync::Liveness>>(m, "Liveness")
+      .def(py::init(
+               [](const Group& group, const std::string& engine) { return fastsync::Liveness::of(*group, engine); }),
+           py::arg("process_group"), py::arg("engine"))
+      .def("silent_ranks", &fastsync::Liveness::silent_ranks, no_gil);
+
   py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")
       .def("set_compressions", between_steps(&EngineState::set_compressions), py::arg("compressions"), no_gil)
       .def("step", between_steps(&EngineState::step), no_gil)

@@ -20,6 +20,10 @@ class Compression:
 class CompressionTable:
     def __init__(self, rows: list[tuple[int, Compression]], description: str) -> None: ...
 
+class Liveness:
+    def __init__(self, process_group: ProcessGroup, engine: str) -> None: ...
+    def silent_ranks(self) -> list[int]: ...
+
 class EngineState:
     """What all of the following have."""
 

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from . import _C
 from .distributed import gloo_group
 
 POLL_SECONDS = 0.1
+MOST_SILENCES = 2  # in a row, of a rank that is given up; each takes some seconds
 GRACE_SECONDS = 2.0
 
 
@@ -42,12 +44,14 @@ class SurvivingGroup:
         self._store = PrefixStore(f"{ranks}/", self._store)
         rank, name = ranks.index(dist.get_rank()), f"fastsync: ranks {ranks}"
         self.group = gloo_group(self._store, rank, len(ranks), self._timeout, name)
+        self._liveness = _C.Liveness(self.group, "sites")
 
     def go_on_without_the_lost(self, progress: int, error: Exception) -> dict[int, int]:
         """Forms a group of the ranks that are left, once an error of the newest has shown that some are lost.
 
-        Each writes to the store how far it has come, and waits for the others to do so: for twice the time-out, for who
-        only waits in a collective of the old group meets its error later. The first list of ranks that is written then
+        Each writes to the store how far it has come, and waits for the others to do so. A rank that sends no heartbeat
+        is given up after some seconds. One that does is waited for until twice the time-out, for who only waits in a
+        collective of the old group meets its error later. The first list of ranks that is written then
         is everybody's. The store has to be alive: it lives with the launcher, or with rank 0. The old group ends when
         nothing holds it any more.
 
@@ -64,9 +68,7 @@ class SurvivingGroup:
         store, ranks, rank = PrefixStore("left/", self._store), self.ranks, dist.get_rank()
         try:
             store.set(str(rank), str(progress))
-            deadline = time.monotonic() + 2 * self._timeout.total_seconds() + GRACE_SECONDS
-            while not store.check([str(each) for each in ranks]) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
+            self._wait_for_the_others(store)
             here = [each for each in ranks if store.check([str(each)])]
             left = json.loads(store.compare_set("ranks", "", json.dumps(here)))
             came = {each: int(store.get(str(each))) for each in left}
@@ -82,6 +84,16 @@ class SurvivingGroup:
             ) from error
         self._form(left)
         return came
+
+    def _wait_for_the_others(self, store: Store) -> None:
+        deadline = time.monotonic() + 2 * self._timeout.total_seconds() + GRACE_SECONDS
+        silences = dict.fromkeys(self.ranks, 0)  # of each rank, in a row
+        while absent := [each for each in self.ranks if not store.check([str(each)])]:
+            if time.monotonic() >= deadline or all(silences[each] >= MOST_SILENCES for each in absent):
+                return
+            time.sleep(POLL_SECONDS)
+            silent = [self.ranks[place] for place in self._liveness.silent_ranks()]
+            silences = {each: silences[each] + 1 if each in silent else 0 for each in self.ranks}
 
     def broadcast_object(self, mine: object, source: int) -> Any:
         """Returns what rank ``source`` of ``ranks`` has given, as ``dist.broadcast_object_list`` does."""

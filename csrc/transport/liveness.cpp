@@ -62,6 +62,26 @@ void check_server(const StorePtr& store) {
   TORCH_CHECK(is_there, "the store is gone");
 }
 
+// A connection of our own to the server of a TCPStore: the group's is held for as long as somebody waits in it, as
+// dist.new_group() does. One for all engines of a group. Null for another store, and where the server is gone.
+StorePtr client_of(const StorePtr& store) {
+  static std::mutex mutex;
+  static auto& clients = *new std::map<const c10d::Store*, c10::weak_intrusive_ptr<c10d::Store>>();
+  if (as<c10d::TCPStore>(store) == nullptr) {
+    return nullptr;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::erase_if(clients, [](const auto& entry) { return entry.second.expired(); });
+  const auto found = clients.find(store.get());
+  StorePtr client = found == clients.end() ? nullptr : found->second.lock();
+  try {
+    client = client ? client : store->clone();
+    clients.insert_or_assign(store.get(), c10::weak_intrusive_ptr<c10d::Store>(client));
+  } catch (const std::exception&) {
+  }
+  return client;
+}
+
 int64_t now() {
   return std::chrono::duration_cast<milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
@@ -86,14 +106,15 @@ std::vector<std::string> heartbeats_in(c10d::Store& store, int64_t size) {
   return heartbeats;
 }
 
-// By the heartbeats of a rank before and after a while in which there had to be a new one.
-std::string state_in(const std::string& before, const std::string& after) {
+// By the heartbeats of a rank before and after a while in which there had to be a new one. What was last heard through
+// a file may be of long ago, for there a rank writes when it is asked.
+std::string state_in(const std::string& before, const std::string& after, bool is_file) {
   const std::string state = after.substr(after.find(' ') + 1);
   if (before != after) {
     return state;
   }
   const int64_t seconds = std::max<int64_t>(0, now() - std::atoll(after.c_str())) / 1000;
-  return kNoAnswer + (after.empty() ? "" : c10::str(", last heard of ", seconds, " s ago: ", state));
+  return kNoAnswer + (after.empty() || is_file ? "" : c10::str(", last heard of ", seconds, " s ago: ", state));
 }
 
 }  // namespace
@@ -103,7 +124,7 @@ std::string state_in(const std::string& before, const std::string& after) {
 // To a TCPStore it waits for no answer, so that a store that hangs holds nobody up. A FileStore keeps all that was ever
 // written: there a rank writes at first, and when somebody has asked.
 void Liveness::write(const std::string& waiting) {
-  const StorePtr to = store_.lock();
+  const StorePtr to = store();
   check_server(to);
   if (as<c10d::FileStore>(to) != nullptr) {
     const int64_t number = to->check({kKey}) ? std::stoll(to->get_to_str(kKey)) : 0;
@@ -117,18 +138,22 @@ void Liveness::write(const std::string& waiting) {
   to->set(key_of(rank_), c10::str(now(), " ", text));
 }
 
-// First who is missing, then who is elsewhere, last who is where this rank is.
-std::string Liveness::ask() const {
-  const StorePtr from = store_.lock();
+std::pair<Liveness::Heartbeats, Liveness::Heartbeats> Liveness::ask() const {
+  const StorePtr from = store();
   check_server(from);
   from->add(kKey, 1);
-  const std::vector<std::string> before = heartbeats_in(*from, size_);
+  Heartbeats before = heartbeats_in(*from, size_);
   std::this_thread::sleep_for(kPatience);
-  const std::vector<std::string> after = heartbeats_in(*from, size_);
+  return {std::move(before), heartbeats_in(*from, size_)};
+}
+
+// First who is missing, then who is elsewhere, last who is where this rank is.
+std::string Liveness::where_ranks_are(const Heartbeats& before, const Heartbeats& after) const {
   std::map<std::pair<int, std::string>, std::string> ranks_at;
-  const std::string mine = state_in(before[rank_], after[rank_]);
+  const bool is_file = as<c10d::FileStore>(store()) != nullptr;
+  const std::string mine = state_in(before[rank_], after[rank_], is_file);
   for (int64_t rank = 0; rank < size_; ++rank) {
-    const std::string at = state_in(before[rank], after[rank]);
+    const std::string at = state_in(before[rank], after[rank], is_file);
     std::string& ranks = ranks_at[{at.starts_with(kNoAnswer) ? 0 : at == mine ? 2 : 1, at}];
     ranks += c10::str(ranks.empty() ? "rank " : ", ", rank);
     if (!global_ranks_.empty() && global_ranks_[rank] != static_cast<uint64_t>(rank)) {
@@ -220,6 +245,7 @@ Liveness::Liveness(const c10d::ProcessGroup& group, const std::string& engine)
 std::shared_ptr<Liveness> Liveness::of(c10d::ProcessGroup& group, const std::string& engine) {
   std::shared_ptr<Liveness> liveness(new Liveness(group, engine));
   if (liveness->can_ask()) {
+    liveness->client_ = client_of(group.getStore());
     Heartbeat& heartbeat = *Heartbeat::of_this_process();
     const std::lock_guard<std::mutex> lock(heartbeat.mutex);
     heartbeat.engines.push_back(liveness);
@@ -229,7 +255,7 @@ std::shared_ptr<Liveness> Liveness::of(c10d::ProcessGroup& group, const std::str
 
 // A store may also be Python's, and the thread never has the GIL.
 bool Liveness::can_ask() const {
-  const StorePtr store = store_.lock();
+  const StorePtr store = this->store();
   return size_ > 1 && (as<c10d::TCPStore>(store) != nullptr || as<c10d::FileStore>(store) != nullptr) &&
          Heartbeat::of_this_process() != nullptr;
 }
@@ -256,6 +282,39 @@ void Liveness::give_up() {
 }
 
 // On a thread of its own, for a store may hang.
+template <class Result>
+std::optional<Result> Liveness::answer(Result (*call)(const Liveness&, const Heartbeats&, const Heartbeats&)) {
+  try {
+    std::packaged_task<Result()> task([self = shared_from_this(), call] {
+      pthread_setname_np(pthread_self(), kThreadName);
+      const auto [before, after] = self->ask();
+      return call(*self, before, after);
+    });
+    auto answered = task.get_future();
+    std::thread(std::move(task)).detach();
+    if (answered.wait_for(kLimit) == std::future_status::ready) {
+      return answered.get();
+    }
+  } catch (const std::exception&) {  // of the store's
+  }
+  return std::nullopt;
+}
+
+std::vector<int64_t> Liveness::silent_ranks() {
+  const auto silent = [](const Liveness&, const Heartbeats& before, const Heartbeats& after) {
+    std::vector<int64_t> ranks;
+    for (size_t rank = 0; rank < after.size(); ++rank) {
+      if (before[rank] == after[rank]) {
+        ranks.push_back(static_cast<int64_t>(rank));
+      }
+    }
+    return ranks;
+  };
+  const auto answered = can_ask() ? answer<std::vector<int64_t>>(silent) : std::nullopt;
+  TORCH_CHECK(answered, "the store of the process group does not answer");
+  return *answered;
+}
+
 std::string Liveness::who_is_missing() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -268,23 +327,17 @@ std::string Liveness::who_is_missing() {
   if (!told_.empty() && Clock::now() - told_at_ <= kPatience) {  // another bucket has just asked
     return told_;
   }
+  const auto told = answer<std::string>([](const Liveness& self, const Heartbeats& before, const Heartbeats& after) {
+    return self.where_ranks_are(before, after);
+  });
+  told_at_ = Clock::now();
+  if (told) {
+    return told_ = *told;
+  }
   told_ = ". Where the other ranks are is not known, for the store of their group does not answer";
-  told_ += as<c10d::TCPStore>(store_.lock()) == nullptr
+  told_ += as<c10d::TCPStore>(store()) == nullptr
                ? ""
                : ": the process that holds it, the launcher or rank 0's, is stopped or gone";
-  try {
-    std::packaged_task<std::string()> task([self = shared_from_this()] {
-      pthread_setname_np(pthread_self(), kThreadName);
-      return self->ask();
-    });
-    auto told = task.get_future();
-    std::thread(std::move(task)).detach();
-    if (told.wait_for(kLimit) == std::future_status::ready) {
-      told_ = told.get();
-    }
-  } catch (const std::exception&) {  // of the store's
-  }
-  told_at_ = Clock::now();
   return told_;
 }
 

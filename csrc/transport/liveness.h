@@ -8,7 +8,9 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace fastsync {
@@ -32,22 +34,34 @@ class Liveness : public std::enable_shared_from_this<Liveness> {
   // seconds at most. Empty where there is no store to ask through.
   std::string who_is_missing();
 
+  // The ranks that send no heartbeat: stopped, gone, cut off, or without an engine of this group. Takes as long. Throws
+  // c10::Error where there is no store to ask through, or where it does not answer.
+  std::vector<int64_t> silent_ranks();
+
  private:
   friend struct Heartbeat;
   enum class State { kResting, kWaiting, kFailed };
 
   Liveness(const c10d::ProcessGroup& group, const std::string& engine);
   bool can_ask() const;
+  c10::intrusive_ptr<c10d::Store> store() const { return client_ ? client_ : store_.lock(); }
   void note(const char* what, int64_t step, const std::string& why);
   std::string of_step() const { return "step " + std::to_string(step_) + of_engine_; }
   void write(const std::string& waiting);
-  std::string ask() const;
+  using Heartbeats = std::vector<std::string>;
+  // Before and after a while in which there has to be a new one of each rank that lives.
+  std::pair<Heartbeats, Heartbeats> ask() const;
+  std::string where_ranks_are(const Heartbeats& before, const Heartbeats& after) const;
+  // What comes out of the call with these; nothing where the store does not answer in time.
+  template <class Result>
+  std::optional<Result> answer(Result (*call)(const Liveness&, const Heartbeats&, const Heartbeats&));
 
   const std::string of_engine_;
   const int64_t rank_;
   const int64_t size_;
   std::vector<uint64_t> global_ranks_;                // empty where they are not known
   const c10::weak_intrusive_ptr<c10d::Store> store_;  // the group's, which may have a server that has to end with it
+  c10::intrusive_ptr<c10d::Store> client_;            // of that server; null where there is none
   int64_t answered_ = -1;                             // the newest question, for the thread
   std::mutex mutex_;                                  // guards the next three
   std::string text_;

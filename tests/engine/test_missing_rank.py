@@ -215,6 +215,25 @@ def _is_stopped_over_tcp(rank: int, world_size: int, port: int, who: int) -> str
     return is_stopped(_open_group_over_tcp(rank, world_size, port), "none", who=who, seconds=1.5)
 
 
+def _waits_in_the_store(rank: int, world_size: int, port: int) -> str:
+    group = _open_group_over_tcp(rank, world_size, port)
+    model, _ = trained("none", group)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["raised"], timedelta(seconds=60))
+        return ""
+    try:
+        return where_ranks_are(model)
+    finally:
+        store.set("raised", "")
+
+
+def test_a_rank_that_waits_in_the_store_is_not_called_gone() -> None:
+    """As one that waits for others in ``dist.new_group``."""
+    said, _ = run_ranks(_waits_in_the_store, 2, free_port())
+    assert _positions(said) == {1: "in no sync, after step 1 of the engine of parameter 0.weight", 0: AVERAGING}
+
+
 def test_a_store_that_does_not_answer_is_said() -> None:
     _, said = run_ranks(_is_stopped_over_tcp, 2, free_port(), 0)
     assert said == (

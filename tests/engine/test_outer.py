@@ -311,10 +311,11 @@ def test_sites_of_several_ranks(rank: int, world_size: int, inside: Callable[...
         torch.testing.assert_close(mine.detach(), mean / 4, rtol=1e-6, atol=1e-7)
 
 
-def trained_until_one_is_lost(rank: int, world_size: int, delay: int) -> list[Tensor]:
+def trained_until_one_is_lost(rank: int, world_size: int, delay: int, compression: Any) -> list[Tensor]:
     model = make_model()
     optimizer = make_optimizer(model)
-    with DiLoCo(model, optimizer, sync_every=2, fragments=2, fragment_sync_delay=delay, timeout=3.0) as sync:
+    options: Any = {"fragments": 2, "fragment_sync_delay": delay, "compression": compression}
+    with DiLoCo(model, optimizer, sync_every=2, **options) as sync:
         of_three = weakref.ref(sync._sites.group)
         for step in range(1, 9):
             if rank == 2 and step == 4:
@@ -326,9 +327,12 @@ def trained_until_one_is_lost(rank: int, world_size: int, delay: int) -> list[Te
     return [outer.detach() for fragment in sync._fragments for outer in fragment.outer.values()]
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_the_others_go_on_without_a_site_that_is_lost(delay: int) -> None:
-    first, second, _ = run_ranks(trained_until_one_is_lost, 3, delay, lost=[2])
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize(("delay", "compression"), [(0, "int8+ef"), (1, "int8+ef"), (0, "none"), (0, TopK())])
+def test_the_others_go_on_without_a_site_that_is_lost(delay: int, compression: Any, shared_memory: bool) -> None:
+    """Long before the time-out, which is ten minutes."""
+    lost = {"lost": [2], "timeout": 60, "shared_memory": shared_memory}
+    first, second, _ = run_ranks(trained_until_one_is_lost, 3, delay, compression, **lost)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
 
 
