@@ -182,6 +182,7 @@ PYBIND11_MODULE(_C, m) {
       .def("set_compressions", between_steps(&EngineState::set_compressions), py::arg("compressions"), no_gil)
       .def("step", between_steps(&EngineState::step), no_gil)
       .def("set_step", between_steps(&EngineState::set_step), py::arg("step"), no_gil)
+      .def("end_interrupted", &EngineState::end_interrupted, no_gil)
       .def("saved", between_steps(&EngineState::saved), no_gil)
       .def("set_saved", between_steps(&EngineState::set_saved), py::arg("rows"), no_gil)
       .def("grad_stats", locked(&EngineState::grad_stats), no_gil)

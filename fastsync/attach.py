@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 
 import torch
@@ -238,6 +238,8 @@ class GradientSynchronizer(ClippableHandle):
         if not self._is_attached:
             raise RuntimeError("fastsync: use_group() was called after detach(); attach to the new group")
         group = resolve_group(process_group)
+        with suppress(RuntimeError, ValueError):  # of a step that failed, as where ranks of the group before are lost
+            self._engine.end_interrupted()
         state, growth = self.state_dict(), group.size() / self._group.size()
         before = self._engine, self._group
         try:

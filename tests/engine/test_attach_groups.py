@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fastsync
 from fastsync.compression import parse_compression
+from tests.engine.attached import Fallible, attach, loss_of
 from tests.models import SMALL_BUCKETS, Given, assert_same_on_all_ranks, grads_of, random_grads
 from tests.ranks import on_ranks, run_ranks
 
@@ -130,6 +132,31 @@ def test_a_group_that_is_refused_changes_nothing(rank: int, world_size: int) -> 
 
 
 # ---- ranks without batches -------------------------------------------------------------------------------------------
+
+
+def _goes_on_without_the_last(rank: int, world_size: int, wire: str, weighted: bool) -> None:
+    model = Fallible()
+    sync = attach(model, compression=wire)
+    if weighted:
+        sync.set_weight(1.0)
+    loss_of(model, rank, 0).backward()
+    if rank == world_size - 1:
+        os._exit(0)
+    model.fails = True
+    with pytest.raises((ArithmeticError, RuntimeError)):
+        loss_of(model, rank, 1).backward()
+    model.fails = False
+    sync.use_group(dist.new_group([0, 1], use_local_synchronization=True))
+    model.zero_grad()
+    loss_of(model, rank, 2).backward()
+    assert_same_on_all_ranks(grads_of(model), sync._group)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize(("wire", "weighted"), [("none", False), ("fp16", True), ("int8+ef", False)])
+def test_after_a_step_that_failed_the_others_go_on(wire: str, weighted: bool, shared_memory: bool) -> None:
+    """Nothing of the old group is waited for, and none of its errors comes up again."""
+    run_ranks(_goes_on_without_the_last, 3, wire, weighted, lost=[2], shared_memory=shared_memory, timeout=60)
 
 
 def _model() -> nn.Sequential:
