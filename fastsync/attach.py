@@ -386,7 +386,8 @@ def attach(
         compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), such a wire with error
             feedback (``"int8+ef"``), or ``"auto"``, which measures the group and chooses. See ``AnyCompression``.
         bucket_cap_mb: how large a bucket gets, in MiB. Smaller ones start earlier and cost more latency.
-        process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group.
+        process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. Where
+            backward has collectives of its own, as SyncBatchNorm's, and ranks may miss gradients, pass a new group.
         overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.
         init_sync: first give every rank the parameters and buffers of the group's rank 0.
         op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks. A second backward

@@ -119,8 +119,11 @@ void ParameterSync::send_full_buckets() {
 }
 
 bool ParameterSync::may_go_early(const Bucket& bucket) const {
-  return bucket.num_waiting == 0 && have_agreed() && !bucket.sync->waits_to_send(compressions_->at(bucket.numel)) &&
-         !(is_last(bucket) && describe_buffers_);
+  // On a CPU it depends on time whether weights have come. What the group itself adds up, it pairs by the order of
+  // calls. So a collective that somebody else calls inside backward would come before it here, and after it there.
+  const bool waits_for_end = weight_.is_on() && bucket.sync->device().is_cpu() && !bucket.sync->has_room();
+  return bucket.num_waiting == 0 && !waits_for_end && have_agreed() &&
+         !bucket.sync->waits_to_send(compressions_->at(bucket.numel)) && !(is_last(bucket) && describe_buffers_);
 }
 
 // Before all that is sent, on every rank: whatever there is to agree on comes after it, unless it is known before the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fastsync
 from tests.engine.entry_points import Averaged, average
 from tests.models import Fails
 from tests.ranks import on_ranks
@@ -257,3 +259,49 @@ def test_token_weights_with_accumulation(rank: int, world_size: int, entry_point
         with pytest.raises(RuntimeError, match=r"set_weight\(\) was called after a backward whose gradients.* 0, no"):
             micro_batches(1, given.handle.set_weight)
         weight.grad = None
+
+
+class _AddsUp(torch.autograd.Function):
+    """A collective of the user's own inside backward, as SyncBatchNorm has some."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, step: int) -> Tensor:
+        context.step = step
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        if dist.get_rank() == 0:
+            _store().set(f"rank 0 waits in step {context.step}", "")
+        total = grads[0].clone()
+        dist.all_reduce(total)
+        return total, None
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2, shared_memory=False)
+def test_a_collective_inside_backward_beside_weights(rank: int, world_size: int, overlap: bool) -> None:
+    """Whether weights have come when a bucket is full depends on time, and the order of collectives must not."""
+    size = 300
+    early = [nn.Parameter(torch.zeros(size)) for _ in range(2)]
+    late = nn.Parameter(torch.zeros(size))
+    sync = fastsync.attach([late, *early], "fp16", bucket_cap_mb=size * 4 / 2**20, overlap=overlap)
+    sync.set_weight(1.0)
+    for step in range(3):
+        for parameter in (late, *early):
+            parameter.grad = None
+        hidden = _AddsUp.apply(late * (1.0 + rank), step)
+        loss = ((hidden + early[1]) * (1.0 + rank) + early[0] * (1.0 + rank)).sum()
+        if step > 0 and rank == 1:  # rank 0 has nobody's weight but its own when it gets to its collective
+            _store().wait([f"rank 0 waits in step {step}"])
+            hook = early[1].register_post_accumulate_grad_hook(lambda parameter: time.sleep(0.1))
+        loss.backward()
+        if not overlap:
+            sync.synchronize()
+        if step > 0 and rank == 1:
+            hook.remove()
+        assert [parameter.grad.unique().tolist() for parameter in (late, *early)] == [[4.5], [1.5], [1.5]], step
