@@ -227,7 +227,8 @@ PYBIND11_MODULE(_C, m) {
           "take_over", [](Synchronizer& self, Synchronizer& other) { self.locked(&Synchronizer::take_over, other); },
           py::arg("other"), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil)
-      .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
+      .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), py::arg("have_hooks"),
+           no_gil);
 
   py::class_<ShardedState, EngineState, std::shared_ptr<ShardedState>>(m, "ShardedState")
       .def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))

@@ -339,7 +339,7 @@ class GradientSynchronizer(ClippableHandle):
         if not self._is_enabled:
             return
         self.check_nothing_is_late(optimizer)
-        own = set(map(id, self._engine.with_own_gradients()))  # before Python sees any gradient
+        own = set(map(id, self._engine.with_own_gradients(self._overlaps)))  # before Python sees any gradient
         stepped = next((parameter for parameter in self.stepped_by(optimizer) if parameter.grad is not None), None)
         if stepped is None:
             return

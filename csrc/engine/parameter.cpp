@@ -158,7 +158,10 @@ bool Parameter::is_unchanged() const {
   return averaged.is_still(tensor.grad());
 }
 
-bool Parameter::has_own_gradient() const {
+bool Parameter::has_own_gradient(bool has_hook) const {
+  if (has_hook && !is_new) {
+    return false;
+  }
   const at::Tensor tensor(id.lock());
   if (!tensor.defined() || !tensor.grad().defined()) {
     return false;

@@ -30,8 +30,9 @@ struct Parameter {
   at::Tensor lock() const;
   // Whether its gradient is still what the newest sync left; false also where that cannot be proven.
   bool is_unchanged() const;
-  // Whether it has a gradient, or a part of one, that no sync has averaged.
-  bool has_own_gradient() const;
+  // Whether it has a gradient, or a part of one, that no sync has averaged. Where hooks mark what is new, nothing but
+  // the mark has to be read.
+  bool has_own_gradient(bool has_hook) const;
   // A backward has been here, and may have accumulated a gradient.
   void note_gradient();
   // It may have a gradient that no sync has averaged, and takes part in the one under way, or is left for the next.

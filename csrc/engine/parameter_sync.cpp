@@ -329,10 +329,10 @@ bool ParameterSync::gradients_are_unchanged() {
   return std::all_of(parameters_.begin(), parameters_.end(), std::mem_fn(&Parameter::is_unchanged));
 }
 
-std::vector<at::Tensor> ParameterSync::with_own_gradients() {
+std::vector<at::Tensor> ParameterSync::with_own_gradients(bool have_hooks) {
   std::vector<at::Tensor> found;
   for (const Parameter& parameter : parameters_) {
-    if (parameter.has_own_gradient()) {
+    if (parameter.has_own_gradient(have_hooks)) {
       found.push_back(parameter.lock());
     }
   }

@@ -59,7 +59,7 @@ class ParameterSync : public EngineState {
   // Whether the gradients are still those that the newest sync left.
   bool gradients_are_unchanged();
   // The parameters whose gradients are, in part, this rank's own: of a backward after the newest sync.
-  std::vector<at::Tensor> with_own_gradients();
+  std::vector<at::Tensor> with_own_gradients(bool have_hooks);
 
   // Goes on with what another engine of the same parameters knows of their gradients.
   void take_over(ParameterSync& other);
