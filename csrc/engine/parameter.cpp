@@ -221,7 +221,8 @@ void Parameter::check_sum(const at::Tensor& gradient) {
 
 void Parameter::put_sum_back() {
   if (sum.defined()) {
-    at::Tensor& gradient = lock().mutable_grad();
+    const at::Tensor parameter = lock();
+    at::Tensor& gradient = parameter.mutable_grad();
     gradient = gradient.defined() ? sum.add_(gradient) : sum;
     sum.reset();
   }

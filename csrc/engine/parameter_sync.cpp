@@ -356,9 +356,6 @@ void ParameterSync::end() {
   liveness_->rest();
   step_ += 1;
   for (Parameter& parameter : parameters_) {
-    if (parameter.tensor.defined() && !parameter.tensor.grad().defined()) {
-      parameter.put_sum_back();  // of a backward that failed
-    }
     parameter.tensor.reset();
     parameter.stand_in.reset();
   }
@@ -367,8 +364,12 @@ void ParameterSync::end() {
   }
 }
 
-void ParameterSync::put_sums_back() {
-  std::for_each(parameters_.begin(), parameters_.end(), std::mem_fn(&Parameter::put_sum_back));
+void ParameterSync::put_sums_back(bool only_lone_ones) {
+  for (Parameter& parameter : parameters_) {
+    if (!only_lone_ones || !parameter.lock().grad().defined()) {
+      parameter.put_sum_back();
+    }
+  }
 }
 
 void ParameterSync::take_over(ParameterSync& other) {

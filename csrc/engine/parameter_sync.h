@@ -89,7 +89,8 @@ class ParameterSync : public EngineState {
   void note_gradient(size_t index) { parameters_[index].note_gradient(); }
   void leave(size_t index) { parameters_[index].mark_new(/*is_left_over=*/true); }
   bool sums() const { return sums_; }
-  void put_sums_back();
+  // Of those to which nothing has come, or of all.
+  void put_sums_back(bool only_lone_ones);
   // Every parameter with a gradient takes part in the sync under way.
   void mark_all_ready();
 

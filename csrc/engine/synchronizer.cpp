@@ -105,7 +105,7 @@ void Synchronizer::detach() {
   const std::lock_guard<std::mutex> lock(mutex_);
   take_hooks_off();
   const at::NoGradGuard no_grad;
-  put_sums_back();
+  put_sums_back(/*only_lone_ones=*/false);
 }
 
 void Synchronizer::end_interrupted() {
@@ -216,6 +216,7 @@ void Synchronizer::send_leftovers() {
   of_each_interrupted([](Synchronizer& engine) {
     try {
       if (engine.is_on_cpu_) {
+        engine.put_sums_back(/*only_lone_ones=*/true);
         engine.poison();
       }
     } catch (...) {

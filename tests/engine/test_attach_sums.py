@@ -190,11 +190,15 @@ def test_what_is_no_accumulation_changes_nothing(rank: int, world_size: int, ent
 def test_a_backward_that_fails_and_is_run_again(rank: int, world_size: int) -> None:
     given, model = sums("attach")
     given.backward(model(rank + 1.0, 1.0))
-    with pytest.raises(ArithmeticError):
-        (Fails.apply(model.both).sum() + model.second.sum()).backward()
-    model.zero_grad()
-    given.backward(model(rank + 1.0, 1.0))
-    assert values(model) == [[3.0], [2.0]]
+    for weight in (model.both, model.second):
+        loss = (Fails.apply(weight).sum() + model.both.sum() + model.second.sum()) * 8.0
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        model.zero_grad()
+        given.backward(model(None, 1.0))
+        assert values(model) == [None, [2.0]]
+        given.backward(model(rank + 1.0, 1.0))
+        assert values(model) == [[3.0], [4.0]]
 
 
 @on_ranks(2)
