@@ -41,6 +41,8 @@ class Case:
         self.is_attached = entry_point in ("attach", "synchronize")
         self.is_ddp, self.is_sharded = "hook" in entry_point, entry_point == "sharded"
         self.is_called = entry_point in ("synchronize", "all_reduce")  # by the user, after backward
+        self.reads_grad = not self.is_ddp and not self.is_sharded
+        """Whether what is averaged is ``.grad`` itself."""
         self.world_size, self.cap = draw.choice((2, 2, 3, 4, 5)), draw.choice(CAPS)
         wires = WIRES.get(entry_point) or draw.choice((LOSSLESS, LOSSLESS, LOSSY, FEEDBACK))
         self.compression: Any = parse_compression(draw.choice(wires))
@@ -53,7 +55,7 @@ class Case:
         self.shares_memory = may(draw, 50)
         self.op = "sum" if self.is_attached and may(draw, 25) else "mean"
         self.is_weighted = self.is_attached and may(draw, 25)
-        dtypes, shapes = DTYPES, (*SHAPES, (), (2,), (0, 3))
+        dtypes, shapes = DTYPES, (*SHAPES, (), (2,), (0, 3), (4, 3, 5, 5))
         if self.is_sharded:  # which takes one dtype, and neither strides nor scalars
             dtypes, shapes = (draw.choice(DTYPES),), SHAPES
         elif self.wire == "none" and may(draw, 30):
@@ -74,7 +76,7 @@ class Case:
         else:  # means that are not near zero, for float16 goes by them
             draw = 0.5 + torch.rand((2, *parameter.shape), generator=generator, dtype=torch.float64)
         values = torch.complex(*draw) if parameter.dtype.is_complex else draw[0]
-        return (values * 2.0**parameter.exponent).to(parameter.dtype)
+        return (values * 2.0**parameter.exponent).to(parameter.grad_dtype)
 
 
 class Parameter:
@@ -86,12 +88,17 @@ class Parameter:
         self.dtype, self.shape, self.exponent = draw.choice(dtypes), draw.choice(shapes), draw.randint(-1, 1)
         self.is_transposed = not case.is_sharded and len(self.shape) == 2 and may(draw, 30)
         self.is_tied, self.is_frozen = may(draw, 20), may(draw, 8)
+        is_narrow = self.dtype in (torch.float16, torch.bfloat16) and not self.is_frozen
+        self.grad_dtype = torch.float32 if is_narrow and case.reads_grad and may(draw, 30) else self.dtype
         if self.is_frozen and not case.is_sharded and may(draw, 50):
             self.dtype = torch.int64
 
     def make(self) -> nn.Parameter:
         values = torch.zeros(self.shape[::-1] if self.is_transposed else self.shape, dtype=self.dtype)
-        return nn.Parameter(values.mT if self.is_transposed else values, requires_grad=not self.is_frozen)
+        parameter = nn.Parameter(values.mT if self.is_transposed else values, requires_grad=not self.is_frozen)
+        if self.grad_dtype != self.dtype and not self.is_frozen:
+            parameter.grad_dtype = self.grad_dtype
+        return parameter
 
     @property
     def takes_part(self) -> bool:
@@ -108,7 +115,7 @@ class Step:
         self.leaves_group = may_leave and may(draw, 8)
         """From here on the last rank is not of the group."""
         self.weights = [draw.choice(WEIGHTS) for _ in ranks] if case.is_weighted and may(draw, 70) else None
-        kinds = ("none", "zero") if case.is_sharded else ("none", "zero", "keep")
+        kinds = ("none", "zero") if case.is_sharded else ("none", "zero", "zero in place", "keep")
         self.zero = [draw.choice(kinds)] * len(numbers) if may(draw, 50) else [draw.choice(kinds) for _ in numbers]
         self.use, self.accumulate = used(case, draw), used(case, draw)
         """By a second backward, and by one before it under no_sync: which are used, of each rank and parameter."""
@@ -118,6 +125,8 @@ class Step:
         may_fail = case.entry_point == "attach" and not case.has_feedback and may(draw, 15)
         self.fails = draw.choice(([*ranks], [draw.choice(ranks)])) if may_fail else []
         """Ranks whose backward fails, before that which is synchronised."""
+        self.reorders = case.reads_grad and may(draw, 8)
+        """Whether the model gets another memory format first."""
         self.piggybacks = case.is_attached and may(draw, 10)
         self.reduces = may(draw, 15)
         """Whether the user has a collective of his own under way meanwhile."""

@@ -37,7 +37,7 @@ def test_cases_have_whatever_may_happen() -> None:
     drawn = [thing for case in cases for thing in (case, *case.parameters, *case.steps)]
     assert {what for thing in drawn for what, value in vars(thing).items() if value} >= {
         *("is_transposed", "is_tied", "is_frozen", "is_weighted", "weights", "may_join", "shares_memory"),
-        *("accumulates", "fails", "piggybacks", "reduces", "extreme", "leaves_group"),
+        *("accumulates", "fails", "piggybacks", "reduces", "extreme", "leaves_group", "reorders"),
     }
     assert {case.world_size for case in cases} == {2, 3, 4, 5}
     assert {case.compression.ranks_per_node for case in cases} == {1, 2}
