@@ -1,11 +1,13 @@
 // What Python can call: a table of contents. The operators themselves are torch.ops.fastsync.*, see ops.cpp.
 #include <c10/util/intrusive_ptr.h>
 #include <pybind11/functional.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -62,6 +64,22 @@ std::shared_ptr<Engine> make_shared(Args... args) {
 }
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// What a call warns of becomes Python's warning, when the call has ended and the GIL is held again.
+class PythonWarnings {
+ public:
+  PythonWarnings() = default;
+  ~PythonWarnings() noexcept(false) {
+    if (std::uncaught_exceptions() > 0) {
+      handler_.set_in_exception();
+    }
+  }
+  PythonWarnings(const PythonWarnings&) = delete;
+  PythonWarnings& operator=(const PythonWarnings&) = delete;
+
+ private:
+  torch::PyWarningHandler handler_;
+};
 
 // DDP expects a Python object from a hook registered in Python. It is made here, where the GIL is held anyway, so that
 // nothing has to wait for the GIL when the bucket is done.
@@ -154,7 +172,7 @@ auto between_steps(Result (State::*method)(Args...)) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "fastsync's compiled half; use it through the fastsync package.";
-  const py::call_guard<py::gil_scoped_release> no_gil;
+  const py::call_guard<PythonWarnings, py::gil_scoped_release> no_gil;
 
   m.def("built_with_cuda", &built_with_cuda);
   m.def("build_info",

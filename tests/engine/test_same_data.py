@@ -37,6 +37,18 @@ def test_ranks_with_the_same_data_are_told(rank: int, world_size: int, entry_poi
     assert [each[: each.index("ranks")] for each in said] == ["fastsync: all 2 "] * (rank == 0)
 
 
+@on_ranks(2)
+def test_who_calls_synchronize_is_told_by_python(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    sync = fastsync.attach(model, overlap=False)
+    model(batch(0, 0)).square().mean().backward()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sync.synchronize()
+    assert [str(each.message)[:19] for each in said] == ["fastsync: all 2 ran"] * (rank == 0)
+
+
 @pytest.mark.parametrize("entry_point", ["attach", "hook"])
 @on_ranks(3)
 def test_others_are_left_alone(rank: int, world_size: int, entry_point: str) -> None:
