@@ -63,7 +63,8 @@ class Case:
         self.parameters = [Parameter(self, draw, dtypes, shapes) for _ in range(draw.randint(1, 7))]
         if not any(each.takes_part for each in self.parameters):
             one = self.parameters[0]
-            one.dtype, one.shape, one.is_frozen = dtypes[0], (7, 40), False
+            one.dtype = one.grad_dtype = dtypes[0]
+            one.shape, one.is_frozen = (7, 40), False
         self.takes_part = [at for at, each in enumerate(self.parameters) if each.takes_part]
         self.steps = [Step(self, draw, is_first=at == 0) for at in range(draw.randint(1, 9))]
 
