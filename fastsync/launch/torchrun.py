@@ -5,10 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import ProcessContext
 
 from .signals import STOP_SIGNALS, handling
 
@@ -25,16 +29,26 @@ LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 END_SECONDS = 5
 """How long ranks have to end at once, before they are killed: those that still import do not listen."""
 
+PATIENCE = 1
+"""Seconds of these after which ranks that still run are named."""
+
 
 def launch_ranks(
-    fn: Callable[..., Any], nproc: int, *args: Any, max_restarts: int = 0, stop_timeout: float = 30.0
+    fn: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    max_restarts: int = 0,
+    stop_timeout: float = 30.0,
+    say: Callable[[str], None] = lambda sentence: None,
+    killed: list[str] | None = None,
 ) -> list[Any]:
     """Calls ``fn(*args)`` on ``nproc`` ranks, each a process of its own, and returns their results in rank order.
 
     The ranks find each other through the environment variables that torchrun sets, as
     ``fastsync.distributed.process_group`` reads them. SIGTERM and SIGUSR1 are passed on to the ranks as SIGTERM, so
     that they can end in order and return. After ``stop_timeout`` seconds, or at a second signal, they are ended. Ctrl-C
-    ends ranks at once; those that still import print a traceback.
+    ends ranks at once; those that still import print a traceback. When a rank has failed, the others are told to end.
+    Those that have not ended after 5 seconds are killed, such as a rank that SIGSTOP has stopped.
 
     Args:
         fn: what each rank does: a function at the top level of a module. Arguments and results travel by pickle.
@@ -42,6 +56,8 @@ def launch_ranks(
         *args: what ``fn`` is called with.
         max_restarts: how often all ranks are started again when one has failed.
         stop_timeout: seconds that ranks have to end in order when they are told to.
+        say: is called with a sentence about ranks that do not end at once after another one has failed.
+        killed: is filled with descriptions of those that had to be killed when the last rank failed.
 
     Raises:
         ChildFailedError: a rank raised or died. Its traceback has been logged.
@@ -66,7 +82,7 @@ def launch_ranks(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    with _signals_passed_on(stop_timeout) as received:
+    with _ended_soon(say, [] if killed is None else killed), _signals_passed_on(stop_timeout) as received:
         try:
             results = elastic_launch(config, run_rank)(fn, args)
         except ChildFailedError as error:
@@ -101,6 +117,60 @@ def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
             yield first
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextmanager
+def _ended_soon(say: Callable[[str], None], killed: list[str]) -> Iterator[None]:
+    """When a rank has failed, the others have END_SECONDS. The launcher gives them 30, for which it has no setting."""
+    join = ProcessContext.join
+
+    def end_first(context: Any, *args: Any, **kwargs: Any) -> Any:
+        failed = [rank for rank, process in enumerate(context.processes) if process.exitcode]
+        if failed:
+            killed[:] = _end(context.processes, failed[0], say)
+            context.sentinels = {context.processes[failed[0]].sentinel: failed[0]}  # else it might blame one of these
+        return join(context, *args, **kwargs)
+
+    ProcessContext.join = end_first  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ProcessContext.join = join  # type: ignore[method-assign]
+
+
+def _end(ranks: Sequence[BaseProcess], failed: int, say: Callable[[str], None]) -> list[str]:
+    """Ends the ranks that still run after one of them has failed. Returns descriptions of those that had to be killed.
+
+    One that the kernel does not let die yet is left to the launcher.
+    """
+    running = {rank: process for rank, process in enumerate(ranks) if process.is_alive()}
+    for process in running.values():
+        process.terminate()
+    _wait(running.values(), PATIENCE)
+    late = {rank: _described(rank, process) for rank, process in running.items() if process.is_alive()}
+    if not late:
+        return []
+    seconds = END_SECONDS - PATIENCE
+    say(f"rank {failed} failed. In {seconds} s SIGKILL ends what still runs: {' and '.join(late.values())}")
+    _wait(running.values(), seconds)
+    killed = {rank: name for rank, name in late.items() if running[rank].is_alive()}
+    for rank in killed:
+        running[rank].kill()
+    _wait(running.values(), END_SECONDS)
+    return list(killed.values())
+
+
+def _wait(processes: Iterable[BaseProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _described(rank: int, process: BaseProcess) -> str:
+    state = ""
+    with suppress(OSError):  # it has just ended
+        state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return f"rank {rank} (process {process.pid}{', which is stopped' if state == 'T' else ''})"
 
 
 def run_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

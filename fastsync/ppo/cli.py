@@ -173,14 +173,17 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     is_told = logging.ERROR if options.max_restarts else logging.CRITICAL
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(is_told)
+    killed = list[str]()
     stopping: dict[str, Any] = {"max_restarts": options.max_restarts, "stop_timeout": options.stop_timeout}
+    told: dict[str, Any] = {"say": lambda text: print(f"fastsync train: {text}", file=sys.stderr), "killed": killed}
     try:
-        stopped_by = launch_ranks(work, options.nproc, settings, **stopping)
+        stopped_by = launch_ranks(work, options.nproc, settings, **stopping, **told)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        told: Any = failure.message  # a dict where the rank has raised, a string where its process has died
-        reason = told["message"] if isinstance(told, dict) else told
-        print(f"{error}\nfastsync train: torchrun saw rank {rank} fail first: {reason}", file=sys.stderr)
+        message: Any = failure.message  # a dict where the rank has raised, a string where its process has died
+        reason = message["message"] if isinstance(message, dict) else message
+        ended = f"SIGKILL ended {' and '.join(killed)}; " if killed else ""
+        print(f"{error}\nfastsync train: {ended}torchrun saw rank {rank} fail first: {reason}", file=sys.stderr)
         return 1
     except SignalException as error:
         ended_by = signal.Signals(error.sigval)

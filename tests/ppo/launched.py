@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from fastsync.launch.signals import StopSignals
 from fastsync.ppo.cli import Launch, launch, parse
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.folder import CHECKPOINTS
+from tests.forked import state_of, until
 
 
 def say(settings: Settings, name: str, text: str) -> None:
@@ -69,7 +71,18 @@ def in_the_rendezvous(settings: Settings) -> None:
         pass
 
 
-WORK = {work.__name__: work for work in (until_told_to_stop, deaf, not_listening_yet, in_the_rendezvous)}
+def beside_a_stopped_rank(settings: Settings) -> None:
+    """Rank 0 fails when rank 1 has been stopped."""
+    if os.environ["RANK"] == "1":
+        say(settings, "attempt0-rank1", f"{os.getpid()}")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    file = Path(settings.runs_dir) / "attempt0-rank1"
+    until(lambda: file.exists() and state_of(int(file.read_text())) == "T", "the stop of rank 1")
+    raise RuntimeError("as told")
+
+
+EVERYTHING = (until_told_to_stop, deaf, not_listening_yet, in_the_rendezvous, beside_a_stopped_rank)
+WORK = {work.__name__: work for work in EVERYTHING}
 
 
 def main(words: Sequence[str]) -> int:

@@ -150,6 +150,20 @@ def test_ranks_that_do_not_stop_are_ended(tmp_path: Path, work: str, number: sig
         os.kill(int(pid), 0)
 
 
+def test_a_rank_that_does_not_end_beside_a_failed_one_is_named_and_killed(tmp_path: Path):
+    """SIGTERM does not reach a process that SIGSTOP has stopped."""
+    with launched(tmp_path, "--nproc", "2", work="beside_a_stopped_rank") as launcher:
+        (pid,) = launcher.waits_for("attempt0-rank1")
+        status, said = launcher.ends()
+    assert status == 1
+    stopped = f"rank 1 (process {pid}, which is stopped)"
+    waits = f"fastsync train: rank 0 failed. In 4 s SIGKILL ends what still runs: {stopped}"
+    assert waits in launcher.command.err.splitlines()
+    assert said == f"fastsync train: SIGKILL ended {stopped}; torchrun saw rank 0 fail first: RuntimeError: as told"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
 def test_ctrl_c_ends_ranks_that_still_start_in_seconds(tmp_path: Path):
     """As a terminal sends it: to all processes. --timeout is no measure for it."""
     with launched(tmp_path, "--nproc", "2", "--timeout", "3600", work="in_the_rendezvous") as launcher:
