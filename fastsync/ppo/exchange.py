@@ -30,7 +30,7 @@ class Exchange:
 
     def __init__(self, device: torch.device) -> None:
         self._world_size = dist.get_world_size()
-        rows = nn.Parameter(torch.zeros(self._world_size, 2 + ROW_WORDS))
+        rows = nn.Parameter(torch.zeros(self._world_size, 2 + ROW_WORDS, dtype=torch.float32, device="cpu"))
         self._rows, self._owner = rows, nn.ParameterList([rows])  # its engine ends with its owner
         self._sync: GradientSynchronizer | None = None
         if self._world_size > 1 and device.type == "cpu":

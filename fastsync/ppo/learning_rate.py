@@ -43,7 +43,7 @@ class LearningRate:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the adaptive rate, and the learning rate that it started from."""
-        return {"adaptive": self._adaptive, "peak": torch.tensor(self._peak, dtype=torch.float64)}
+        return {"adaptive": self._adaptive, "peak": torch.tensor(self._peak, dtype=torch.float64, device="cpu")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores ``state_dict()``, unless the settings now ask for another learning rate."""
@@ -51,5 +51,7 @@ class LearningRate:
             self._adaptive.copy_(state["adaptive"])
 
     def _set(self, learning_rate: Tensor | float) -> None:
+        if not isinstance(learning_rate, Tensor):
+            learning_rate = torch.tensor(learning_rate, dtype=torch.float32, device="cpu")
         for group in self._optimizer.param_groups:
-            group["lr"].copy_(torch.as_tensor(learning_rate) * self._warmup)
+            group["lr"].copy_(learning_rate * self._warmup)

@@ -41,9 +41,9 @@ class RunningMoments(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("variance", torch.ones(size, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64, device="cpu"))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64, device="cpu"))
+        self.register_buffer("variance", torch.ones(size, dtype=torch.float64, device="cpu"))
 
     @torch.no_grad()
     def update(self, added: Tensor) -> None:
@@ -79,7 +79,7 @@ class RewardNormalizer(RunningMoments):
     def __init__(self, gamma: float, num_envs: int, dtype: torch.dtype) -> None:
         super().__init__(1)
         self._gamma = gamma
-        self.register_buffer("carried", torch.zeros(num_envs, dtype=dtype), persistent=False)
+        self.register_buffer("carried", torch.zeros(num_envs, dtype=dtype, device="cpu"), persistent=False)
 
     carried: Tensor
     """[N]: R of the step before; 0 at the beginning of an episode."""

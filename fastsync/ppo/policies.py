@@ -123,7 +123,7 @@ class DiagonalGaussian(ActionDistribution):
         self.num_outputs = size
         self.shape = (size,)
         self.dtype = torch.float32
-        self.log_std = nn.Parameter(torch.full((size,), log_std_init))
+        self.log_std = nn.Parameter(torch.full((size,), log_std_init, dtype=torch.float32, device="cpu"))
 
     def noise(self, uniform: Tensor) -> Tensor:
         normal: Tensor = torch.special.ndtri(uniform)
@@ -259,7 +259,9 @@ def make_policy(
     action_space: Space[Any],
     kind: Callable[..., Policy] | None = None,
 ) -> Policy:
-    """Makes a policy on the CPU, with weights from torch's global generator.
+    """Makes a policy in float32 on the CPU, with weights from torch's global generator.
+
+    A default dtype or device of torch's that somebody has set, such as a module of an environment, changes nothing.
 
     Args:
         settings: settings of the run. ``settings.policy`` names the class if ``kind`` is None.
@@ -274,7 +276,8 @@ def make_policy(
     if kind is None:
         name = settings.policy
         kind = ActorCritic if name is None else import_from("policy", name)
-    policy = kind(observation_space, action_space, settings)
+    with _torchs_defaults():
+        policy = kind(observation_space, action_space, settings)
     if not isinstance(policy, Policy):
         raise ValueError(f"policy={name!r} made a {type(policy).__name__}; it has to be a fastsync.ppo.Policy")
     if settings.precision == "fp64":
@@ -284,6 +287,18 @@ def make_policy(
     if settings.fused and not policy._sees_images:  # with images convolutions take most of the time
         fused.fuse(policy)
     return policy
+
+
+@contextmanager
+def _torchs_defaults() -> Iterator[None]:
+    """Inside, new tensors are float32 on the CPU unless the caller says otherwise."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _body(space: Space[Any], settings: RunSettings) -> tuple[nn.Sequential, int]:

@@ -275,7 +275,7 @@ class PPO:
         self.policy = make_policy(settings, *spaces, policy).to(device)
         torch.manual_seed(seed_from(settings.seed, dist.get_rank()))  # each rank drops other units in Dropout
         self.exchange = Exchange(device)
-        lr = torch.tensor(settings.learning_rate, device=device)
+        lr = torch.tensor(settings.learning_rate, dtype=torch.float32, device=device)
         self.parameters = list(self.policy.parameters())
         self.optimizer = Adam(self.parameters, lr=lr, eps=1e-5)
         self.outer: DiLoCo | None = None  # averages weights, if gradients are not averaged
@@ -372,7 +372,8 @@ class PPO:
             if value.dim():
                 raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
         with torch.no_grad():
-            table = torch.stack(logged).float().view(len(steps), -1) if steps else torch.empty(0, len(names))
+            none = torch.empty(0, len(names), device=self.device)
+            table = torch.stack(logged).float().view(len(steps), -1) if steps else none
             # GradScaler skips steps whose gradients are not finite, until its scale is 0: such a training is lost.
             if self.scaler.is_enabled() and self.scaler.get_scale() > 0.0:
                 table = table[table[:, -1].isfinite()]
