@@ -205,7 +205,8 @@ void Parameter::mark_new(bool left_over) {
   is_new = !sums || sum.defined() || !averaged.holds(lock().grad());  // else nothing has come
 }
 
-// zero_grad() is meant for the sum, too. What else may be meant, by a change in place, nobody can tell.
+// zero_grad() is meant for the sum, too. What else may be meant, by a change in place, nobody can tell. Only there does
+// the host wait for the device.
 void Parameter::check_sum(const at::Tensor& gradient) {
   if (accumulated.holds(gradient)) {
     return;
