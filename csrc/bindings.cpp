@@ -254,8 +254,13 @@ PYBIND11_MODULE(_C, m) {
            py::arg("input"), py::arg("op"), no_gil)
       .def("all_reduce", &ShardedState::all_reduce, py::arg("identity"), py::arg("name"), py::arg("values"), no_gil);
 
-  m.def("check_agreement", &fastsync::check_agreement, py::arg("process_group"), py::arg("description"),
-        py::arg("device"), py::arg("what") = "what to synchronise", no_gil);
+  m.def(
+      "check_agreement",
+      [](const Group& group, const std::string& lines, c10::Device device, const std::string& what) {
+        return fastsync::check_agreement(group, lines, device, what);
+      },
+      py::arg("process_group"), py::arg("description"), py::arg("device"), py::arg("what") = "what to synchronise",
+      no_gil);
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def(
       "check_device", [](const Group& group, c10::Device device) { fastsync::check_device(*group, device); },

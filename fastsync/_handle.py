@@ -132,7 +132,10 @@ class GradientHandle(SyncHandle, ABC):
 
     @property
     def compression(self) -> Compression | Auto:
-        """The compression. May be set, also to a shorthand, between steps: at the same one on all ranks."""
+        """The compression. May be set, also to a shorthand, between steps: at the same one on all ranks.
+
+        If one rank sets it alone, the next step raises ``RuntimeError`` on every rank.
+        """
         return self._compression
 
     @compression.setter

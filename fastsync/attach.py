@@ -206,7 +206,8 @@ class GradientSynchronizer(ClippableHandle):
 
         Raises:
             ValueError: it is not a number from 0 to 1e300.
-            RuntimeError: a backward under ``no_sync``, or one since the last call, has gradients for the next sync.
+            RuntimeError: a backward under ``no_sync``, or one since the last call, has gradients for the next sync. If
+                only some ranks set their first weight, the next sync raises it on every rank.
         """
         try:
             number = float(weight)

@@ -117,6 +117,19 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   // after a step that says nothing of how large gradients are.
   bool waits_to_send(const Compression& compression) const { return teams_.may_share() || needs_scale(compression); }
 
+  // This rank sends no more: ranks that share its memory need not wait until the time-out.
+  void give_up() const {
+    if (teams_.shared()) {
+      teams_.shared()->give_up();
+    }
+  }
+  // Its parameters are other buckets' from now on.
+  void replace() const {
+    if (teams_.shared()) {
+      teams_.shared()->replace();
+    }
+  }
+
   c10::Device device() const { return device_; }
 
   // The power of two that fp16 values are multiplied with: one float32 element; undefined where the next fp16 sync

@@ -77,6 +77,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
           describe(grad_bucket), buffer.device());
     liveness_->rest();
   }
+  pass_agreement(*bucket->agreement, step_under_way());
   check(grad_bucket, parameters, *compressions);
   if (is_first) {
     newest_buckets_.clear();

@@ -43,12 +43,30 @@ bool EngineState::have_agreed(const Agreement& agreement,
 void EngineState::agree(Agreement& agreement, const std::string& what,
                         const std::shared_ptr<const CompressionTable>& compressions, int64_t step,
                         const std::string& lines, c10::Device device) {
-  liveness_->agree(step, agreement.number < 0 ? "it is new" : why_agree_);
+  const std::string why = agreement.number < 0 ? "it is new" : why_agree_;
+  liveness_->agree(step, why, agreement.number);
   const std::string text =
       c10::str(compressions->description, "\nstep ", step, "\n", saved_.description(), "\n", lines);
-  wait_for_ranks(what, [&] { agreement.number = check_agreement(group_, text, device); });
+  const auto look = [&] { check_others_come(why); };
+  wait_for_ranks(what, [&] { agreement.number = check_agreement(group_, text, device, "what to synchronise", look); });
   agreement.compressions = compressions;
   agreement.version = version_;
+}
+
+void EngineState::check_others_come(const std::string& why) const {
+  const std::vector<int64_t> past = liveness_->ranks_past_agreement();
+  if (past.empty()) {
+    return;
+  }
+  give_up();
+  TORCH_CHECK(false, past.size() == 1 ? "rank " : "ranks ", c10::Join(", ", past), " averaged without agreeing anew, ",
+              "so this rank waits in vain. What it did and they did not: ", why);
+}
+
+void EngineState::give_up() const {
+  for (const auto& bucket : known_buckets_) {
+    bucket->give_up();
+  }
 }
 
 void EngineState::wait_for_ranks(const std::string& what, const std::function<void()>& call) {
@@ -104,6 +122,7 @@ void EngineState::forget_buckets(const std::function<bool(const BucketSync&)>& w
   std::erase_if(known_buckets_, [&](const auto& bucket) {
     const bool forgotten = is_forgotten(bucket);
     if (forgotten) {
+      bucket->replace();
       saved_.record_residuals(bucket->parameters, bucket->feedback().residuals());
       forgotten_totals_.add(*bucket->totals());
     }

@@ -63,13 +63,18 @@ class EngineState {
   bool is_forked() const { return getpid() != process_id_; }
 
   void agree_anew(std::string why);
+  // This rank agrees on nothing more before it averages in the step.
+  void pass_agreement(const Agreement& agreement, int64_t step) { liveness_->pass_agreement(step, agreement.number); }
   bool have_agreed(const Agreement& agreement, const std::shared_ptr<const CompressionTable>& compressions) const;
   // Raises c10::ValueError where the ranks differ in the lines or in settings. What they agree on is named in other
-  // errors.
+  // errors: also where another rank averages in this step without agreeing anew.
   void agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const CompressionTable>& compressions,
              int64_t step, const std::string& lines, c10::Device device);
   // What fails in the call, but for a c10::ValueError, is no fault of the ranks' settings.
   void wait_for_ranks(const std::string& what, const std::function<void()>& call);
+
+  // This rank sends no more: those in shared memory wait for it beside the group.
+  virtual void give_up() const;
 
   // The bucket of these parameters, which is what it is known by. A new one begins with what is saved of them, and
   // takes the place of those that held one of them, or one that is gone.
@@ -97,6 +102,7 @@ class EngineState {
 
  private:
   void begin_with_saved(BucketSync& bucket);
+  void check_others_come(const std::string& why) const;
 
   const pid_t process_id_ = getpid();
   int64_t version_ = 0;  // of the settings

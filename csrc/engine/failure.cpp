@@ -23,7 +23,9 @@ void guard(const std::string& beginning, Liveness& liveness, const std::function
                            : says("of a DDP hook")            ? "with Join([ddp_model]):"
                                                               : nullptr;
   const bool may_have_no_batches = join != nullptr && (says(": in no sync") || says(": no answer"));
+  const bool did_it_alone = says("agreeing before") && says("averaging in");
   TORCH_CHECK(false, beginning, why, told,
+              did_it_alone ? ". Do what is said after 'because' on every rank, between the same steps, or on none" : "",
               may_have_no_batches ? c10::str(". Where ranks have different numbers of batches, put the training loop ",
                                              "inside `", join, "`")
                                   : "");

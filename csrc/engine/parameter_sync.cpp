@@ -140,6 +140,7 @@ void ParameterSync::send_rest() {
   if (!is_laid_out() || next_bucket_ < buckets_.size()) {  // else there is nothing left to agree on
     prepare();
   }
+  pass_agreement(*agreement_, step_);
   post_weight();
   if (weight_.is_posted() && !is_poisoned_) {
     wait_for_ranks(kAddingWeights, [&] { weight_.wait(); });

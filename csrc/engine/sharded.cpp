@@ -78,6 +78,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
           c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()), values.device());
     liveness_->rest();
   }
+  pass_agreement(*bucket->agreement, step);
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
   Sync sync{compressions_->at(values.numel()), step, first_tag(bucket->agreement->number)};
@@ -90,6 +91,13 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   const auto work = bucket->send({values}, sync, start_bucket(*bucket));
   work->receive();
   liveness_->rest();
+}
+
+void ShardedState::give_up() const {
+  EngineState::give_up();
+  if (teams_ && teams_->shared()) {
+    teams_->shared()->give_up();
+  }
 }
 
 // A step is a backward. A pipeline's schedule hands gradients over outside of any: there it is over when the first of

@@ -32,6 +32,7 @@ class ShardedState : public EngineState {
  private:
   // Without scatter all ranks get the same values.
   void run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, const Sync::Scatter* scatter);
+  void give_up() const override;
   void enter_step(const std::shared_ptr<BucketSync>& bucket);
 
   std::weak_ptr<void> backward_;  // that the newest step belongs to, until it ends or fails

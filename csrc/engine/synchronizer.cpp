@@ -254,7 +254,10 @@ void Synchronizer::synchronize() {
     send_rest();
   } catch (...) {
     if (is_under_way()) {  // else it was refused on all ranks
-      abandon();
+      try {
+        abandon();
+      } catch (const std::exception&) {  // the first error tells why
+      }
     }
     throw;
   }

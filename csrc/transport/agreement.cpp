@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <exception>
 #include <map>
 #include <sstream>
+#include <thread>
 #include <vector>
 
 #include "passes/backend.h"
@@ -21,13 +24,46 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 constexpr int kProtocol = 1;
 const char* const kOfProtocol = "fastsync's protocol ";
 
-// A row for each rank, on the CPU.
-at::Tensor all_gather(const Group& group, const at::Tensor& mine, c10::Device device) {
+// A collective that others never join would be taken for their next one, so the group is of no more use. Gloo closes
+// all connections of a rank whose message does not come in time: who waits for this rank hears of it at once.
+void close_connections(c10d::ProcessGroup& group) {
+  constexpr int kNeverSent = (1 << 30) - 1;  // a tag that precedes those of all engines
+  std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+  try {
+    group.recv(nothing, (group.getRank() + 1) % group.getSize(), kNeverSent)->wait(std::chrono::milliseconds(1));
+  } catch (const std::exception&) {
+  }
+}
+
+// It sleeps for a part of the time that it has waited, so that no wait gets much longer.
+void look_while_waiting(c10d::ProcessGroup& group, c10d::Work& work, const std::function<void()>& look) {
+  using Clock = std::chrono::steady_clock;
+  constexpr Clock::duration kShortest = std::chrono::microseconds(20);
+  constexpr Clock::duration kLongest = std::chrono::milliseconds(10);
+  const auto began = Clock::now();
+  while (!work.isCompleted()) {
+    try {
+      look();
+    } catch (...) {
+      close_connections(group);
+      throw;
+    }
+    std::this_thread::sleep_for(std::clamp((Clock::now() - began) / 8, kShortest, kLongest));
+  }
+}
+
+// A row for each rank, on the CPU. Other backends' works may not tell that they are done before somebody waits.
+at::Tensor all_gather(const Group& group, const at::Tensor& mine, c10::Device device,
+                      const std::function<void()>& look = nullptr) {
   const WithoutPythonObjects without_python;
   std::vector<at::Tensor> input{mine.to(device)};
   const at::Tensor all = at::empty({group->getSize(), mine.numel()}, input.front().options());
   std::vector<std::vector<at::Tensor>> output{all.unbind()};
-  group->allgather(output, input)->wait();
+  const auto work = group->allgather(output, input);
+  if (look && device.is_cpu() && group->getBackend(device.type())->getBackendName() == "gloo") {
+    look_while_waiting(*group, *work, look);
+  }
+  work->wait();
   return all.cpu();
 }
 
@@ -72,7 +108,8 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& tex
 }
 
 // Threads with groups of their own agree side by side.
-int64_t check_agreement(const Group& group, const std::string& lines, c10::Device device, const std::string& what) {
+int64_t check_agreement(const Group& group, const std::string& lines, c10::Device device, const std::string& what,
+                        const std::function<void()>& look) {
   static std::atomic<int64_t> next_number{0};
   if (group->getSize() == 1) {
     return next_number++;
@@ -84,7 +121,7 @@ int64_t check_agreement(const Group& group, const std::string& lines, c10::Devic
   const at::Tensor mine = at::tensor(
       {static_cast<int64_t>(fingerprint(description)), static_cast<int64_t>(description.size()), next_number.load()},
       at::kLong);
-  const at::Tensor all = all_gather(group, mine, device);
+  const at::Tensor all = all_gather(group, mine, device, look);
   const at::Tensor is_same = (all == mine).all(/*dim=*/0);
   const at::Tensor largest = all.amax(/*dim=*/0);
   if (is_same[0].item<bool>() && is_same[1].item<bool>()) {

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,9 @@ std::vector<std::string> gather_texts(const c10::intrusive_ptr<c10d::ProcessGrou
 // on the device. Where they differ, every rank throws c10::ValueError with the first line that differs and which ranks
 // have which version of it. `what` is what they then do not agree on. Only a hash travels while they agree. Returns a
 // number that the group's ranks have agreed on and got from no earlier call.
+// With Gloo it calls `look` while it waits. What that throws ends the wait, and with it all connections of the group.
 int64_t check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& lines,
-                        c10::Device device, const std::string& what = "what to synchronise");
+                        c10::Device device, const std::string& what = "what to synchronise",
+                        const std::function<void()>& look = nullptr);
 
 }  // namespace fastsync

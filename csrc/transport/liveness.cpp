@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <future>
 #include <map>
+#include <sstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -25,10 +26,11 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-constexpr milliseconds kPeriod(1000);    // between two heartbeats
-constexpr milliseconds kPatience(2500);  // with ranks that have none
-constexpr milliseconds kLimit(4000);     // for the store, which may hang
-constexpr milliseconds kMoment(200);     // at the process's end
+constexpr milliseconds kPeriod(1000);     // between two heartbeats
+constexpr milliseconds kPatience(2500);   // with ranks that have none
+constexpr milliseconds kLimit(4000);      // for the store, which may hang
+constexpr milliseconds kMoment(200);      // at the process's end
+constexpr milliseconds kLookEvery(2000);  // while ranks agree
 
 const char* const kKey = "fastsync/alive";
 const char* const kNoAnswer = "no answer, so it is stopped or gone, or has no engine of this group";
@@ -88,7 +90,7 @@ int64_t now() {
 
 std::string key_of(int64_t rank) { return c10::str(kKey, "/", rank); }
 
-// The heartbeats of all ranks: when, by their own clocks, and their state. Empty of those that have written none.
+// The heartbeats of all ranks. Empty of those that have written none.
 std::vector<std::string> heartbeats_in(c10d::Store& store, int64_t size) {
   std::vector<std::string> keys;
   for (int64_t rank = 0; rank < size; ++rank) {
@@ -106,10 +108,34 @@ std::vector<std::string> heartbeats_in(c10d::Store& store, int64_t size) {
   return heartbeats;
 }
 
+// A heartbeat: when, by the rank's own clock, which agreements it has passed, and its state.
+std::string heartbeat_of(const std::string& passed, const std::string& state) {
+  return c10::str(now(), " ", passed, "| ", state);
+}
+
+std::string entry_of(int64_t number, int64_t step) { return c10::str(number, ":", step, " "); }
+
+std::string state_of(const std::string& heartbeat) {
+  const size_t end = heartbeat.find("| ");
+  return end == std::string::npos ? "" : heartbeat.substr(end + 2);
+}
+
+bool has_passed(const std::string& heartbeat, int64_t number, int64_t step) {
+  std::istringstream words(heartbeat.substr(0, heartbeat.find('|')));
+  std::string word;
+  while (words >> word) {
+    const size_t colon = word.find(':');
+    if (colon != std::string::npos && std::stoll(word) == number && std::stoll(word.substr(colon + 1)) >= step) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // By the heartbeats of a rank before and after a while in which there had to be a new one. What was last heard through
 // a file may be of long ago, for there a rank writes when it is asked.
 std::string state_in(const std::string& before, const std::string& after, bool is_file) {
-  const std::string state = after.substr(after.find(' ') + 1);
+  const std::string state = state_of(after);
   if (before != after) {
     return state;
   }
@@ -123,7 +149,7 @@ std::string state_in(const std::string& before, const std::string& after, bool i
 
 // To a TCPStore it waits for no answer, so that a store that hangs holds nobody up. A FileStore keeps all that was ever
 // written: there a rank writes at first, and when somebody has asked.
-void Liveness::write(const std::string& waiting) {
+void Liveness::write(const std::string& waiting, const std::string& passed) {
   const StorePtr to = store();
   check_server(to);
   if (as<c10d::FileStore>(to) != nullptr) {
@@ -135,7 +161,32 @@ void Liveness::write(const std::string& waiting) {
   std::unique_lock<std::mutex> lock(mutex_);
   const std::string text = waiting.empty() ? text_ : waiting;
   lock.unlock();
-  to->set(key_of(rank_), c10::str(now(), " ", text));
+  to->set(key_of(rank_), heartbeat_of(passed, text));
+}
+
+// What ranks have passed stays true. So one look is enough, and it does no harm that the newest heartbeats are not
+// here.
+void Liveness::look_who_is_past() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (agreeing_on_ < 0 || state_ != State::kWaiting || Clock::now() < look_at_) {
+    return;
+  }
+  look_at_ = Clock::now() + kLookEvery;
+  const int64_t number = agreeing_on_;
+  const int64_t step = step_;
+  lock.unlock();
+  const StorePtr from = store();
+  check_server(from);
+  if (as<c10d::FileStore>(from) != nullptr) {
+    from->add(kKey, 1);
+  }
+  const auto heartbeats = heartbeats_in(*from, size_);
+  lock.lock();
+  for (int64_t rank = 0; agreeing_on_ == number && step_ == step && rank < size_; ++rank) {
+    if (rank != rank_ && has_passed(heartbeats[rank], number, step) && !std::ranges::count(ranks_past_, rank)) {
+      ranks_past_.push_back(rank);
+    }
+  }
 }
 
 std::pair<Liveness::Heartbeats, Liveness::Heartbeats> Liveness::ask() const {
@@ -213,16 +264,21 @@ void Heartbeat::write_all() {
   }
   std::erase(living, nullptr);
   std::string waiting;
+  std::string passed;
   for (const auto& engine : living) {
     const std::lock_guard<std::mutex> lock(engine->mutex_);
     if (engine->state_ != Liveness::State::kResting) {
       waiting += (waiting.empty() ? "" : " and ") + engine->text_;
     }
+    for (const int64_t number : engine->passed_) {
+      passed += entry_of(number, engine->passed_step_);
+    }
   }
   for (const auto& engine : living) {
     const std::lock_guard<std::timed_mutex> lock(writing);
     try {
-      engine->write(waiting);
+      engine->write(waiting, passed);
+      engine->look_who_is_past();
     } catch (const std::exception&) {  // the store is gone: whoever asks is told
     }
   }
@@ -260,8 +316,30 @@ bool Liveness::can_ask() const {
          Heartbeat::of_this_process() != nullptr;
 }
 
+void Liveness::agree(int64_t step, const std::string& why, int64_t number) {
+  note("agreeing before ", step, ", because " + why);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  agreeing_on_ = number;
+  look_at_ = Clock::now() + kLookEvery;
+}
+
+std::vector<int64_t> Liveness::ranks_past_agreement() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return ranks_past_;
+}
+
+void Liveness::pass_agreement(int64_t step, int64_t number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (std::exchange(passed_step_, step) != step) {
+    passed_.clear();
+  }
+  passed_.push_back(number);
+}
+
 void Liveness::note(const char* what, int64_t step, const std::string& why) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  agreeing_on_ = -1;
+  ranks_past_.clear();
   step_ = step;
   text_ = what + of_step() + why;
   state_ = State::kWaiting;

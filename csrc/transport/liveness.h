@@ -21,9 +21,15 @@ class Liveness : public std::enable_shared_from_this<Liveness> {
   // The engine is named in what other ranks are told.
   static std::shared_ptr<Liveness> of(c10d::ProcessGroup& group, const std::string& engine);
 
-  // Waits for the ranks to agree before a step, and why.
-  void agree(int64_t step, const std::string& why) { note("agreeing before ", step, ", because " + why); }
-  // Averages gradients. This and the next are for every step.
+  // Waits for the ranks to agree before a step, and why. What they agree on has a number that all of them know, below 0
+  // where it is new.
+  void agree(int64_t step, const std::string& why, int64_t number);
+  // The ranks that never come to that, for they have gone past it. Some seconds late, and empty until then. Never
+  // waits.
+  std::vector<int64_t> ranks_past_agreement();
+  // This rank agrees no more on what has the number, before a step. This and the next two are for every step.
+  void pass_agreement(int64_t step, int64_t number);
+  // Averages gradients.
   void average(int64_t step) { note("averaging in ", step, ""); }
   // Waits for nobody any more, unless the wait failed: then it stays where it failed.
   void rest();
@@ -47,7 +53,8 @@ class Liveness : public std::enable_shared_from_this<Liveness> {
   c10::intrusive_ptr<c10d::Store> store() const { return client_ ? client_ : store_.lock(); }
   void note(const char* what, int64_t step, const std::string& why);
   std::string of_step() const { return "step " + std::to_string(step_) + of_engine_; }
-  void write(const std::string& waiting);
+  void write(const std::string& waiting, const std::string& passed);
+  void look_who_is_past();
   using Heartbeats = std::vector<std::string>;
   // Before and after a while in which there has to be a new one of each rank that lives.
   std::pair<Heartbeats, Heartbeats> ask() const;
@@ -63,11 +70,16 @@ class Liveness : public std::enable_shared_from_this<Liveness> {
   const c10::weak_intrusive_ptr<c10d::Store> store_;  // the group's, which may have a server that has to end with it
   c10::intrusive_ptr<c10d::Store> client_;            // of that server; null where there is none
   int64_t answered_ = -1;                             // the newest question, for the thread
-  std::mutex mutex_;                                  // guards the next three
+  std::mutex mutex_;                                  // guards what follows, down to the next one
   std::string text_;
   int64_t step_ = -1;
   State state_ = State::kResting;
-  std::mutex asking_;  // held by who asks; guards the next two
+  int64_t agreeing_on_ = -1;  // the number; below 0 where ranks that never come could not be told
+  std::chrono::steady_clock::time_point look_at_;
+  std::vector<int64_t> ranks_past_;
+  int64_t passed_step_ = -1;
+  std::vector<int64_t> passed_;  // the numbers, of that step
+  std::mutex asking_;            // held by who asks; guards the next two
   std::string told_;
   std::chrono::steady_clock::time_point told_at_;
 };

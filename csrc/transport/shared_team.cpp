@@ -184,9 +184,13 @@ void SharedTeam::check_others_are_there(size_t which, int64_t number) const {
       continue;
     }
     const bool has_failed = theirs[kGivenUp].has_reached(1);
-    const bool has_left = theirs[kLeft].has_reached(1) || host_->has_ended(ranks_[peer]);
+    const bool has_ended = host_->has_ended(ranks_[peer]);
+    const bool has_left = has_ended || theirs[kLeft].has_reached(1);
+    const bool is_elsewhere = !has_ended && theirs[kLeft].has_reached(kReplaced);
     TORCH_CHECK(theirs[which].has_reached(number) || !(has_failed || has_left), "rank ", ranks_[peer],
-                has_left ? " has ended, or has left the process group," : " has failed,",
+                is_elsewhere ? " has made its buckets anew, as after a parameter was frozen,"
+                : has_left   ? " has ended, or has left the process group,"
+                             : " has failed,",
                 " and this rank waits for it");
   }
 }

@@ -32,6 +32,8 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   std::shared_ptr<void> use_rows() override;
   void have_read() override { numbers_of(rank())[kRead].raise_to(sum_); }
   void give_up() override { numbers_of(rank())[kGivenUp].raise_to(1); }
+  // Another team takes its place.
+  void replace() { numbers_of(rank())[kLeft].raise_to(kReplaced); }
   std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag) override;
   std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag) override;
 
@@ -39,8 +41,9 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   static constexpr size_t kPhases = 4;
   static constexpr size_t kRead = kPhases;         // the sums whose rows this rank has read
   static constexpr size_t kGivenUp = kRead + 1;    // 1 where its sums have failed
-  static constexpr size_t kLeft = kGivenUp + 1;    // 1 where it has let go of the team
+  static constexpr size_t kLeft = kGivenUp + 1;    // 1 where it has let go of the team, kReplaced for another one
   static constexpr size_t kAnnounced = kLeft + 1;  // what its newest rows are of
+  static constexpr int64_t kReplaced = 2;
   using Numbers = std::array<SharedNumber, kAnnounced + 1>;
 
   class Arrival;

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from tests.engine.entry_points import Averaged, average
 from tests.ppo.test_launch_torchrun import LIMIT, ROOT, free_port, launched
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.end_to_end
 
@@ -36,6 +38,7 @@ NO_ANSWER = "no answer, so it is stopped or gone, or has no engine of this group
 AVERAGING = "averaging in step 2 of the engine of parameter 0.weight"
 AGREEING = "agreeing before step 2 of the engine of parameter 0.weight, because "
 IN_HOOK = "averaging in step 2 of a DDP hook"
+ON_EVERY_RANK = ". Do what is said after 'because' on every rank, between the same steps, or on none"
 CURE = ". Where ranks have different numbers of batches, put the training loop inside `with "
 
 Group = dist.ProcessGroup
@@ -52,11 +55,15 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(2, 30)).sum().backward()
 
 
+def error_of(step: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError, match=r"^fastsync: .* failed on rank .* of ") as error:
+        step()
+    return str(error.value)
+
+
 def where_ranks_are(model: nn.Module) -> str:
     """What the error of its next backward says."""
-    with pytest.raises(RuntimeError, match=r"^fastsync: .* failed on rank .* of ") as error:
-        backward(model)
-    return str(error.value).partition(". Where the ")[2]
+    return error_of(lambda: backward(model)).partition(". Where the ")[2]
 
 
 def trained(way: str | fastsync.Compression, group: Group) -> tuple[nn.Module, Any]:
@@ -123,13 +130,17 @@ def last_joins_alone(group: Group) -> str:
 
 
 def where_both_are(group: Group, model: nn.Module) -> str:
-    """Lives until the other has raised, with its engine, which answers."""
     said = where_ranks_are(model)
+    live_until_all_have_raised(group)
+    return said
+
+
+def live_until_all_have_raised(group: Group) -> None:
+    """With its engine, which answers."""
     store = dist.distributed_c10d._get_default_store()
     store.add(f"has raised/{group.group_name}", 1)
     while store.add(f"has raised/{group.group_name}", 0) < group.size():
         time.sleep(0.05)
-    return said
 
 
 CASES: dict[str, tuple[int, Case, dict[int, str]]] = {
@@ -182,7 +193,7 @@ def _all_cases(rank: int, world_size: int, names: Sequence[str]) -> str:
 def _positions(said: str) -> dict[int, str]:
     """By rank of the group, from "ranks are: rank 1 (global 3): no answer; rank 0 (global 2), 2: averaging"."""
     positions = {}
-    for camp in said.partition(CURE)[0].removeprefix("ranks are: ").split("; "):
+    for camp in said.partition(CURE)[0].partition(ON_EVERY_RANK)[0].removeprefix("ranks are: ").split("; "):
         ranks, where = re.fullmatch(r"rank ([^:]+): (.*)", camp).groups()
         where = re.sub(rf"^({NO_ANSWER}), last heard of \d+ s ago: .*", r"\1", where)
         positions.update(dict.fromkeys(map(int, re.sub(r" \(global \d+\)", "", ranks).split(", ")), where))
@@ -201,7 +212,144 @@ def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[s
             assert (_positions(text) if text else None) == (where if raises else None), (name, rank, text)
             cure = CURE + ("Join([ddp_model]):`" if name.startswith("hook") else "sync.join():`")
             may_have_no_batches = any(re.match("no answer|in no sync", at) for at in where.values())
+            is_alone = any(at.startswith("agreeing") for at in where.values())
+            assert text.endswith(ON_EVERY_RANK) == (raises and is_alone), (name, rank, text)
             assert text.endswith(cure) == (CURE in text) == (raises and may_have_no_batches), (name, rank, text)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What rank 1 does after some steps, and the others do not. Which entry point, and how many ranks."""
+
+    what: Callable[[Averaged], object]
+    why: str
+    entry_point: str = "attach"
+    compression: str = "none"
+    size: int = 2
+    error: str = ""
+    """Of another rank, if not that rank 1 has failed."""
+
+
+def set_weight(step: Averaged) -> None:
+    step.handle.set_weight(2.0)
+
+
+def set_compression(step: Averaged) -> None:
+    step.handle.compression = "fp16"
+
+
+def piggyback(step: Averaged) -> None:
+    step.handle.piggyback("loss", torch.tensor(1.0))
+
+
+def load_state(step: Averaged) -> None:
+    step.handle.load_state_dict(step.handle.state_dict())
+
+
+def freeze(step: Averaged) -> None:
+    next(step.model.parameters()).requires_grad_(False)
+
+
+SET, WEIGHT, FROZEN = "its compression was set", "a weight was set", "parameter 0.weight was frozen"
+ANEW = "rank 1 has made its buckets anew, as after a parameter was frozen"
+ALONE = {
+    "weight": Alone(set_weight, WEIGHT),
+    "weight, int8, 3 ranks": Alone(set_weight, WEIGHT, compression="int8", size=3),
+    "compression": Alone(set_compression, SET, compression="int8"),
+    "compression, synchronize": Alone(set_compression, SET, "synchronize"),
+    "compression, hook": Alone(set_compression, SET, "hook"),
+    "compression, hook, int8, 3 ranks": Alone(set_compression, SET, "hook", "int8", size=3),
+    "compression, sharded": Alone(set_compression, SET, "sharded"),
+    "state, hook": Alone(load_state, "a state was loaded", "hook"),
+    "piggyback": Alone(piggyback, "piggybacked value 'loss' is new"),
+    "frozen": Alone(freeze, FROZEN, error=ANEW),
+    "frozen, int8, 3 ranks": Alone(freeze, FROZEN, compression="int8", size=3, error=ANEW),
+}
+LONG = timedelta(seconds=600)
+
+
+def _each_does_it_alone(rank: int, world_size: int) -> str:
+    """What the error says. Each case has a group of its own, in which nothing has a time-out that the test reaches."""
+    first = 0
+    mine: tuple[Alone, Group] | None = None
+    for case in ALONE.values():
+        members = list(range(first, first + case.size))
+        group = dist.new_group(members, timeout=LONG)
+        if rank in members:
+            mine = case, group
+        first += case.size
+    assert mine is not None
+    case, group = mine
+    averaged = average(case.entry_point, small_model(), case.compression, group=group)
+
+    def step() -> None:
+        averaged.model.zero_grad()
+        averaged.backward(averaged.model(torch.full((2, 30), 1.0 + rank)).sum())
+
+    for _ in range(GOOD_STEPS):
+        step()
+    if group.rank() == 1:
+        case.what(averaged)
+    said = error_of(step)
+    live_until_all_have_raised(group)
+    return said
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_ranks_do_not_wait_for_the_time_out_after_what_one_did_alone(shared_memory: bool) -> None:
+    sizes = [case.size for case in ALONE.values()]
+    said = iter(run_ranks(_each_does_it_alone, sum(sizes), timeout=60, shared_memory=shared_memory))
+    for name, case in ALONE.items():
+        for rank in range(case.size):
+            text = next(said)
+            told = re.match(r"fastsync: (.*?) failed on rank (\d) of \d: (.*?)\. Where the ranks are: ", text)
+            assert told, (name, text)
+            assert int(told[2]) == rank
+            assert told[1].startswith("agreement" if rank == 1 else "averaging"), (name, text)
+            if rank == 1:
+                assert "averaged without agreeing anew" in told[3], (name, text)
+                assert told[3].endswith(f"What it did and they did not: {case.why}"), (name, text)
+            elif shared_memory:
+                assert told[3].startswith(case.error or "rank 1 has failed"), (name, text)
+            assert re.search(rf"rank 1( \(global \d+\))?: agreeing before .*, because {case.why}", text), (name, text)
+            assert text.endswith(ON_EVERY_RANK), (name, text)
+
+
+class _Late(torch.autograd.Function):
+    """Backward comes so many seconds later here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+LATE_SECONDS = 5.0  # more than it takes to find out that a rank never comes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+def test_a_rank_that_is_late_is_waited_for(rank: int, world_size: int, entry_point: str) -> None:
+    """Also where some of its buckets are on their way, and it has to agree on the others."""
+    torch.manual_seed(rank)
+    first, second = nn.Linear(30, 20), nn.Linear(20, 10)
+    averaged = average(entry_point, nn.Sequential(first, second), bucket_cap_mb=0.0005)
+    for step in range(GOOD_STEPS + 1):
+        if step == GOOD_STEPS:
+            averaged.handle.compression = "bf16"
+        is_late = rank == 0 and step == GOOD_STEPS
+        handle = second.register_forward_pre_hook(
+            lambda _module, args, late=is_late: (_Late.apply(args[0], LATE_SECONDS if late else 0.0),)
+        )
+        averaged.model.zero_grad()
+        averaged.backward(averaged.model(torch.full((2, 30), 1.0 + rank)).sum())
+        handle.remove()
+    assert averaged.grads()[0] is not None
 
 
 def _open_group_over_tcp(rank: int, world_size: int, port: int) -> Group:
