@@ -51,7 +51,8 @@ class SurvivingGroup:
 
         Each writes to the store how far it has come, and waits for the others to do so. A rank that sends no heartbeat
         is given up after some seconds. One that does is waited for until twice the time-out, for who only waits in a
-        collective of the old group meets its error later. The first list of ranks that is written then
+        collective of the old group meets its error later. So is every rank where the store is neither a ``TCPStore``
+        nor a ``FileStore``, for then there are no heartbeats. The first list of ranks that is written then
         is everybody's. The store has to be alive: it lives with the launcher, or with rank 0. The old group ends when
         nothing holds it any more.
 

@@ -388,7 +388,10 @@ std::vector<int64_t> Liveness::silent_ranks() {
     }
     return ranks;
   };
-  const auto answered = can_ask() ? answer<std::vector<int64_t>>(silent) : std::nullopt;
+  if (!can_ask()) {
+    return {};
+  }
+  const auto answered = answer<std::vector<int64_t>>(silent);
   TORCH_CHECK(answered, "the store of the process group does not answer");
   return *answered;
 }

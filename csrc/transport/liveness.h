@@ -40,8 +40,8 @@ class Liveness : public std::enable_shared_from_this<Liveness> {
   // seconds at most. Empty where there is no store to ask through.
   std::string who_is_missing();
 
-  // The ranks that send no heartbeat: stopped, gone, cut off, or without an engine of this group. Takes as long. Throws
-  // c10::Error where there is no store to ask through, or where it does not answer.
+  // The ranks that send no heartbeat: stopped, gone, cut off, or without an engine of this group. Takes as long. None
+  // where there is no store to ask through. Throws c10::Error where it does not answer.
   std::vector<int64_t> silent_ranks();
 
  private:

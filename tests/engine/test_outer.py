@@ -7,7 +7,9 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +23,10 @@ from torch.optim import SGD
 
 import fastsync
 from fastsync import Compression, DiLoCo, LocalSGD, TopK
+from fastsync._checks import resolve_group
 from fastsync._optimizer_steps import innermost
 from fastsync.outer import _split
+from fastsync.surviving_group import SurvivingGroup
 from fastsync.topk import BLOCK, decode, encode
 from tests.engine.same_data import same_data_is_meant
 from tests.engine.sites import make_model, make_optimizer, train_step, weights
@@ -334,6 +338,49 @@ def test_the_others_go_on_without_a_site_that_is_lost(delay: int, compression: A
     lost = {"lost": [2], "timeout": 60, "shared_memory": shared_memory}
     first, second, _ = run_ranks(trained_until_one_is_lost, 3, delay, compression, **lost)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+class StoreOfPython(torch.distributed.Store):
+    """Through which no heartbeat can go."""
+
+    def __init__(self, file: str, world_size: int) -> None:
+        super().__init__()
+        self._file = torch.distributed.FileStore(file, world_size)
+
+    def set(self, key: str, value: Any) -> None:
+        self._file.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._file.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._file.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._file.check(keys)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._file.wait(keys, *timeout)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._file.compare_set(key, expected, desired)
+
+
+def _left_of_a_store_of_python(rank: int, world_size: int, file: str) -> tuple[list[int], dict[int, int]]:
+    torch.distributed.destroy_process_group()
+    store = StoreOfPython(file, world_size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    group = SurvivingGroup(resolve_group(None), timedelta(seconds=2))
+    if rank == 2:
+        os._exit(0)
+    came = group.go_on_without_the_lost(10 + rank, RuntimeError("the connection broke"))
+    group.group.barrier().wait()
+    return group.ranks, came
+
+
+def test_the_others_go_on_where_the_store_carries_no_heartbeats(tmp_path: Path) -> None:
+    first, second, _ = run_ranks(_left_of_a_store_of_python, 3, str(tmp_path / "store"), lost=[2])
+    assert first == second == ([0, 1], {0: 10, 1: 11})
 
 
 def trained_where_one_is_ahead(rank: int, world_size: int, kind: type[DiLoCo], compression: Any) -> list[Tensor]:
