@@ -410,7 +410,16 @@ class PPO:
         return metrics, None if target_kl is None else self.sync.piggybacked()["kl"]
 
     def _loss(self, part: Batch, remaining: float) -> tuple[Tensor, dict[str, Tensor]]:
-        return minibatch_loss(self.policy, part, self.settings, remaining, self.loss)
+        try:
+            return minibatch_loss(self.policy, part, self.settings, remaining, self.loss)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ValueError(
+                f"BatchNorm cannot learn from one row, and a minibatch has {len(part.log_probs)} on each rank: it has "
+                "num_envs * num_steps / (num_minibatches * num_micro_batches). Lower --num-minibatches or "
+                "--num-micro-batches, or raise --num-envs or --num-steps"
+            ) from error
 
 
 # --- Loop -------------------------------------------------------------------------------------------------------------

@@ -87,6 +87,16 @@ class Recorded(WithLayer):
         self.critic.eval()  # frozen
 
 
+@pytest.mark.parametrize("given", [{"num_minibatches": 4}, {"num_minibatches": 2, "num_micro_batches": 2}])
+def test_a_minibatch_of_one_row_is_too_few_for_batch_norm(given: dict[str, int]):
+    settings = replace(TINY, env="Acrobot-v1", num_envs=1, num_steps=4, **given)
+    with group_of_one(), make_environments(settings, rank=0) as environments:
+        ppo = PPO(settings, environments, torch.device("cpu"), policy=Normed)
+        rollout = ppo.collect()
+        with pytest.raises(ValueError, match=r"a minibatch has 1 on each rank.* Lower --num-minibatches .*--num-envs"):
+            ppo.learn(rollout)
+
+
 def test_a_policy_acts_in_eval_mode_and_learns_in_train_mode_but_for_what_is_frozen():
     settings = replace(TINY, env="Acrobot-v1")
     with group_of_one(), make_environments(settings, rank=0) as environments:

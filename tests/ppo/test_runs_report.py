@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fastsync.ppo.envs.interface import Episode
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.console import RunConsole
-from fastsync.ppo.runs.loggers import open_loggers
+from fastsync.ppo.runs.loggers import CsvLog, open_loggers
 from fastsync.ppo.runs.metrics import PhaseTimes, RankReport, TrainResult, ended_episodes, scalars_of
 
 SETTINGS = Settings(total_steps=1000)
@@ -87,6 +87,21 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path):
     assert not list(tmp_path.glob("*.tmp"))
     log = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in log.Scalars("seconds")] == list(range(100, 1001, 100))
+
+
+def test_a_metric_that_comes_late_gets_a_column(tmp_path: Path):
+    """Where a run begins, or goes on, with a rollout that only resets environments, a loss has not told its own."""
+    for resumed_step, steps in ((0, (10, 20, 30)), (20, (20, 30, 40))):
+        log = CsvLog(tmp_path / "progress.csv", resumed_step)
+        for step in steps:
+            own = {"learning/own": float(step)} if step > 10 else {}
+            log.log(step, {"update": step / 10} | own | ({"info/late": 1.0} if step == 40 else {}))
+        log.close()
+    rows = read_csv(tmp_path)
+    assert [row["step"] for row in rows] == ["10", "20", "20", "30", "40"]
+    assert [row["learning/own"] for row in rows] == ["", "20.0", "20.0", "30.0", "40.0"]
+    assert [row["info/late"] for row in rows] == ["", "", "", "", "1.0"]
+    assert list(rows[0]) == ["step", "update", "learning/own", "info/late"]
 
 
 def table_of(console: RunConsole, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

@@ -33,21 +33,28 @@ def open_loggers(
 
 
 class CsvLog:
-    """A row for each update. The first row decides the columns. A field is empty if the metric is not known.
+    """A row for each update. A field is empty if the metric is not known.
 
-    Rows up to ``resumed_step`` stay.
+    Rows up to ``resumed_step`` stay. A metric that comes later gets a column behind the others. So it is where the
+    first rollout only resets environments: nothing is learnt from it, and a loss of the user's own is not called.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self._path = path
         self._rows = _rows_until(path, resumed_step) if resumed_step else []
+        self._columns: dict[str, None] = {}
         self._writer: csv.DictWriter[str] | None = None
         self._file: Any = None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self._writer is not None and not self._columns.keys() >= scalars.keys():
+            self.close()
+            self._rows, self._writer = _rows_until(self._path, step), None
         if self._writer is None:
             # Columns of earlier rows stay, even if another number of ranks no longer fills them.
-            self._start(list(dict.fromkeys(["step", *scalars, *(name for old in self._rows for name in old)])))
+            of_rows = (name for old in self._rows for name in old)
+            self._columns = dict.fromkeys([*(self._columns or ["step"]), *scalars, *of_rows])
+            self._start(list(self._columns))
         assert self._writer is not None
         self._writer.writerow({"step": step} | _known(scalars))
         self._file.flush()
