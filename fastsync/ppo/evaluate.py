@@ -153,11 +153,11 @@ def play(
 ) -> list[Episode]:  # fmt: skip
     """Plays episodes in a single environment, one after the other, with the likeliest actions, in eval mode.
 
-    An episode that has not ended after ``max_steps`` steps is cut, and ``say`` is told so. It is also told now and then
-    how far the episodes have come.
+    An episode that has not ended after ``max_steps`` steps is cut. ``say`` is told of the first one, and at the end how
+    many there were. It is also told now and then how far the episodes have come.
     """
     observations, episodes = environment.reset(), list[Episode]()
-    length, total, told = 0, 0.0, time.monotonic()
+    length, total, num_cut, told = 0, 0.0, 0, time.monotonic()
     with in_eval_mode(policy):
         while len(episodes) < num_episodes:
             outputs = policy.outputs(policy.features(torch.from_numpy(observations).to(policy.observation_dtype)))
@@ -167,14 +167,18 @@ def play(
                 episodes += step.episodes
                 length, total = 0, 0.0
             elif length >= max_steps:
-                say(
-                    f"episode {len(episodes) + 1} has not ended after {length:,} steps, and counts as it is: set "
-                    "--max-steps to cut episodes elsewhere. In training too it would never end; gymnasium.wrappers."
-                    "TimeLimit ends it"
-                )
+                num_cut += 1
+                if num_cut == 1:
+                    say(
+                        f"episode {len(episodes) + 1} has not ended after {length:,} steps, and counts as it is.\n"
+                        "  --max-steps cuts episodes elsewhere. If they never end, they do not in training either:\n"
+                        "  gymnasium.wrappers.TimeLimit ends them"
+                    )
                 episodes.append(Episode(environment.first_index, total, length))
                 observations, length, total = environment.reset(), 0, 0.0
             if time.monotonic() - told >= PROGRESS_SECONDS:
                 told = time.monotonic()
                 say(f"{len(episodes)} of {num_episodes} episodes have ended, and {length:,} steps of the next are done")
+    if num_cut > 1:
+        say(f"{num_cut} of {num_episodes} episodes were cut after {max_steps:,} steps")
     return episodes

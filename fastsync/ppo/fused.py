@@ -44,12 +44,12 @@ def enable(enabled: bool, own: Sequence[Callable[..., Any]] = ()) -> None:
 
 
 def what_ran() -> str:
-    """Returns a sentence: for which functions and layers operators ran, and for which plain PyTorch."""
+    """Returns a sentence in two lines: for which functions and layers operators ran, and for which plain PyTorch."""
     by_operator = ", ".join(name for name, is_fused in _ran.items() if is_fused)
     plain = ", ".join(name for name, is_fused in _ran.items() if not is_fused)
     if not by_operator:
         return "everything runs in plain PyTorch"
-    return f"fused operators run for {by_operator}; plain PyTorch runs for everything else{plain and f': {plain}'}"
+    return f"fused operators run for {by_operator};\nplain PyTorch runs for everything else{plain and f': {plain}'}"
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def test_what_is_edited_in_the_files_runs(tmp_path: Path):
     returns = {name: [row["episodes/return"] for row in rows_of_last(tmp_path / name / "runs")] for name in said}
     assert returns["SiLU"] != returns["nothing"]
     assert "fused operators run for actor, choose, critic, categorical, minibatch_loss" in said["nothing"]
-    assert "fused operators run for choose, categorical, ppo_loss; plain" in said["SiLU"]
+    assert "fused operators run for choose, categorical, ppo_loss;\nplain" in said["SiLU"]
 
 
 def without_operators(rank: int, world_size: int, settings: Settings) -> tuple[Weights, str, bool]:
@@ -156,7 +156,7 @@ def without_operators(rank: int, world_size: int, settings: Settings) -> tuple[W
 
 def test_without_fused_operators_all_is_plain_and_learns_the_same(tmp_path: Path):
     fused, said = trained(tmp_path)
-    assert "fused operators run for actor, choose, critic, categorical, minibatch_loss; plain" in said
+    assert "fused operators run for actor, choose, critic, categorical, minibatch_loss;\nplain" in said
     settings = replace(TINY, runs_dir=str(tmp_path), run_name="plain", fused=False)
     ((plain, said, has_fused),) = run_ranks(without_operators, 1, settings)
     assert "everything runs in plain PyTorch" in said
@@ -189,7 +189,7 @@ def test_a_metric_of_ones_own_is_in_every_log_and_changes_nothing(tmp_path: Path
 
 def test_under_autocast_layers_run_by_themselves_and_the_run_says_so(tmp_path: Path):
     _, said = trained(tmp_path, replace(TINY, precision="bf16"))
-    assert "fused operators run for choose, categorical, ppo_loss; plain PyTorch runs for everything" in said
+    assert "fused operators run for choose, categorical, ppo_loss;\nplain PyTorch runs for everything" in said
     assert "estimate_advantages, actor, critic" in said
 
 
@@ -239,7 +239,7 @@ def of_one_step(
 
 def test_advantages_of_ones_own_are_what_is_learnt_from(tmp_path: Path):
     one_step, said = trained(tmp_path, advantages=of_one_step)
-    assert "fused operators run for actor, choose, critic, categorical, minibatch_loss; plain" in said
+    assert "fused operators run for actor, choose, critic, categorical, minibatch_loss;\nplain" in said
     assert "everything else: of_one_step" in said
     assert are_equal(one_step, trained(tmp_path, replace(TINY, gae_lambda=0.0))[0])
     assert not are_equal(one_step, trained(tmp_path)[0])
