@@ -30,7 +30,7 @@ constexpr milliseconds kPeriod(1000);     // between two heartbeats
 constexpr milliseconds kPatience(2500);   // with ranks that have none
 constexpr milliseconds kLimit(4000);      // for the store, which may hang
 constexpr milliseconds kMoment(200);      // at the process's end
-constexpr milliseconds kLookEvery(2000);  // while ranks agree
+constexpr milliseconds kLookEvery(5000);  // while ranks agree: longer than a rank may be held up for
 
 const char* const kKey = "fastsync/alive";
 const char* const kNoAnswer = "no answer, so it is stopped or gone, or has no engine of this group";
