@@ -193,7 +193,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<fastsync::Liveness, std::shared_ptr<fastsync::Liveness>>(m, "Liveness")
       .def(py::init(
                [](const Group& group, const std::string& engine) { return fastsync::Liveness::of(*group, engine); }),
-           py::arg("process_group"), py::arg("engine"))
+           py::arg("process_group"), py::arg("engine"), no_gil)  // it connects to the store
       .def("silent_ranks", &fastsync::Liveness::silent_ranks, no_gil);
 
   py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")
@@ -235,7 +235,8 @@ PYBIND11_MODULE(_C, m) {
       .def("piggyback", between_steps<Synchronizer>(&Synchronizer::piggyback), py::arg("name"), py::arg("value"),
            no_gil)
       .def("piggybacked", locked<Synchronizer>(&Synchronizer::piggybacked), no_gil)
-      .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"), no_gil)
+      .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"),
+           py::arg("have_hooks"), no_gil)
       .def("set_joining", between_steps<Synchronizer>(&Synchronizer::set_joining), py::arg("is_joining"), no_gil)
       .def("run_out", locked<Synchronizer>(&Synchronizer::run_out), no_gil)
       .def("num_active", locked<Synchronizer>(&Synchronizer::num_active), no_gil)

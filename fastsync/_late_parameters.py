@@ -27,16 +27,17 @@ class LateParameters:
 
     def __init__(self, ids: frozenset[int]) -> None:
         self._ids = ids
-        self._found: WeakKeyDictionary[Optimizer, tuple[list[tuple[int, ...]], list[tuple[str, ref[Tensor]]]]]
+        self._found: WeakKeyDictionary[Optimizer, tuple[list[tuple[int, int, int]], list[tuple[str, ref[Tensor]]]]]
         self._found = WeakKeyDictionary()
 
     def stepped_by(self, optimizer: Optimizer, of_model: Callable[[], Named]) -> Iterator[tuple[str, Tensor]]:
         """Yields, with its name, each that has a gradient. The model is searched once for an optimizer's parameters."""
-        ids = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+        # Not the ids of all parameters, which take long to compare in each step.
+        lists = [(id(params), len(params), id(params[0])) for g in optimizer.param_groups if (params := g["params"])]
         known, late = self._found.get(optimizer, (None, []))
-        if ids != known:
+        if lists != known:
             late = self._search(optimizer, of_model)
-            self._found[optimizer] = ids, late
+            self._found[optimizer] = lists, late
         for name, reference in late:
             parameter = reference()
             if parameter is not None and parameter.requires_grad and parameter.grad is not None:

@@ -215,7 +215,7 @@ class GradientSynchronizer(ClippableHandle):
             number = math.nan
         if not 0 <= number <= LARGEST_WEIGHT:
             raise ValueError(f"weight: expected a number that is 0 or more, up to {LARGEST_WEIGHT:g}, got {weight!r}")
-        self._engine.set_weight(number)
+        self._engine.set_weight(number, self._overlaps)
         self._weight = number
 
     # ---- from one group to another, and the end ---------------------------------------------------------------------
@@ -249,7 +249,7 @@ class GradientSynchronizer(ClippableHandle):
             self._engine, self._group = before
             raise
         if self._weight is not None:
-            self._engine.set_weight(self._weight)
+            self._engine.set_weight(self._weight, self._overlaps)
         self._engine.take_over(before[0])
         before[0].detach()
         self._engine.set_enabled(self._is_enabled)

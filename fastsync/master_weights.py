@@ -78,4 +78,5 @@ def _is_copy(tensor: Tensor, weight: Tensor) -> bool:
     if is_same_memory or torch.promote_types(own.dtype, theirs.dtype) != own.dtype:
         return False
     wide = theirs.to(own.device, own.dtype)
-    return bool(((own - wide).abs() <= torch.finfo(theirs.dtype).eps * wide.abs()).all())
+    narrow = torch.finfo(theirs.dtype)  # below its smallest normal number values lie evenly
+    return bool(((own - wide).abs() <= narrow.eps * wide.abs().clamp(min=narrow.smallest_normal)).all())

@@ -177,7 +177,7 @@ class DiLoCo:
         return self._step + 1 + (fragment.place - self._step - 1) % self._sync_every
 
     def _begin_before(self, optimizer: Optimizer) -> None:
-        if not self._has_begun and self._tensors.are_stepped_by(optimizer):
+        if not self._has_begun and is_training_step(optimizer) and self._tensors.are_stepped_by(optimizer):
             self._begin()
 
     def _begin(self) -> None:
@@ -225,7 +225,9 @@ class DiLoCo:
 
     def _note_step_of_another(self, optimizer: Optimizer, *_: object) -> None:
         """Looks only while the right one has not stepped; it may be one of several, each with parameters of its own."""
-        if self._num_steps > 0 or optimizer is self._optimizer or not self._tensors.are_stepped_by(optimizer):
+        if self._num_steps > 0 or optimizer is self._optimizer or not is_training_step(optimizer):
+            return
+        if not self._tensors.are_stepped_by(optimizer):
             return
         self._num_steps_of_others += 1
         self._check_nobody_else_stepped(at_most=max(self._sync_every, PATIENCE))
@@ -275,6 +277,7 @@ class DiLoCo:
     def _average(self, fragment: Fragment, number: int) -> None:
         """Moves the fragment's outer weights by the mean difference. The numbers are those of its turn on all ranks."""
         with _on_the_host():
+            have_all_ended = False
             for tries_left in reversed(range(self._sites.group.size())):
                 try:
                     if number > self._num_averaged:  # else it has come with another rank's state

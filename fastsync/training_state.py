@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,13 +44,25 @@ class TrainingState:
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
         gc.collect()  # those of before may be in use no more
         objects = gc.get_objects()
-        # Sorted, for garbage collection does not leave objects in one order on all ranks.
+        self._alike: list[str] = []
         optimizers = [each for each in _of(Optimizer, objects) if any(self._indices(each))]
-        self._optimizers = sorted(optimizers, key=lambda each: (self._indices(each), type(each).__name__))
+        self._optimizers = self._distinct(optimizers, lambda each: f"{type(each).__name__} of {self._indices(each)}")
         places = {id(optimizer): place for place, optimizer in enumerate(self._optimizers)}
         schedulers = [each for each in _of(LRScheduler, objects) if id(getattr(each, "optimizer", None)) in places]
-        self._schedulers = sorted(schedulers, key=lambda each: (places[id(each.optimizer)], type(each).__name__))
-        self._scalers = [each for each in _of(GradScaler, objects) if each.is_enabled()]
+        inside = {id(each) for outer in schedulers for each in getattr(outer, "_schedulers", ())}  # whose state it has
+        self._schedulers = self._distinct(
+            [each for each in schedulers if id(each) not in inside],
+            lambda each: f"{type(each).__name__} of optimizer {places[id(each.optimizer)]}",
+        )
+        scalers = [each for each in _of(GradScaler, objects) if each.is_enabled()]
+        self._scalers = self._distinct(scalers, lambda each: type(each).__name__)
+
+    def _distinct(self, objects: list[Any], name_of: Callable[[Any], str]) -> list[Any]:
+        """Returns those that nothing is named like, in the order of names: a search has no order for all ranks."""
+        named = sorted(((name_of(each), each) for each in objects), key=itemgetter(0))
+        counts = Counter(name for name, _ in named)
+        self._alike += [f"{number} times {name}" for name, number in counts.items() if number > 1]
+        return [each for name, each in named if counts[name] == 1]
 
     def share(self, group: dist.ProcessGroup, root: int) -> None:
         """Gives all ranks of the group what one rank has. Warns, on all, where they have different optimizers."""
@@ -58,6 +72,8 @@ class TrainingState:
         except ValueError as error:
             _warn(str(error))
             return
+        if self._alike:
+            _warn(f"nobody can tell apart {', '.join(self._alike)}")
         tensors: list[Tensor] = []
         of_root: list[Any] = [self._packed(tensors) if group.rank() == root else None]
         dist.broadcast_object_list(of_root, group=group, group_src=root)
@@ -113,7 +129,8 @@ class TrainingState:
 
     def _describe(self) -> str:
         optimizers = [f"{type(each).__name__} of parameters {self._indices(each)}" for each in self._optimizers]
-        return "\n".join([*optimizers, *(type(each).__name__ for each in (*self._schedulers, *self._scalers))])
+        others = [type(each).__name__ for each in (*self._schedulers, *self._scalers)]
+        return "\n".join([*optimizers, *others, *self._alike])
 
     def _indices(self, optimizer: Optimizer) -> list[list[int]]:
         """Returns which of the parameters are in each of its groups."""

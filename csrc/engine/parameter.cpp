@@ -174,11 +174,6 @@ bool Parameter::has_left_over() const {
   return is_left_over && tensor.defined() && accumulated.holds(tensor.grad());
 }
 
-bool Parameter::has_unsynced_gradient() const {
-  const at::Tensor tensor(id.lock());
-  return tensor.defined() && tensor.requires_grad() && tensor.grad().defined() && !averaged.holds(tensor.grad());
-}
-
 void Parameter::take_over(Parameter& other) {
   is_new = other.is_new;
   is_left_over = other.is_left_over;
@@ -195,7 +190,12 @@ void Parameter::put_sum_aside() {
   if (sum.defined()) {
     check_sum(gradient);
   }
-  if (is_sum(gradient)) {
+  if (!is_sum(gradient)) {
+    return;
+  }
+  if (gradient.is_cpu() && !averaged.holds(gradient) && !has_values(gradient)) {
+    averaged = {};  // zero_grad(set_to_none=False) has left no sum
+  } else {
     sum = std::exchange(gradient, {});
   }
 }

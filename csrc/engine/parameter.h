@@ -39,8 +39,6 @@ struct Parameter {
   void mark_new(bool is_left_over);
   // Whether such a one is left, and nothing has changed it since.
   bool has_left_over() const;
-  // Whether there may be such a one, from wherever.
-  bool has_unsynced_gradient() const;
   // Goes on as another one, of another engine.
   void take_over(Parameter& other);
 

@@ -264,11 +264,11 @@ void ParameterSync::piggyback(const std::string& name, const at::Tensor& value) 
   side_values_.put(name, value.detach().clone(at::MemoryFormat::Contiguous));
 }
 
-void ParameterSync::set_weight(double weight) {
+void ParameterSync::set_weight(double weight, bool have_hooks) {
   const bool is_again = std::exchange(weighted_step_, step_) == step_;
   for (const Parameter& parameter : parameters_) {
     TORCH_CHECK(
-        !parameter.has_left_over() && (!is_again || !parameter.has_unsynced_gradient()),
+        !parameter.has_left_over() && (have_hooks || !is_again || !parameter.has_own_gradient(/*has_hook=*/false)),
         "fastsync: set_weight() was called after a backward whose gradients, such as that of parameter ",
         parameter.name, ", no sync has averaged yet, and a weight counts for all that a sync averages: call it ",
         "once a step, before the first backward, with the number of the step's tokens or samples, and multiply ",

@@ -41,7 +41,8 @@ class ParameterSync : public EngineState {
 
   // From the next sync on, this rank's gradients count so much. To be called on all ranks before the same sync, at
   // first. Throws c10::Error where the sync has gradients already, which another weight may be meant for.
-  void set_weight(double weight);
+  // Where hooks tell of backwards, nothing but their marks has to be read.
+  void set_weight(double weight, bool have_hooks);
 
   // While ranks join, the gradients of one that has run out of them count for nothing. The mean is over the others.
   void set_joining(bool is_joining);

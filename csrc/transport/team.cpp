@@ -131,12 +131,14 @@ void Transfer::wait_for(Works& works) {
   while (!works.empty()) {
     const Work work = std::move(works.front());
     works.erase(works.begin());
-    work->wait();
+    if (work) {  // some backends return none for a call of a group
+      work->wait();
+    }
   }
 }
 
 bool Transfer::have_come() const {
-  return std::all_of(arrivals_.begin(), arrivals_.end(), [](const Work& work) { return work->isCompleted(); });
+  return std::all_of(arrivals_.begin(), arrivals_.end(), [](const Work& work) { return !work || work->isCompleted(); });
 }
 
 void Transfer::wait_for_rows() {

@@ -265,6 +265,25 @@ def test_token_weights_with_accumulation(rank: int, world_size: int, entry_point
         weight.grad = None
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2)
+def test_a_weight_may_be_set_again_where_no_backward_came(rank: int, world_size: int, overlap: bool) -> None:
+    """As where a batch is skipped, after gradients that were averaged have been clipped or filled with zeros."""
+    model = nn.Linear(2, 1)
+    sync = fastsync.attach(model, overlap=overlap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for set_to_none in (True, False):
+        sync.set_weight(1.0 + rank)
+        model(torch.ones(1, 2) + rank).sum().backward()
+        if not overlap:
+            sync.synchronize()
+        fastsync.clip_grad_norm_(sync, 0.1)
+        optimizer.step()
+        sync.set_weight(5.0)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        sync.set_weight(6.0)
+
+
 class _AddsUp(torch.autograd.Function):
     """A collective of the user's own inside backward, as SyncBatchNorm has some."""
 

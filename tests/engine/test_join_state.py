@@ -155,6 +155,23 @@ def test_ranks_with_other_optimizers_are_warned(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
+def test_what_nobody_can_tell_apart_stays_each_ranks_own(rank: int, world_size: int) -> None:
+    model = make_model()
+    sync = fastsync.attach(model)
+    optimizer = Adam(model.parameters())
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 * rank + power)) for power in (1, 2)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with sync.join():
+            for step in range(1 + rank):
+                model(inputs_of(rank, step)).square().mean().backward()
+                optimizer.step()
+    assert any("nobody can tell apart 2 times GradScaler" in str(each.message) for each in caught)
+    assert [scaler.get_scale() for scaler in scalers] == [2.0 ** (8 * rank + power) for power in (1, 2)]
+    assert_equal_on_ranks(optimizer.state[model[0].weight]["exp_avg"], world_size)
+
+
+@on_ranks(2)
 def test_what_cannot_be_sent_is_told_on_all_ranks(rank: int, world_size: int) -> None:
     model = make_model()
     sync = fastsync.attach(model)

@@ -439,4 +439,4 @@ def test_a_train_job_with_a_stopped_rank_ends(tmp_path: Path) -> None:
         os.kill(int(pid), signal.SIGSTOP)
         status, said = launcher.ends()
     assert status == 1
-    assert "fastsync train: torchrun saw rank 0 fail first: " in said
+    assert "torchrun saw rank 0 fail first: " in said

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils._pytree import tree_map
 
 from fastsync import DiLoCo, LocalSGD, TopK
+from fastsync.master_weights import masters_of
 from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step, weights
 from tests.ranks import on_ranks
 
@@ -181,6 +182,18 @@ def test_masters_of_an_optimizer_follow_each_mean(
             torch.testing.assert_close(mine.float(), before, rtol=2.0**-7, atol=0.02)
             assert not torch.equal(mine.float(), before)
     assert_sites_are_equal(model, world_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_of_weights_that_are_almost_zero_are_found(dtype: torch.dtype) -> None:
+    master = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 0.02
+    master[0, :4] = torch.tensor([0.0, 1e-8, 1.2345e-5, 1e-39])
+    weight = nn.Parameter(master.to(dtype))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight] = {"momentum_buffer": torch.zeros(64, 64), "master": master}
+    found = masters_of(optimizer, {"weight": weight})
+    assert list(found) == ["weight"]
+    assert found["weight"] is master
 
 
 # ---- wrappers, modes and defaults -----------------------------------------------------------------------------------
