@@ -371,6 +371,8 @@ def _left_of_a_store_of_python(rank: int, world_size: int, file: str) -> tuple[l
     store = StoreOfPython(file, world_size)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     group = SurvivingGroup(resolve_group(None), timedelta(seconds=2))
+    store.set(f"connected {rank}", "")
+    store.wait([f"connected {other}" for other in range(world_size)])
     if rank == 2:
         os._exit(0)
     came = group.go_on_without_the_lost(10 + rank, RuntimeError("the connection broke"))
