@@ -7,12 +7,14 @@ background: A. Douillard and others, Streaming DiLoCo, arXiv 2501.18512, 2025.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -39,6 +41,8 @@ from .topk import TopK, TopKAverager
 
 PATIENCE = 16
 """Steps of another optimizer that may come before the first of the one that counts."""
+END_SECONDS = 1.0
+"""How long the end of the process waits for an outer step, once that has been ended."""
 DEFAULT_COMPRESSION = Compression("int8", error_feedback=True)
 DEFAULT_OPTIMIZER = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -118,6 +122,7 @@ class DiLoCo:
         self._num_begun = 0
         self._num_final = 0  # of the newest, after all loops had ended
         self._newest: Future[None] | None = None  # of those that are on their way
+        atexit.register(_end_step, weakref.ref(self))
         self._hooks: list[RemovableHandle] = []
         self._has_begun = self._is_resumed = False
         self._num_steps = self._num_steps_of_others = 0  # in this block
@@ -443,10 +448,21 @@ def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor
     return parts
 
 
+def _end_step(known: weakref.ref[DiLoCo]) -> None:
+    """Ends an outer step that is under way when the process ends.
+
+    Before Python 3.14 a daemon thread that comes back from C++ later would abort the process.
+    """
+    sync = known()
+    if sync is not None and sync._newest is not None and not sync._newest.done():
+        sync._sites.close()
+        wait([sync._newest], timeout=END_SECONDS)
+
+
 def _after(previous: Future[None] | None, call: Callable[[], None]) -> Future[None]:
     """Calls it in a thread once the previous one has ended well: all ranks send in one order.
 
-    The thread is a daemon, for a process that an error ends must not wait for a site that is gone.
+    The thread is a daemon, for a process that an error ends must not wait for a site that is gone. See ``_end_step``.
     """
     done: Future[None] = Future()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -19,6 +20,7 @@ from .distributed import gloo_group
 POLL_SECONDS = 0.1
 MOST_SILENCES = 2  # in a row, of a rank that is given up; each takes some seconds
 GRACE_SECONDS = 2.0
+NEVER_SENT = 2**30 - 1  # a tag
 
 
 class SurvivingGroup:
@@ -34,6 +36,7 @@ class SurvivingGroup:
 
     def __init__(self, process_group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._timeout = timeout
+        self._is_closed = False
         name = [uuid4().hex]
         dist.broadcast_object_list(name, group=process_group, group_src=0)
         self._store: Store = PrefixStore(f"fastsync/{name[0]}/", dist.distributed_c10d._get_default_store())
@@ -66,6 +69,8 @@ class SurvivingGroup:
         Raises:
             RuntimeError: the store does not answer, or the others have gone on without this rank.
         """
+        if self._is_closed:
+            raise RuntimeError("fastsync: this process ends") from error
         store, ranks, rank = PrefixStore("left/", self._store), self.ranks, dist.get_rank()
         try:
             store.set(str(rank), str(progress))
@@ -90,11 +95,22 @@ class SurvivingGroup:
         deadline = time.monotonic() + 2 * self._timeout.total_seconds() + GRACE_SECONDS
         silences = dict.fromkeys(self.ranks, 0)  # of each rank, in a row
         while absent := [each for each in self.ranks if not store.check([str(each)])]:
-            if time.monotonic() >= deadline or all(silences[each] >= MOST_SILENCES for each in absent):
+            if self._is_closed or time.monotonic() >= deadline:
+                return
+            if all(silences[each] >= MOST_SILENCES for each in absent):
                 return
             time.sleep(POLL_SECONDS)
             silent = [self.ranks[place] for place in self._liveness.silent_ranks()]
             silences = {each: silences[each] + 1 if each in silent else 0 for each in self.ranks}
+
+    def close(self) -> None:
+        """Lets whoever waits in the group fail now, in another thread too, and not go on: for the process's end."""
+        self._is_closed = True
+        if self.group.size() > 1:
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            with suppress(RuntimeError):  # Gloo closes all connections where one message does not come in time
+                neighbour = (self.group.rank() + 1) % self.group.size()
+                self.group.recv([nothing], neighbour, NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def broadcast_object(self, mine: object, source: int) -> Any:
         """Returns what rank ``source`` of ``ranks`` has given, as ``dist.broadcast_object_list`` does."""

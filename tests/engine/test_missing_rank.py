@@ -431,6 +431,40 @@ def test_ranks_end_without_a_word() -> None:
         assert (rank.returncode, *said) == (0, "", "")
 
 
+OUTER_STEP = """
+import ctypes, os, sys, time, torch, torch.distributed as dist, fastsync
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sync = fastsync.DiLoCo(model, optimizer, sync_every=2, fragment_sync_delay=1)
+store = dist.distributed_c10d._get_default_store()
+for _ in range(int(os.environ["STEPS"])):
+    sync.step()
+if os.environ["RANK"] == "1":
+    store.wait(["ends"])
+    time.sleep(1.5)
+    os._exit(0)
+sync.step()
+store.set("ends", "")
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.sleep, None)  # for as many seconds as the status, when the interpreter has ended
+sys.exit(4)
+"""
+
+
+@pytest.mark.parametrize("shared_memory", ["0", "1"])
+@pytest.mark.parametrize("steps", ["1", "3"])
+def test_an_outer_step_under_way_leaves_the_process_its_status(
+    steps: str, shared_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread, which waits for a rank that ends now, must not come back to Python: first or later step."""
+    monkeypatch.setenv("STEPS", steps)
+    monkeypatch.setenv("FASTSYNC_SHARED_MEMORY", shared_memory)
+    said = [(*rank.communicate(timeout=LIMIT), rank.returncode) for rank in start_ranks(OUTER_STEP)]
+    assert said == [("", "", 4), ("", "", 0)]
+
+
 def test_a_train_job_with_a_stopped_rank_ends(tmp_path: Path) -> None:
     """A rank that waits in a sync names it. In a collective of the script's own it cannot."""
     with launched(tmp_path, "--nproc", "2", "--timeout", "3") as launcher:
