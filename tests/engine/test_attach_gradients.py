@@ -103,7 +103,7 @@ def test_gradients_in_another_order_than_their_parameter(rank: int, world_size: 
 def test_a_gradient_of_another_shape_is_told(rank: int, world_size: int) -> None:
     parameter = nn.Parameter(torch.zeros(2, 6))
     sync = fastsync.attach([parameter], overlap=False)
-    parameter.grad = torch.ones(2, 6)
+    parameter.grad = torch.full((2, 6), 1.0 + rank)
     sync.synchronize()
     parameter.data = torch.zeros(6, 2)
     with pytest.raises(ValueError, match=r"parameter 0 has the shape \[6, 2\], and its gradient has \[2, 6\]"):

@@ -224,7 +224,7 @@ def test_another_group_and_the_end(rank: int, world_size: int, entry_point: str)
     with given.no_sync():
         model(1.0, None).backward()
     given.handle.use_group(dist.new_group())
-    given.backward(model(1.0, 1.0))
+    given.backward(model(rank + 0.5, 1.0))
     assert values(model) == [[7.0], [4.0]]
     with given.no_sync():
         model(1.0, None).backward()

@@ -53,7 +53,7 @@ def test_local_sgd_takes_the_mean_of_what_was_frozen(rank: int, world_size: int)
     model[2].requires_grad_(False)
     optimizer = SGD(model.parameters(), lr=1.0)
     with LocalSGD(model, optimizer, sync_every=1):
-        model[0].grad = torch.ones(3)
+        model[0].grad = torch.full((3,), 1.0 + rank)
         optimizer.step()
         for parameter in (model[1], model[2]):
             parameter.data.fill_(1.0 + 2.0 * rank)  # as a teacher of moving averages does, past version counters

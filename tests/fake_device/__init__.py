@@ -64,6 +64,9 @@ def load_device() -> Any:
     module = types.ModuleType(DEVICE)
     module.is_available = lambda: True  # type: ignore[attr-defined]
     module.device_count = lambda: extension.NUM_DEVICES  # type: ignore[attr-defined]
+    # torch.manual_seed() warns where a device has none.
+    module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
+    module.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     torch._register_device_module(DEVICE, module)
     dist.Backend.register_backend(DEVICE, _new_backend, devices=[DEVICE])
     return extension
