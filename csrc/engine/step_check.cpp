@@ -60,7 +60,8 @@ void StepCheck::say_nothing() {
 void StepCheck::begin_step(int64_t step, bool has_gradients) {
   const std::lock_guard<std::mutex> lock(mutex_);
   step_ = step;
-  says_nothing_ |= !has_gradients;
+  const bool had_gradients = std::exchange(had_gradients_, has_gradients);
+  says_nothing_ |= !has_gradients || !had_gradients;
   const bool is_first = std::exchange(is_first_, false);
   num_updates_ += std::exchange(was_updated_, false) && !is_first ? 1 : 0;
 }

@@ -22,7 +22,8 @@ class StepCheck {
   // What it is of is named in errors.
   StepCheck(const c10d::ProcessGroup& group, std::string what);
 
-  // Before a step. A rank without gradients of its own, as one that joins others (DDP's join), says nothing.
+  // Before a step. A rank without gradients of its own, as one that joins others (DDP's join), says nothing. Nor does
+  // it in the step after that: the others have updated their parameters meanwhile, and it has got these.
   void begin_step(int64_t step, bool has_gradients);
   // An optimizer has updated the parameters.
   void note_update();
@@ -59,6 +60,7 @@ class StepCheck {
   int64_t num_costly_ = 0;     // steps in which one would cost
   bool says_nothing_ = false;  // until the next one
   bool is_first_ = true;
+  bool had_gradients_ = true;  // in the step before
   bool was_updated_ = false;
   at::Tensor on_its_way_;  // a copy of a sum, in pinned memory
   std::optional<c10::Event> has_come_;

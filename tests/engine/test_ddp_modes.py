@@ -140,11 +140,12 @@ def _uneven_inputs(rank: int) -> None:
     hook = fastsync.register_comm_hook(hooked)
     for ddp in (plain, hooked):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with ddp.join():
-            for step in range(3 + 2 * rank):  # rank 0 runs out first and shadows rank 1 with zeros
-                train_step(ddp, optimizer, batch(rank, step))
+        for num_steps in (3 + 2 * rank, 4, 6 - 3 * rank):  # an epoch each; who runs out first shadows the other with zeros
+            with ddp.join():
+                for step in range(num_steps):
+                    train_step(ddp, optimizer, batch(rank, step))
     assert_all_bitwise_equal(list(hooked.parameters()), list(plain.parameters()), "parameter")
-    assert hook.stats().num_steps == 5
+    assert hook.stats().num_steps == 5 + 4 + 6
 
 
 @on_ranks(2, shared_memory=False)
