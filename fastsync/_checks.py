@@ -55,7 +55,8 @@ def with_gradients(named: Mapping[str, Tensor], argument: str) -> dict[str, Tens
         name: p for name, p in named.items() if (p.is_floating_point() or p.is_complex()) and not is_wrapper(p)
     }
     if not any(parameter.requires_grad for parameter in able.values()):
-        raise ValueError(f"{argument}: none of its {len(named)} parameters requires a gradient; nothing to synchronise")
+        what = f"none of its {len(named)} parameters requires a gradient" if named else "it has no parameters"
+        raise ValueError(f"{argument}: {what}; nothing to synchronise")
     return able
 
 

@@ -57,7 +57,7 @@ def test_what_cannot_be_synchronised_is_refused(argument: str) -> None:
             (ddp, "the module is wrapped in DistributedDataParallel.*register_comm"),
             (nn.Sequential(ddp), "0 is wrapped in DistributedDataParallel"),
             (nn.Linear(2, 2).requires_grad_(False), "none of its 2 parameters requires a gradient"),
-            ([], "none of its 0 parameters requires a gradient"),
+            ([], "it has no parameters; nothing to synchronise"),
             (model.named_parameters(), "number 0 is a tuple; pass the module or its parameters, not"),
             (optimizer.param_groups, "number 0 is a dict"),
             ([torch.ones(2, requires_grad=True) * 2], "tensor 0 is no leaf of the graph.*MulBackward"),
