@@ -262,6 +262,9 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("process_group"), py::arg("description"), py::arg("device"), py::arg("what") = "what to synchronise",
       no_gil);
+  m.def(
+      "close_connections", [](const Group& group) { fastsync::close_connections(*group); }, py::arg("process_group"),
+      no_gil);
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def(
       "check_device", [](const Group& group, c10::Device device) { fastsync::check_device(*group, device); },

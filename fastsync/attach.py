@@ -25,6 +25,8 @@ from .sync_weights import broadcast_named
 from .training_state import TrainingState
 
 BUCKET_CAP_MB = 25.0
+LOOK_SECONDS = 1.0
+"""How often use_group() looks whether ranks are lost that it waits for."""
 LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
 
 
@@ -239,8 +241,7 @@ class GradientSynchronizer(ClippableHandle):
         if not self._is_attached:
             raise RuntimeError("fastsync: use_group() was called after detach(); attach to the new group")
         group = resolve_group(process_group)
-        with suppress(RuntimeError, ValueError):  # of a step that failed, as where ranks of the group before are lost
-            self._engine.end_interrupted()
+        self._end_interrupted()
         state, growth = self.state_dict(), group.size() / self._group.size()
         before = self._engine, self._group
         try:
@@ -267,6 +268,27 @@ class GradientSynchronizer(ClippableHandle):
         self.load_state_dict(state | {"step": step, "scales": ours})
         if init_sync:
             self._init_sync()
+
+    def _end_interrupted(self) -> None:
+        """Ends a step that failed, whatever becomes of it: the group has another one after it.
+
+        Ranks that have met a lost one may have left that step, and this rank waits for them in vain.
+        """
+        is_over = threading.Event()
+
+        def close_where_ranks_are_lost() -> None:
+            with suppress(RuntimeError):  # the store does not answer
+                liveness = _C.Liveness(self._group, "use_group")
+                while not is_over.wait(LOOK_SECONDS):
+                    if liveness.silent_ranks() and not is_over.is_set():
+                        _C.close_connections(self._group)
+
+        looks = threading.Timer(LOOK_SECONDS, close_where_ranks_are_lost)
+        looks.start()
+        with suppress(RuntimeError, ValueError):
+            self._engine.end_interrupted()
+        is_over.set()
+        looks.cancel()
 
     def detach(self) -> None:
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before.

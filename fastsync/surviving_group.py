@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -20,7 +19,6 @@ from .distributed import gloo_group
 POLL_SECONDS = 0.1
 MOST_SILENCES = 2  # in a row, of a rank that is given up; each takes some seconds
 GRACE_SECONDS = 2.0
-NEVER_SENT = 2**30 - 1  # a tag
 
 
 class SurvivingGroup:
@@ -107,10 +105,7 @@ class SurvivingGroup:
         """Lets whoever waits in the group fail now, in another thread too, and not go on: for the process's end."""
         self._is_closed = True
         if self.group.size() > 1:
-            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-            with suppress(RuntimeError):  # Gloo closes all connections where one message does not come in time
-                neighbour = (self.group.rank() + 1) % self.group.size()
-                self.group.recv([nothing], neighbour, NEVER_SENT).wait(timedelta(milliseconds=1))
+            _C.close_connections(self.group)
 
     def broadcast_object(self, mine: object, source: int) -> Any:
         """Returns what rank ``source`` of ``ranks`` has given, as ``dist.broadcast_object_list`` does."""

@@ -24,17 +24,6 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 constexpr int kProtocol = 1;
 const char* const kOfProtocol = "fastsync's protocol ";
 
-// A collective that others never join would be taken for their next one, so the group is of no more use. Gloo closes
-// all connections of a rank whose message does not come in time: who waits for this rank hears of it at once.
-void close_connections(c10d::ProcessGroup& group) {
-  constexpr int kNeverSent = (1 << 30) - 1;  // a tag that precedes those of all engines
-  std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
-  try {
-    group.recv(nothing, (group.getRank() + 1) % group.getSize(), kNeverSent)->wait(std::chrono::milliseconds(1));
-  } catch (const std::exception&) {
-  }
-}
-
 // It sleeps for a part of the time that it has waited, so that no wait gets much longer.
 void look_while_waiting(c10d::ProcessGroup& group, c10d::Work& work, const std::function<void()>& look) {
   using Clock = std::chrono::steady_clock;
@@ -45,6 +34,7 @@ void look_while_waiting(c10d::ProcessGroup& group, c10d::Work& work, const std::
     try {
       look();
     } catch (...) {
+      // A collective that others never join would be taken for their next one, so the group is of no more use.
       close_connections(group);
       throw;
     }
@@ -87,6 +77,15 @@ std::string first_difference(const std::vector<std::string>& texts) {
 }
 
 }  // namespace
+
+void close_connections(c10d::ProcessGroup& group) {
+  constexpr int kNeverSent = (1 << 30) - 1;  // a tag that precedes those of all engines
+  std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+  try {
+    group.recv(nothing, (group.getRank() + 1) % group.getSize(), kNeverSent)->wait(std::chrono::milliseconds(1));
+  } catch (const std::exception&) {
+  }
+}
 
 // FNV-1a, 64 bits (Fowler, Noll, Vo); std::hash may differ from machine to machine.
 uint64_t fingerprint(const std::string& text) {

@@ -19,6 +19,10 @@ uint64_t fingerprint(const std::string& text);
 std::vector<std::string> gather_texts(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& text,
                                       int64_t size, c10::Device device);
 
+// Lets all fail that wait in the group for this rank, or on it: Gloo closes all connections of a rank whose message
+// does not come in time. The group is of no use afterwards. Other backends take no notice.
+void close_connections(c10d::ProcessGroup& group);
+
 // Compares lines of text, and the version of what ranks send each other, over all ranks of the group, through tensors
 // on the device. Where they differ, every rank throws c10::ValueError with the first line that differs and which ranks
 // have which version of it. `what` is what they then do not agree on. Only a hash travels while they agree. Returns a

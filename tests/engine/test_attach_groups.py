@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -157,6 +158,31 @@ def _goes_on_without_the_last(rank: int, world_size: int, wire: str, weighted: b
 def test_after_a_step_that_failed_the_others_go_on(wire: str, weighted: bool, shared_memory: bool) -> None:
     """Nothing of the old group is waited for, and none of its errors comes up again."""
     run_ranks(_goes_on_without_the_last, 3, wire, weighted, lost=[2], shared_memory=shared_memory, timeout=60)
+
+
+@on_ranks(3, shared_memory=False, lost=[2], timeout=60)
+def test_who_waits_for_a_rank_that_has_left_the_step_goes_on(rank: int, world_size: int) -> None:
+    """Rank 0 sends before rank 2 is lost, and rank 1 fails to send afterwards, and has nothing for rank 0."""
+    model = Fallible()
+    sync = attach(model)
+    loss_of(model, rank, 0).backward()
+    store = dist.distributed_c10d._get_default_store()
+    model.fails = True
+    if rank == 2:
+        store.wait(["rank 0 has sent"])
+        store.set("rank 2 is lost", "")
+        os._exit(0)
+    if rank == 1:
+        store.wait(["rank 2 is lost"])
+        time.sleep(1.0)
+    with pytest.raises((ArithmeticError, RuntimeError)):
+        loss_of(model, rank, 1).backward()
+    store.set(f"rank {rank} has sent", "")
+    model.fails = False
+    sync.use_group(dist.new_group([0, 1], use_local_synchronization=True))
+    model.zero_grad()
+    loss_of(model, rank, 2).backward()
+    assert_same_on_all_ranks(grads_of(model), sync._group)
 
 
 def _model() -> nn.Sequential:

@@ -140,7 +140,11 @@ def _uneven_inputs(rank: int) -> None:
     hook = fastsync.register_comm_hook(hooked)
     for ddp in (plain, hooked):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for num_steps in (3 + 2 * rank, 4, 6 - 3 * rank):  # an epoch each; who runs out first shadows the other with zeros
+        for num_steps in (
+            3 + 2 * rank,
+            4,
+            6 - 3 * rank,
+        ):  # an epoch each; who runs out first shadows the other with zeros
             with ddp.join():
                 for step in range(num_steps):
                     train_step(ddp, optimizer, batch(rank, step))
