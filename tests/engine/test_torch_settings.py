@@ -45,7 +45,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "bfloat16": partial(_default_dtype, torch.bfloat16),
     "meta": partial(torch.device, "meta"),
     "deterministic": _deterministic,
-    "anomaly": partial(torch.autograd.detect_anomaly, check_nan=False),
+    "anomaly": partial(torch.autograd.set_detect_anomaly, True, check_nan=False),
 }
 AROUND_CALLS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
