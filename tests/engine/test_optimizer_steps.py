@@ -233,6 +233,23 @@ def test_a_parameter_that_came_too_late_is_averaged_or_refused(
         optimizer.step()
 
 
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@on_ranks(2)
+def test_a_parameter_that_joins_an_optimizer_late_is_refused(rank: int, world_size: int, entry_point: str) -> None:
+    """After steps of the same optimizer, which have found nothing."""
+    torch.manual_seed(0)
+    model = Mlp()
+    given = average(entry_point, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given.backward(given.model(batch(rank, 0)).square().mean())
+    optimizer.step()
+    _add(model)
+    optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
+    given.backward(given.model(batch(rank, 1)).square().mean())
+    with pytest.raises(RuntimeError, match=r"about to step layers\.\d\.weight, whose gradient no rank has averaged"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_parameters_that_are_averaged_otherwise_are_not_late(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
