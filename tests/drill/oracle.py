@@ -260,6 +260,8 @@ class Oracle:
             error = error + 4.0 * (limits.eps * everyones.abs().sum(dim=0) + limits.smallest_normal * limits.eps)
         off = (widened(actual) - expected).abs()
         fits = everyones.abs().sum(dim=0) < min(limits.max, FITS) / 4  # also in between
+        if case.has_feedback:  # what was saturated comes with later steps
+            self.reach[index] = self.reach[index].masked_fill(~fits, math.inf)
         wrong = fits & ~(off <= error) & error.isfinite()
         assert not wrong.any(), f"{what} is off by {off[wrong].max():.3g}, and may be by {error[wrong].min():.3g}"
 
