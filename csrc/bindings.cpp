@@ -226,7 +226,7 @@ PYBIND11_MODULE(_C, m) {
           py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t, bool>),
           py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"),
           py::arg("sums") = false)
-      .def("attach", &Synchronizer::attach, py::arg("parameters"), py::arg("overlap") = true, no_gil)
+      .def("attach", &Synchronizer::attach, py::arg("parameters"), py::arg("overlap"), no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)
       .def("note_update", &Synchronizer::note_update, no_gil)
@@ -235,8 +235,7 @@ PYBIND11_MODULE(_C, m) {
       .def("piggyback", between_steps<Synchronizer>(&Synchronizer::piggyback), py::arg("name"), py::arg("value"),
            no_gil)
       .def("piggybacked", locked<Synchronizer>(&Synchronizer::piggybacked), no_gil)
-      .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"),
-           py::arg("have_hooks"), no_gil)
+      .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"), no_gil)
       .def("set_joining", between_steps<Synchronizer>(&Synchronizer::set_joining), py::arg("is_joining"), no_gil)
       .def("run_out", locked<Synchronizer>(&Synchronizer::run_out), no_gil)
       .def("num_active", locked<Synchronizer>(&Synchronizer::num_active), no_gil)
@@ -246,8 +245,7 @@ PYBIND11_MODULE(_C, m) {
           "take_over", [](Synchronizer& self, Synchronizer& other) { self.locked(&Synchronizer::take_over, other); },
           py::arg("other"), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil)
-      .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), py::arg("have_hooks"),
-           no_gil);
+      .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
 
   py::class_<ShardedState, EngineState, std::shared_ptr<ShardedState>>(m, "ShardedState")
       .def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))

@@ -104,6 +104,7 @@ void Synchronizer::detach() {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   take_hooks_off();
+  overlaps_ = false;
   const at::NoGradGuard no_grad;
   put_sums_back(/*only_lone_ones=*/false);
 }

@@ -34,6 +34,9 @@ class Synchronizer : public ParameterSync, public std::enable_shared_from_this<S
   // While disabled, backward leaves gradients to accumulate.
   void set_enabled(bool enabled) { is_enabled_ = enabled; }
 
+  void set_weight(double weight) { ParameterSync::set_weight(weight, overlaps_); }
+  std::vector<at::Tensor> with_own_gradients() { return ParameterSync::with_own_gradients(overlaps_); }
+
   // Averages every gradient there is, now. On a CPU it waits, on CUDA the current stream does.
   void synchronize();
 
@@ -56,7 +59,7 @@ class Synchronizer : public ParameterSync, public std::enable_shared_from_this<S
   const void* const sequence_;
   Backward backward_;  // that the sync under way belongs to
   const std::shared_ptr<GradientHooks> hooks_ = std::make_shared<GradientHooks>();
-  bool overlaps_ = true;
+  bool overlaps_ = false;  // hooks are on, and send gradients while backward goes on
   bool is_enabled_ = true;
 };
 
