@@ -71,7 +71,9 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   // DDP sends its buckets in order. A backward that failed leaves the rest out.
   const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
   const bool is_last = grad_bucket.isLast();
-  step_ += is_first ? 1 : 0;
+  if (is_first) {
+    take_number();
+  }
   if (!have_agreed(*bucket->agreement, compressions)) {
     agree(*bucket->agreement, "agreement on " + name_of(grad_bucket), compressions, step_under_way(),
           describe(grad_bucket), buffer.device());
@@ -181,7 +183,7 @@ class Hook : public c10d::CppCommHookInterface<std::shared_ptr<HookState>> {
     if (bucket.isLast()) {
       HookState::note_gradients_later(state_);
     }
-    return state_->run(bucket, state_->locked(&EngineState::compressions));
+    return state_->run(bucket, state_->locked([this] { return state_->compressions(); }));
   }
 };
 

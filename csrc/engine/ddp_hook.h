@@ -37,7 +37,7 @@ class HookState : public EngineState {
  private:
   void note_gradients();
   at::Tensor stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket);
-  int64_t step_under_way() { return step_ - 1; }
+  int64_t step_under_way() { return step() - 1; }
 
   bool step_is_open_ = false;
   size_t last_index_ = 0;

@@ -130,6 +130,13 @@ void EngineState::forget_buckets(const std::function<bool(const BucketSync&)>& w
   });
 }
 
+void EngineState::save_and_forget_buckets() {
+  for (const auto& bucket : known_buckets_) {
+    saved_.record_scale(bucket->parameters, bucket->scale());
+  }
+  forget_buckets([](const BucketSync& /*bucket*/) { return true; });
+}
+
 std::vector<SavedState::Row> EngineState::saved() {
   SavedState newest = saved_;  // which holds until its parameters have been synchronised
   for (const auto& bucket : known_buckets_) {

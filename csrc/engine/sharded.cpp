@@ -72,7 +72,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto bucket = find_or_add({identity}, name, values.device());
   enter_step(bucket);
-  const int64_t step = step_ - 1;
+  const int64_t step = this->step() - 1;
   if (!have_agreed(*bucket->agreement, compressions_)) {
     agree(*bucket->agreement, "agreement on " + name, compressions_, step,
           c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()), values.device());
@@ -108,7 +108,7 @@ void ShardedState::enter_step(const std::shared_ptr<BucketSync>& bucket) {
   if (newest_buckets_.empty() || (is_outside ? has_come : backward_.expired())) {
     newest_buckets_.clear();
     begin_step();
-    step_ += 1;
+    take_number();
     if (!is_outside) {
       const auto token = std::make_shared<char>();
       torch::autograd::Engine::get_default_engine().queue_callback([token] {});

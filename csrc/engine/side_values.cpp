@@ -18,9 +18,9 @@ void SideValues::lay_out(size_t num_flags, int64_t num_ranks) {
   fixed_on_device_.reset();
 }
 
-bool SideValues::on_some_rank(size_t place, const std::string& parameter) {
+bool SideValues::on_some_rank(size_t flag, const std::string& parameter) {
   constexpr int64_t kManyWaits = 100;
-  if (is_here(place)) {
+  if (is_here(flag)) {
     return true;
   }
   if (!counts_.defined()) {
@@ -28,7 +28,7 @@ bool SideValues::on_some_rank(size_t place, const std::string& parameter) {
                 "has one cannot be found out while a CUDA graph is captured: take a step like this one before");
     counts_ = sums_.narrow(0, 0, static_cast<int64_t>(flags_.size())).to(at::kCPU);
   }
-  const bool exists = counts_.const_data_ptr<float>()[place] > 0.5F;
+  const bool exists = counts_.const_data_ptr<float>()[flag] > 0.5F;
   if (!exists && num_waits_ == kManyWaits && !sums_.is_cpu()) {
     num_waits_ += 1;  // said once
     TORCH_WARN("fastsync: parameter ", parameter, " has had no gradient on any rank for ", kManyWaits,

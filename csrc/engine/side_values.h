@@ -22,14 +22,14 @@ class SideValues {
   void lay_out(size_t num_flags, int64_t num_ranks);
   // Before a sync: no rank has any.
   void clear_flags() { flags_.assign(flags_.size(), none_); }
-  void set_flag(size_t place, bool is_here, bool is_kept) { flags_[place] = is_here ? 1.0F : (is_kept ? 0.0F : none_); }
-  bool is_here(size_t place) const { return flags_[place] == 1.0F; }
+  void set_flag(size_t flag, bool is_here, bool is_kept) { flags_[flag] = is_here ? 1.0F : (is_kept ? 0.0F : none_); }
+  bool is_here(size_t flag) const { return flags_[flag] == 1.0F; }
   // After arrive. Reads the sums on the host, once a sync, only where a gradient is missing here: nothing else tells
   // whether it stays missing. A CUDA graph repeats what held in the step before it was captured. The parameter is named
   // in errors.
-  bool on_some_rank(size_t place, const std::string& parameter);
+  bool on_some_rank(size_t flag, const std::string& parameter);
   // Of a gradient that is new on none: whether each has one of an earlier sync.
-  bool is_kept_everywhere(size_t place) const { return counts_.const_data_ptr<float>()[place] == 0.0F; }
+  bool is_kept_everywhere(size_t flag) const { return counts_.const_data_ptr<float>()[flag] == 0.0F; }
 
   // ---- named values ----
 

@@ -47,14 +47,17 @@ Attached& attached() {
 // may wait for each other on the device.
 constexpr char kSequenceOfAllGroups = 0;
 
+constexpr auto kInChild = "call detach() in the child";
+
 }  // namespace
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                            c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
-    : ParameterSync(parameters, std::move(names), group, bucket_cap_bytes, sums),
+    : EngineState(group, "the engine of parameter " + names.front()),
+      sync_(*this, parameters, std::move(names), bucket_cap_bytes, sums),
       is_on_cpu_(parameters.front().is_cpu()),
       sequence_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kSequenceOfAllGroups),
-      backward_([this] { return is_under_way(); }, &finish, &send_leftovers) {}
+      backward_([this] { return sync_.is_under_way(); }, &finish, &send_leftovers) {}
 
 Synchronizer::~Synchronizer() {
   if (!is_forked()) {  // in a forked child another thread's locks stay locked
@@ -64,11 +67,11 @@ Synchronizer::~Synchronizer() {
 
 void Synchronizer::attach(const std::vector<at::Tensor>& parameters, bool overlap) {
   overlaps_ = overlap;
-  if (!overlap && !sums()) {
+  if (!overlap && !sync_.sums()) {
     return;  // there is nothing that backward has to tell
   }
   GradientHooks::Options options{.before = nullptr, .must_run = overlap};
-  if (sums()) {
+  if (sync_.sums()) {
     options.before = [weak = weak_from_this()](size_t index) {
       if (const auto self = weak.lock()) {
         self->before_gradient(index);
@@ -106,7 +109,7 @@ void Synchronizer::detach() {
   take_hooks_off();
   overlaps_ = false;
   const at::NoGradGuard no_grad;
-  put_sums_back(/*only_lone_ones=*/false);
+  sync_.put_sums_back(/*only_lone_ones=*/false);
 }
 
 void Synchronizer::end_interrupted() {
@@ -120,7 +123,7 @@ void Synchronizer::wait_for_backward(const char* caller) const {
   constexpr std::chrono::seconds kLimit(1);
   constexpr std::chrono::milliseconds kPause(1);
   const auto deadline = std::chrono::steady_clock::now() + kLimit;
-  while (is_under_way() && !backward_.is_interrupted()) {
+  while (sync_.is_under_way() && !backward_.is_interrupted()) {
     TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "fastsync: ", caller,
                 " was called while another thread's ", "backward is under way; call it after");
     std::this_thread::sleep_for(kPause);
@@ -132,35 +135,37 @@ void Synchronizer::wait_for_backward(const char* caller) const {
 void Synchronizer::before_gradient(size_t index) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
-  put_sum_aside(index);
+  sync_.parameters()[index].put_sum_aside();
 }
 
 void Synchronizer::on_gradient(size_t index, bool is_gone) {
   if (backward_.is_interrupted()) {
-    check_not_forked();
+    check_not_forked(kInChild);
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
-  note_gradient(index);
+  Parameter& parameter = sync_.parameters()[index];
+  parameter.note_gradient();
   if (!overlaps_) {
     return;
   }
-  TORCH_CHECK_VALUE(!is_gone, "fastsync: the gradient of ", name(index),
+  TORCH_CHECK_VALUE(!is_gone, "fastsync: the gradient of ", parameter.name,
                     " was gone as soon as backward had made it, before the ranks could average it. ",
                     "Does an optimizer step inside backward (register_post_accumulate_grad_hook, ",
                     "_apply_optimizer_in_backward)? Ranks would drift apart: step after backward");
   Backward::enter({shared_from_this(), &backward_});  // first, for a sync that nobody owns looks interrupted
   if (!is_enabled_) {
-    leave(index);
+    parameter.mark_new(/*left_over=*/true);
     return;
   }
-  if (!is_under_way()) {
-    begin();
+  if (!sync_.is_under_way()) {
+    check_not_forked(kInChild);
+    sync_.begin();
   }
-  mark_ready(index);
+  sync_.mark_ready(index);
   if (may_send_early()) {
-    send_full_buckets();
+    sync_.send_full_buckets();
   }
 }
 
@@ -184,15 +189,15 @@ void Synchronizer::finish(int graph_task) {
   };
   of_each([&](Synchronizer& engine) {
     try {
-      engine.send_rest();
+      engine.sync_.send_rest();
     } catch (...) {
       error = error ? error : std::current_exception();
-      if (engine.is_under_way()) {  // else it was refused on all ranks
-        engine.poison();
+      if (engine.sync_.is_under_way()) {  // else it was refused on all ranks
+        engine.sync_.fail();
       }
     }
   });
-  of_each([](Synchronizer& engine) { engine.receive(); });
+  of_each([](Synchronizer& engine) { engine.sync_.receive(); });
   if (error) {
     std::rethrow_exception(error);
   }
@@ -217,8 +222,8 @@ void Synchronizer::send_leftovers() {
   of_each_interrupted([](Synchronizer& engine) {
     try {
       if (engine.is_on_cpu_) {
-        engine.put_sums_back(/*only_lone_ones=*/true);
-        engine.poison();
+        engine.sync_.put_sums_back(/*only_lone_ones=*/true);
+        engine.sync_.fail();
       }
     } catch (...) {
       // The next sync tries it again, or is refused as this one was, on all ranks.
@@ -227,7 +232,7 @@ void Synchronizer::send_leftovers() {
 }
 
 void Synchronizer::abandon_interrupted() {
-  of_each_interrupted([](Synchronizer& engine) { engine.abandon(); });
+  of_each_interrupted([](Synchronizer& engine) { engine.sync_.abandon(); });
 }
 
 bool Synchronizer::may_send_early() const {
@@ -243,26 +248,26 @@ bool Synchronizer::may_send_early() const {
 void Synchronizer::synchronize() {
   TORCH_CHECK(current_graph_task() == kNoGraphTask,
               "fastsync: synchronize() was called inside a backward; call it after");
-  check_not_forked();
+  check_not_forked(kInChild);
   wait_for_backward("synchronize()");
   abandon_interrupted();
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
   const auto owned = backward_.own();
-  begin();
+  sync_.begin();
   try {
-    mark_all_ready();
-    send_rest();
+    sync_.mark_all_ready();
+    sync_.send_rest();
   } catch (...) {
-    if (is_under_way()) {  // else it was refused on all ranks
+    if (sync_.is_under_way()) {  // else it was refused on all ranks
       try {
-        abandon();
+        sync_.abandon();
       } catch (const std::exception&) {  // the first error tells why
       }
     }
     throw;
   }
-  receive();
+  sync_.receive();
 }
 
 }  // namespace fastsync

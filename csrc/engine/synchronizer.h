@@ -19,7 +19,7 @@ namespace fastsync {
 
 // Must be owned by a shared_ptr. The lock is held by one engine at a time, also while it waits for other ranks. One
 // thread at a time may run backwards through it.
-class Synchronizer : public ParameterSync, public std::enable_shared_from_this<Synchronizer> {
+class Synchronizer : public EngineState, public std::enable_shared_from_this<Synchronizer> {
  public:
   Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums);
@@ -34,8 +34,10 @@ class Synchronizer : public ParameterSync, public std::enable_shared_from_this<S
   // While disabled, backward leaves gradients to accumulate.
   void set_enabled(bool enabled) { is_enabled_ = enabled; }
 
-  void set_weight(double weight) { ParameterSync::set_weight(weight, overlaps_); }
-  std::vector<at::Tensor> with_own_gradients() { return ParameterSync::with_own_gradients(overlaps_); }
+  void set_weight(double weight) { sync_.set_weight(weight, overlaps_); }
+  std::vector<at::Tensor> with_own_gradients() { return sync_.with_own_gradients(overlaps_); }
+
+  ParameterSync& sync() { return sync_; }
 
   // Averages every gradient there is, now. On a CPU it waits, on CUDA the current stream does.
   void synchronize();
@@ -55,6 +57,7 @@ class Synchronizer : public ParameterSync, public std::enable_shared_from_this<S
   static void abandon_interrupted();
   static void finish(int graph_task);
 
+  ParameterSync sync_;
   const bool is_on_cpu_;
   const void* const sequence_;
   Backward backward_;  // that the sync under way belongs to
