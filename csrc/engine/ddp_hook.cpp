@@ -67,28 +67,22 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   // A bucket's index is no identity, because DDP regroups its buckets after the first backward, nor is its buffer,
   // because hooks wrapped around this one hand over buffers of their own.
   const auto parameters = grad_bucket.getParameters();
-  const auto bucket = find_or_add(parameters, name_of(grad_bucket), buffer.device());
+  const auto bucket = buckets_.find_or_add(parameters, name_of(grad_bucket), buffer.device());
   // DDP sends its buckets in order. A backward that failed leaves the rest out.
-  const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
+  const bool is_first = !newest_index_ || grad_bucket.getIndex() <= *newest_index_;
   const bool is_last = grad_bucket.isLast();
   if (is_first) {
     take_number();
   }
-  if (!have_agreed(*bucket->agreement, compressions)) {
-    agree(*bucket->agreement, "agreement on " + name_of(grad_bucket), compressions, step_under_way(),
-          describe(grad_bucket), buffer.device());
-    liveness_->rest();
-  }
-  pass_agreement(*bucket->agreement, step_under_way());
+  agree_on_bucket(*bucket, name_of(grad_bucket), compressions, [&] { return describe(grad_bucket); });
   check(grad_bucket, parameters, *compressions);
   if (is_first) {
-    newest_buckets_.clear();
+    buckets_.clear_newest();
     averaged_.clear();
     begin_step();
   }
-  step_is_open_ = !is_last;
-  last_index_ = grad_bucket.getIndex();
-  newest_buckets_.push_back(bucket);
+  newest_index_ = is_last ? std::nullopt : std::optional(grad_bucket.getIndex());
+  buckets_.add_newest(bucket);
   const auto stopwatch = start_bucket(*bucket);
   Sync sync{compressions->at(buffer.numel()), step_under_way(), first_tag(bucket->agreement->number)};
   sync.in_place = true;
@@ -128,7 +122,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
 
 void HookState::note_update() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& bucket : known_buckets_) {
+  for (const auto& bucket : buckets_.all()) {
     bucket->agreement->step_check.note_update();
   }
 }
@@ -145,7 +139,7 @@ void HookState::note_gradients_later(const std::shared_ptr<HookState>& self) {
 void HookState::note_gradients() {
   const std::lock_guard<std::mutex> lock(mutex_);
   averaged_.clear();
-  for (const auto& bucket : newest_buckets_) {
+  for (const auto& bucket : buckets_.newest()) {
     for (const ParameterId& id : bucket->parameters) {
       if (const at::Tensor parameter(id.lock()); parameter.defined()) {
         averaged_.emplace_back(id, Snapshot(parameter.grad()));

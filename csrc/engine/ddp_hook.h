@@ -6,7 +6,7 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -37,10 +37,8 @@ class HookState : public EngineState {
  private:
   void note_gradients();
   at::Tensor stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket);
-  int64_t step_under_way() { return step() - 1; }
 
-  bool step_is_open_ = false;
-  size_t last_index_ = 0;
+  std::optional<size_t> newest_index_;                      // of the step under way; none between steps
   std::vector<std::pair<ParameterId, Snapshot>> averaged_;  // none where nobody has noted them
 };
 

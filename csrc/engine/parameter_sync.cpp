@@ -206,12 +206,12 @@ void ParameterSync::lay_out() {
     for (const size_t index : each.parameters) {
       ids.push_back(context_.parameters[index].id);
     }
-    each.bucket = engine.add_bucket(std::move(ids), context_.agreement, "bucket " + std::to_string(i),
-                                    tensors[each.parameters.front()].device());
+    each.bucket = engine.buckets().add(std::move(ids), context_.agreement, "bucket " + std::to_string(i),
+                                       tensors[each.parameters.front()].device());
     each.bucket->set_mean_factor(context_.sums ? static_cast<double>(engine.group()->getSize()) : 1.0);
   }
   context_.side_values.lay_out(layout.num_flags(), engine.group()->getSize());
-  engine.set_newest_to_all();
+  engine.buckets().set_newest_to_all();
   context_.layout = std::move(layout);
 }
 
@@ -224,7 +224,7 @@ void ParameterSync::forget_layout_if_changed(const std::vector<Gradient>& gradie
     change = context_.layout.change(index, gradients[index].tensor(), gradients[index].parameter().name);
   }
   if (!change.empty()) {
-    context_.engine.save_and_forget_buckets();
+    context_.engine.buckets().save_and_forget();
     context_.layout = Layout();
     context_.engine.agree_anew(std::move(change));
   }

@@ -70,18 +70,13 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   }
   const at::NoGradGuard no_grad;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto bucket = find_or_add({identity}, name, values.device());
+  const auto bucket = buckets_.find_or_add({identity}, name, values.device());
   enter_step(bucket);
-  const int64_t step = this->step() - 1;
-  if (!have_agreed(*bucket->agreement, compressions_)) {
-    agree(*bucket->agreement, "agreement on " + name, compressions_, step,
-          c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()), values.device());
-    liveness_->rest();
-  }
-  pass_agreement(*bucket->agreement, step);
+  agree_on_bucket(*bucket, name, compressions_,
+                  [&] { return c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()); });
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
-  Sync sync{compressions_->at(values.numel()), step, first_tag(bucket->agreement->number)};
+  Sync sync{compressions_->at(values.numel()), step_under_way(), first_tag(bucket->agreement->number)};
   sync.scatter = scatter;
   const auto forget_scale = c10::make_scope_exit([&] {
     if (scatter) {
@@ -104,9 +99,10 @@ void ShardedState::give_up() const {
 // them come again.
 void ShardedState::enter_step(const std::shared_ptr<BucketSync>& bucket) {
   const bool is_outside = current_graph_task() == kNoGraphTask;
-  const bool has_come = std::find(newest_buckets_.begin(), newest_buckets_.end(), bucket) != newest_buckets_.end();
-  if (newest_buckets_.empty() || (is_outside ? has_come : backward_.expired())) {
-    newest_buckets_.clear();
+  const auto& newest = buckets_.newest();
+  const bool has_come = std::find(newest.begin(), newest.end(), bucket) != newest.end();
+  if (newest.empty() || (is_outside ? has_come : backward_.expired())) {
+    buckets_.clear_newest();
     begin_step();
     take_number();
     if (!is_outside) {
@@ -115,8 +111,8 @@ void ShardedState::enter_step(const std::shared_ptr<BucketSync>& bucket) {
       backward_ = token;
     }
   }
-  if (newest_buckets_.empty() || !has_come) {
-    newest_buckets_.push_back(bucket);
+  if (newest.empty() || !has_come) {
+    buckets_.add_newest(bucket);
   }
 }
 

@@ -30,6 +30,7 @@ Step::Step(StepContext& context, std::vector<Gradient> gradients)
 // ---- collecting -----------------------------------------------------------------------------------------------------
 
 void Step::mark_ready(size_t index) {
+  TORCH_INTERNAL_ASSERT(state_ == State::kCollecting);
   const bool again = gradients_[index].mark_ready();
   Parameter& parameter = context_.parameters[index];
   if (!layout().is_made()) {
@@ -106,17 +107,20 @@ void Step::send_weight() {
   if (context_.weight.is_on() && !weights_ && layout().is_made() && have_agreed()) {
     engine().liveness().average(number_);
     weights_.emplace(context_.weight, context_.sums, *engine().group(), layout().buckets.front().bucket->device(),
-                     has_failed_);
+                     has_failed());
   }
 }
 
 void Step::send_rest() {
   send_weight();
-  if (weights_ && !has_failed_) {
+  if (weights_ && !has_failed()) {
     engine().wait_for_ranks(kAddingWeights, [&] { weights_->wait(); });
   }
   while (works_.size() < layout().buckets.size()) {
     send_next();
+  }
+  if (!has_failed()) {
+    state_ = State::kSent;
   }
 }
 
@@ -146,7 +150,7 @@ void Step::send_next() {
   const size_t number = works_.size();
   const LayoutBucket& next = layout().buckets[number];
   BucketSync& bucket = *next.bucket;
-  if (!has_failed_) {
+  if (!has_failed()) {
     wait_for_gradients(next);
     if (weights_) {
       weights_->use();
@@ -157,9 +161,9 @@ void Step::send_next() {
   grads.reserve(next.parameters.size());
   for (const size_t index : next.parameters) {
     Gradient& gradient = gradients_[index];
-    const bool is_new = has_failed_ || gradient.is_new();
+    const bool is_new = has_failed() || gradient.is_new();
     context_.side_values.set_flag(layout().flag_of(index), is_new, gradient.is_here());
-    grads.push_back(has_failed_ ? gradient.poison() : gradient.to_send());
+    grads.push_back(has_failed() ? gradient.poison() : gradient.to_send());
     stand_in.push_back(!is_new);
   }
   const c10::Device device = bucket.device();
@@ -170,7 +174,7 @@ void Step::send_next() {
                   first_tag(context_.agreement->number) + static_cast<int>(number) * kTagsPerBucket,
                   engine().num_steps(),
                   /*is_weighted_mean=*/context_.weight.is_on() && !context_.sums,
-                  weights_ && !has_failed_ ? weights_->factor(device) : at::Tensor()};
+                  weights_ && !has_failed() ? weights_->factor(device) : at::Tensor()};
   works_.push_back(bucket.send(std::move(grads), sync, engine().start_bucket(bucket), side_values, stand_in));
   if (is_last) {
     engine().end_step();
@@ -178,7 +182,7 @@ void Step::send_next() {
   // While backward goes on, or another bucket is waited for, something else has to see to what follows on the arrival
   // of messages. To wake a thread for the only bucket, at the end of backward, would take longer than to do it here.
   // After a failure nobody waits for it here, perhaps for long.
-  if (layout().buckets.size() > 1 || has_failed_ || !device.is_cpu()) {
+  if (layout().buckets.size() > 1 || has_failed() || !device.is_cpu()) {
     BucketWork::drive_later(works_.back(), engine().progress());
   }
 }
@@ -197,14 +201,15 @@ at::Tensor Step::side_values_to_send(c10::Device device, const std::vector<at::T
   const bool compares_data = engine().num_steps() == 1 && !context_.weight.is_on();
   auto stamp = context_.agreement->step_check.stamp(context_.agreement->number, device,
                                                     compares_data ? grads : at::TensorList());
-  return side_values.to_send(std::move(stamp), context_.weight.is_active(), has_failed_, device);
+  return side_values.to_send(std::move(stamp), context_.weight.is_active(), has_failed(), device);
 }
 
 // ---- receiving ------------------------------------------------------------------------------------------------------
 
 void Step::receive() {
+  TORCH_INTERNAL_ASSERT(state_ != State::kCollecting);
   for (const auto& work : works_) {
-    if (has_failed_) {
+    if (has_failed()) {
       work->discard();
     } else {
       work->receive();
@@ -214,7 +219,7 @@ void Step::receive() {
     return;
   }
   context_.side_values.arrive(works_.back()->side_values(), engine().is_captured());
-  if (!has_failed_) {
+  if (!has_failed()) {
     if (weights_) {
       weights_->use();
       layout().buckets.back().bucket->totals()->wire_bytes += weights_->sent_bytes();

@@ -48,7 +48,6 @@ class Step {
   Step(StepContext& context, std::vector<Gradient> gradients);
 
   int64_t number() const { return number_; }
-  bool has_failed() const { return has_failed_; }
   bool has_sent_all() const { return layout().is_made() && works_.size() == layout().buckets.size(); }
 
   // ---- collecting ----
@@ -68,7 +67,7 @@ class Step {
   // The ranks have agreed, and made a layout if there is anything to send.
   void send_rest();
   // From now on nan is sent.
-  void fail() { has_failed_ = true; }
+  void fail() { state_ = State::kFailed; }
   // This rank waits for nobody, and those who wait for its part of a bucket need not wait for its next backward.
   void leave_behind();
 
@@ -77,6 +76,9 @@ class Step {
   void receive();
 
  private:
+  enum class State { kCollecting, kSent, kFailed };
+
+  bool has_failed() const { return state_ == State::kFailed; }
   const Layout& layout() const { return context_.layout; }
   EngineState& engine() const { return context_.engine; }
   bool have_agreed() const { return engine().have_agreed(*context_.agreement, engine().compressions()); }
@@ -90,7 +92,7 @@ class Step {
 
   StepContext& context_;
   const int64_t number_;
-  bool has_failed_ = false;
+  State state_ = State::kCollecting;
   std::vector<Gradient> gradients_;                 // by parameter
   std::vector<size_t> order_;                       // in which they got ready, while there is no layout
   std::vector<size_t> num_waiting_;                 // by bucket: gradients that are not ready
