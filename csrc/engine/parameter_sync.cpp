@@ -25,14 +25,14 @@ ParameterSync::ParameterSync(EngineState& engine, const std::vector<at::Tensor>&
 
 // Ranks agree on new ones. One that has run out of gradients knows of none, but begins to join with the others.
 void ParameterSync::piggyback(const std::string& name, const at::Tensor& value) {
-  SideValues& side_values = context_.side_values;
-  TORCH_CHECK_VALUE(!context_.weight.is_joining() || !have_agreed() || side_values.has_slots(name, value), "name: '",
-                    name, "' of shape ", value.sizes(), " is new, and ranks that have run out of batches cannot know ",
+  NamedValues& values = context_.side_values.named;
+  TORCH_CHECK_VALUE(!context_.weight.is_joining() || !have_agreed() || values.has_slots(name, value), "name: '", name,
+                    "' of shape ", value.sizes(), " is new, and ranks that have run out of batches cannot know ",
                     "it: piggyback it on the first sync inside join(), or on an earlier one, on every rank");
-  if (!side_values.has_slots(name, value)) {
+  if (!values.has_slots(name, value)) {
     context_.engine.agree_anew(c10::str("piggybacked value '", name, "' is new"));
   }
-  side_values.put(name, value.detach().clone(at::MemoryFormat::Contiguous));
+  values.put(name, value.detach().clone(at::MemoryFormat::Contiguous));
 }
 
 void ParameterSync::set_weight(double weight, bool have_hooks) {
@@ -210,7 +210,7 @@ void ParameterSync::lay_out() {
                                        tensors[each.parameters.front()].device());
     each.bucket->set_mean_factor(context_.sums ? static_cast<double>(engine.group()->getSize()) : 1.0);
   }
-  context_.side_values.lay_out(layout.num_flags(), engine.group()->getSize());
+  context_.side_values.flags.lay_out(layout.num_flags(), engine.group()->getSize());
   engine.buckets().set_newest_to_all();
   context_.layout = std::move(layout);
 }
@@ -244,10 +244,10 @@ void ParameterSync::agree(bool init_sync) {
     text << parameter.description(tensor);
     device = tensor.device();
   }
-  text << context_.side_values.newcomers();
+  text << context_.side_values.named.newcomers();
   const int64_t step = step_ ? step_->number() : engine.step();
   engine.agree(agreement, "agreement", engine.compressions(), step, text.str(), device);
-  context_.side_values.make_slots();
+  context_.side_values.named.make_slots();
   if (!step_) {
     engine.liveness().rest();
   }

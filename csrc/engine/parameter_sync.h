@@ -34,7 +34,7 @@ class ParameterSync {
   // A float32 tensor to be averaged with the next step, in place of an earlier one of that name.
   void piggyback(const std::string& name, const at::Tensor& value);
   // The averages that came with the newest step.
-  const SideValues::Tensors& piggybacked() { return context_.means; }
+  const NamedValues::Tensors& piggybacked() { return context_.means; }
 
   // From the next step on, this rank's gradients count so much. To be called on all ranks before the same step, at
   // first. Throws c10::Error if the step has gradients already, which another weight may be meant for. If hooks mark

@@ -22,7 +22,7 @@ Step::Step(StepContext& context, std::vector<Gradient> gradients)
   for (const LayoutBucket& bucket : layout().buckets) {
     num_waiting_.push_back(bucket.parameters.size());
   }
-  context_.side_values.clear_flags();
+  context_.side_values.flags.clear();
   context_.agreement->step_check.begin_step(number_, context_.weight.is_active());
   engine().begin_step();
 }
@@ -162,7 +162,7 @@ void Step::send_next() {
   for (const size_t index : next.parameters) {
     Gradient& gradient = gradients_[index];
     const bool is_new = has_failed() || gradient.is_new();
-    context_.side_values.set_flag(layout().flag_of(index), is_new, gradient.is_here());
+    context_.side_values.flags.set(layout().flag_of(index), is_new, gradient.is_here());
     grads.push_back(has_failed() ? gradient.poison() : gradient.to_send());
     stand_in.push_back(!is_new);
   }
@@ -195,8 +195,8 @@ at::Tensor Step::side_values_to_send(c10::Device device, const std::vector<at::T
     const at::Tensor is_first = active.defined()
                                     ? (active.argmax() == rank).to(device)
                                     : at::full({}, rank == 0, at::TensorOptions().dtype(at::kBool).device(device));
-    side_values.put(kBuffers, context_.buffers.values(is_first));
-    side_values.make_slots();
+    side_values.named.put(kBuffers, context_.buffers.values(is_first));
+    side_values.named.make_slots();
   }
   const bool compares_data = engine().num_steps() == 1 && !context_.weight.is_on();
   auto stamp = context_.agreement->step_check.stamp(context_.agreement->number, device,
@@ -241,18 +241,18 @@ void Step::hand_out() {
 }
 
 void Step::hand_out(const LayoutBucket& bucket, bool counts_what_arrives) {
-  SideValues& side_values = context_.side_values;
+  GradientFlags& flags = context_.side_values.flags;
   bool is_counted = true;
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
     const size_t index = bucket.parameters[i];
     const size_t flag = layout().flag_of(index);
     Gradient& gradient = gradients_[index];
-    const bool exists = !gradient.has_stand_in() || side_values.on_some_rank(flag, gradient.parameter().name);
+    const bool exists = !gradient.has_stand_in() || flags.on_some_rank(flag, gradient.parameter().name);
     is_counted &= gradient.take_average(exists);
     if (!exists) {
       bucket.bucket->feedback().take_back(i);
       if (!counts_what_arrives) {
-        gradient.count_kept(side_values.is_kept_everywhere(flag));
+        gradient.count_kept(flags.is_kept_everywhere(flag));
         is_counted = false;
       }
     }
@@ -267,17 +267,17 @@ void Step::hand_out(const LayoutBucket& bucket, bool counts_what_arrives) {
 }
 
 void Step::take_side_values() {
-  const SideValues& side_values = context_.side_values;
+  const NamedValues& named = context_.side_values.named;
   context_.means.clear();
-  const at::Tensor sums = side_values.named();
+  const at::Tensor sums = context_.side_values.named_sums();
   if (sums.numel() == 0) {
     return;
   }
   const at::Tensor means =
       weights_ ? sums.div(weights_->active().sum().to(sums.device())) : sums.div(engine().group()->getSize());
-  context_.means = side_values.by_name(means);
+  context_.means = named.by_name(means);
   if (context_.means.erase(kBuffers) > 0) {
-    context_.buffers.arrive(side_values.by_name(sums).at(kBuffers));
+    context_.buffers.arrive(named.by_name(sums).at(kBuffers));
   }
 }
 

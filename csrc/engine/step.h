@@ -30,8 +30,8 @@ struct StepContext {
   Weight weight = {};
   ModelBuffers buffers = {};
   // Of the newest step:
-  SideValues::Tensors means = {};  // of what was piggybacked on it
-  at::Tensor active = {};          // see WeightSum
+  NamedValues::Tensors means = {};  // of what was piggybacked on it
+  at::Tensor active = {};           // see WeightSum
 };
 
 // Note [Steps]
