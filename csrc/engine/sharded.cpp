@@ -50,7 +50,7 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
       teams_.emplace(group_, input.device());
     }
   }
-  SumMemory for_once;  // where an allocator keeps memory for all
+  SumMemory for_once;  // an allocator keeps a device's memory
   const Sync::Scatter scatter{output, factor_of(op, group_->getSize()), *teams_, input.is_cpu() ? memory_ : for_once};
   run(identity, name, input, &scatter);
 }
@@ -58,7 +58,8 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
 void ShardedState::all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values) {
   TORCH_CHECK_VALUE(values.is_contiguous(), "values: expected contiguous ones");
   run(identity, name, values, /*scatter=*/nullptr);
-  use_on_current_stream(values);  // which another one has made, and may free as soon as fully_shard has read them
+  use_on_current_stream(
+      values);  // another stream has made them, and may free them as soon as fully_shard has read them
 }
 
 void ShardedState::run(const at::Tensor& identity, const std::string& name, const at::Tensor& values,
@@ -95,8 +96,8 @@ void ShardedState::give_up() const {
   }
 }
 
-// A step is a backward. A pipeline's schedule hands gradients over outside of any: there it is over when the first of
-// them come again.
+// A step is a backward. A pipeline's schedule hands gradients over outside of any backward: there a step is over when
+// the first of its buckets comes again.
 void ShardedState::enter_step(const std::shared_ptr<BucketSync>& bucket) {
   const bool is_outside = current_graph_task() == kNoGraphTask;
   const auto& newest = buckets_.newest();
