@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -36,6 +37,8 @@ using fastsync::CompressionTable;
 using fastsync::DType;
 using fastsync::EngineState;
 using fastsync::HookState;
+using fastsync::ModelBuffers;
+using fastsync::ParameterSync;
 using fastsync::ShardedState;
 using fastsync::Synchronizer;
 using fastsync::SyncTotals;
@@ -153,18 +156,30 @@ py::dict stats_of(const SyncTotals& totals) {
   return stats;
 }
 
+// What has the method: the engine or a part of it.
+template <class Part, class Engine>
+Part& part_of(Engine& engine) {
+  if constexpr (std::is_same_v<Part, ParameterSync>) {
+    return engine.sync();
+  } else {
+    return engine;
+  }
+}
+
 // A method, called while nobody else calls one.
-template <class Engine = EngineState, class State, class Result, class... Args>
-auto locked(Result (State::*method)(Args...)) {
-  return [method](Engine& engine, Args... args) { return engine.locked(method, std::forward<Args>(args)...); };
+template <class Engine = EngineState, class Part, class Result, class... Args>
+auto locked(Result (Part::*method)(Args...)) {
+  return [method](Engine& engine, Args... args) {
+    return engine.locked([&] { return (part_of<Part>(engine).*method)(std::forward<Args>(args)...); });
+  };
 }
 
 // One that belongs between two steps: a step that a failed backward has left unfinished is over by then.
-template <class Engine = EngineState, class State, class Result, class... Args>
-auto between_steps(Result (State::*method)(Args...)) {
+template <class Engine = EngineState, class Part, class Result, class... Args>
+auto between_steps(Result (Part::*method)(Args...)) {
   return [method](Engine& engine, Args... args) {
     engine.end_interrupted();
-    return engine.locked(method, std::forward<Args>(args)...);
+    return locked<Engine>(method)(engine, std::forward<Args>(args)...);
   };
 }
 
@@ -209,7 +224,7 @@ PYBIND11_MODULE(_C, m) {
       .def("stats", [](EngineState& engine) {
         const auto totals = [&engine] {
           const py::gil_scoped_release no_gil;
-          return engine.locked(&EngineState::totals);
+          return engine.locked([&] { return engine.totals(); });
         }();
         return stats_of(totals);
       });
@@ -226,28 +241,35 @@ PYBIND11_MODULE(_C, m) {
           py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t, bool>),
           py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"),
           py::arg("sums") = false)
-      .def("attach", &Synchronizer::attach, py::arg("parameters"), py::arg("overlap") = true, no_gil)
+      .def("attach", &Synchronizer::attach, py::arg("parameters"), py::arg("overlap"), no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)
-      .def("note_update", &Synchronizer::note_update, no_gil)
-      .def("set_enabled", locked<Synchronizer>(&Synchronizer::set_enabled), py::arg("enabled"), no_gil)
-      .def("agree", locked<Synchronizer>(&Synchronizer::agree), py::arg("init_sync"), no_gil)
-      .def("piggyback", between_steps<Synchronizer>(&Synchronizer::piggyback), py::arg("name"), py::arg("value"),
-           no_gil)
-      .def("piggybacked", locked<Synchronizer>(&Synchronizer::piggybacked), no_gil)
-      .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"),
-           py::arg("have_hooks"), no_gil)
-      .def("set_joining", between_steps<Synchronizer>(&Synchronizer::set_joining), py::arg("is_joining"), no_gil)
-      .def("run_out", locked<Synchronizer>(&Synchronizer::run_out), no_gil)
-      .def("num_active", locked<Synchronizer>(&Synchronizer::num_active), no_gil)
-      .def("set_buffers", locked<Synchronizer>(&Synchronizer::set_buffers), py::arg("description"), py::arg("values"),
-           py::arg("arrive"), no_gil)
       .def(
-          "take_over", [](Synchronizer& self, Synchronizer& other) { self.locked(&Synchronizer::take_over, other); },
+          "note_update", [](Synchronizer& self) { self.sync().note_update(); }, no_gil)
+      .def("set_enabled", locked<Synchronizer>(&Synchronizer::set_enabled), py::arg("enabled"), no_gil)
+      .def("agree", locked<Synchronizer>(&ParameterSync::agree), py::arg("init_sync"), no_gil)
+      .def("piggyback", between_steps<Synchronizer>(&ParameterSync::piggyback), py::arg("name"), py::arg("value"),
+           no_gil)
+      .def("piggybacked", locked<Synchronizer>(&ParameterSync::piggybacked), no_gil)
+      .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"), no_gil)
+      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
+      .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
+      .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
+      .def(
+          "set_buffers",
+          [](Synchronizer& self, std::function<std::string()> description,
+             std::function<at::Tensor(const at::Tensor&)> values, std::function<void(const at::Tensor&)> arrive) {
+            self.locked([&] {
+              self.sync().set_buffers(ModelBuffers({std::move(description), std::move(values), std::move(arrive)}));
+            });
+          },
+          py::arg("description"), py::arg("values"), py::arg("arrive"), no_gil)
+      .def(
+          "take_over",
+          [](Synchronizer& self, Synchronizer& other) { self.locked([&] { self.sync().take_over(other.sync()); }); },
           py::arg("other"), no_gil)
-      .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil)
-      .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), py::arg("have_hooks"),
-           no_gil);
+      .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil)
+      .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
 
   py::class_<ShardedState, EngineState, std::shared_ptr<ShardedState>>(m, "ShardedState")
       .def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))

@@ -217,7 +217,7 @@ class GradientSynchronizer(ClippableHandle):
             number = math.nan
         if not 0 <= number <= LARGEST_WEIGHT:
             raise ValueError(f"weight: expected a number that is 0 or more, up to {LARGEST_WEIGHT:g}, got {weight!r}")
-        self._engine.set_weight(number, self._overlaps)
+        self._engine.set_weight(number)
         self._weight = number
 
     # ---- from one group to another, and the end ---------------------------------------------------------------------
@@ -250,7 +250,7 @@ class GradientSynchronizer(ClippableHandle):
             self._engine, self._group = before
             raise
         if self._weight is not None:
-            self._engine.set_weight(self._weight, self._overlaps)
+            self._engine.set_weight(self._weight)
         self._engine.take_over(before[0])
         before[0].detach()
         self._engine.set_enabled(self._is_enabled)
@@ -362,7 +362,7 @@ class GradientSynchronizer(ClippableHandle):
         if not self._is_enabled:
             return
         self.check_nothing_is_late(optimizer)
-        own = set(map(id, self._engine.with_own_gradients(self._overlaps)))  # before Python sees any gradient
+        own = set(map(id, self._engine.with_own_gradients()))  # before Python sees any gradient
         stepped = next((parameter for parameter in self.stepped_by(optimizer) if parameter.grad is not None), None)
         if stepped is None:
             return

@@ -22,7 +22,7 @@ int64_t numel_of(const std::vector<at::Tensor>& tensors) {
   return numel;
 }
 
-// Whoever names nodes means those, which may be the hosts.
+// If the compression names nodes, hosts add up together only if they are those nodes.
 std::shared_ptr<Team> team_for(const Teams& teams, const Compression& compression) {
   const int64_t ranks_per_node = compression.ranks_per_node;
   const bool is_of_hosts = teams.shared() && (ranks_per_node == 1 || teams.hosts_have(ranks_per_node));
@@ -31,7 +31,8 @@ std::shared_ptr<Team> team_for(const Teams& teams, const Compression& compressio
 
 }  // namespace
 
-// ---- one sum under way ----------------------------------------------------------------------------------------------
+// ---- a bucket of a step under way
+// ----------------------------------------------------------------------------------------------
 
 BucketWork::~BucketWork() {
   if (sum_) {
@@ -39,8 +40,8 @@ BucketWork::~BucketWork() {
   }
 }
 
-// Whoever comes late finds nothing, and holds nothing. With this thread's state, for without it a profiler would not
-// see what happens on another thread.
+// If the work is gone by then, the task does nothing. It takes this thread's state along, so that a profiler sees what
+// happens on the other thread.
 void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress) {
   if (work->sum_->needs_driving()) {
     const WithoutPythonObjects without_python;
@@ -67,10 +68,10 @@ void BucketWork::discard() {
 // ---- send -----------------------------------------------------------------------------------------------------------
 
 BucketSync::BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
-                       std::shared_ptr<Liveness> liveness, std::vector<ParameterId> of_parameters,
-                       std::shared_ptr<Agreement> agreed)
-    : parameters(std::move(of_parameters)),
-      agreement(std::move(agreed)),
+                       std::shared_ptr<Liveness> liveness, std::vector<ParameterId> parameters,
+                       std::shared_ptr<Agreement> agreement)
+    : parameters(std::move(parameters)),
+      agreement(std::move(agreement)),
       device_(device),
       teams_(std::move(group), device_),
       failure_(c10::str("fastsync: averaging ", name, " failed on rank ", teams_.all()->rank(), " of ",
@@ -85,7 +86,7 @@ std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, cons
                                              std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values,
                                              const std::vector<bool>& stand_in) {
   const WithoutPythonObjects without_python;
-  Bucket bucket = bucket_of(std::move(grads), sync, side_values);
+  Bucket bucket = make_bucket(std::move(grads), sync, side_values);
   liveness_->average(sync.step);
   if (needs_scale(sync.compression)) {
     agree_on_scale(bucket);
@@ -119,14 +120,14 @@ std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, cons
   return work;
 }
 
-Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync, const at::Tensor& side_values) {
+Bucket BucketSync::make_bucket(std::vector<at::Tensor> grads, const Sync& sync, const at::Tensor& side_values) {
   const DType wire = sync.compression.wire_dtype(dtype_of(grads.front().scalar_type()));
   Bucket bucket(std::move(grads), wire, device_);
   bucket.side_values = side_values;
   bucket.output = sync.scatter ? sync.scatter->output : at::Tensor();
   bucket.mean_factor = mean_factor_;
   bucket.weight = sync.weight;
-  if (sync.is_weighted_mean) {  // one rank may count for almost all of the mean, so more than it may not travel
+  if (sync.is_weighted_mean) {  // one rank may count for almost all of the mean, so no more than that may travel
     bucket.multiplier = 1.0 / static_cast<double>(teams_.all()->size());
     bucket.rows_add_up = true;
   }
@@ -135,7 +136,7 @@ Bucket BucketSync::bucket_of(std::vector<at::Tensor> grads, const Sync& sync, co
   return bucket;
 }
 
-// For whatever the bucket travels as. All ranks do so in the same sync.
+// The memory has room for the bucket in any wire format. All ranks do this in the same sync.
 void BucketSync::share_memory(const Bucket& bucket, const Sync& sync) {
   Teams& teams = sync.scatter ? sync.scatter->teams : teams_;
   const Levels& hosts = teams.hosts();
@@ -147,19 +148,20 @@ void BucketSync::share_memory(const Bucket& bucket, const Sync& sync) {
   const int64_t bytes = is_across_hosts ? most_bytes(bucket, hosts, adds_hosts_at_once(bucket, sync.compression))
                                         : most_bytes(bucket, teams.all()->size());
   if (!teams.has_room(bytes)) {
-    (sync.scatter ? sync.scatter->memory : memory_) = SumMemory();  // it belongs to the memory that there is now
+    (sync.scatter ? sync.scatter->memory : memory_) =
+        SumMemory();  // which belongs to the shared memory that there is now
     teams.make_room(bytes);
   }
   totals_->why_not_shared = teams.why_not_shared();
 }
 
-// Between hosts.
+// Whether hosts add up in one exchange, and not in two.
 bool BucketSync::adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const {
   const int64_t numel = numel_of(bucket.grads);
   return rank_sum_for(compression, bucket.grad_dtype, numel, teams_.num_hosts()) == Algorithm::kOneShot;
 }
 
-// A plan is made anew where anything that it follows from is another; shared memory that is another has no plan yet.
+// A plan is made anew if anything changes that it follows from. New shared memory has no plan yet.
 std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync) {
   Teams& teams = sync.scatter ? sync.scatter->teams : teams_;
   const auto team = team_for(teams, sync.compression);
@@ -219,16 +221,16 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync)
 
 // ---- the scale and the statistics -----------------------------------------------------------------------------------
 
-// After zeros, or nothing finite, the scale may be anything. Where it takes a wait for the device to know that, it
-// rises step by step instead, see next_bucket_scale.
+// After a sum of zeros, or of nothing finite, the scale may be anything. To know that the host would have to wait for a
+// device: there the scale rises step by step instead, see next_bucket_scale.
 bool BucketSync::has_lost_scale() const {
   const double* stats = readable(stats_);
   return stats != nullptr && has_followed_ && stats[kMaxMagnitude] == 0.0;
 }
 
-// The first scale comes from the gradients themselves: the largest magnitude over all ranks. One pass and one number to
-// reduce, once in a bucket's life unless it gets lost; the scales after follow the reduced gradients. All on the
-// device, for no host waits.
+// The first scale comes from the gradients themselves: from the largest magnitude over all ranks. That takes one pass
+// and one number to reduce. Later scales follow the reduced gradients. All of it happens on the device, and no host
+// waits.
 void BucketSync::agree_on_scale(const Bucket& bucket) {
   aten::measure(bucket.grads, stats_);
   at::Tensor largest = stats_.narrow(0, kMaxMagnitude, 1).clone();

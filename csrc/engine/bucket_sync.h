@@ -1,5 +1,6 @@
-// A bucket: what it keeps from step to step (scale, residuals, statistics, totals, teams, plan), and one sum of it
-// under way. All entry points hand their gradients to this class, so numerics and errors are the same code.
+// A bucket: parameters whose gradients travel together. It lasts from step to step, with its scale, residuals,
+// statistics, totals, teams and plan. All entry points hand their gradients to it, so numerics and errors are the same
+// code.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,19 +25,20 @@ namespace fastsync {
 
 class BucketSync;
 
-// What the ranks have agreed on, of a whole engine or of one bucket, and whether what meets since belongs together.
+// What the ranks of an engine, or of one bucket, have agreed on. Its step check tells whether the gradients that meet
+// from then on belong together.
 struct Agreement {
   Agreement(const c10d::ProcessGroup& group, std::string what) : step_check(group, std::move(what)) {}
 
   StepCheck step_check;
-  std::shared_ptr<const CompressionTable> compressions;  // null until they have
+  std::shared_ptr<const CompressionTable> compressions;  // null until they have agreed
   int64_t version = 0;                                   // of the settings
   int64_t number = -1;                                   // from check_agreement
 };
 
-// One sync of a bucket: how, and what it has in common with its counterparts on other ranks.
+// How a bucket is sent in one step. All of it but the weight is the same on all ranks.
 struct Sync {
-  // Where a reduce-scatter goes, with teams and memory that several buckets share, one after the other.
+  // Where the result of a reduce-scatter goes. Several buckets share its teams and memory, one after the other.
   struct Scatter {
     at::Tensor output;
     double factor;
@@ -46,35 +48,35 @@ struct Sync {
 
   Compression compression;
   int64_t step = 0;
-  int tag = 0;                    // of its messages; the next kTagsPerBucket - 1 are its as well
-  int64_t attempt = 0;            // the same where one step is sent twice, because it failed; 0: each is another
+  int tag = 0;                    // of its messages, which have the next kTagsPerBucket - 1 as well
+  int64_t attempt = 0;            // the same if a step that failed is sent again; with 0 each is another one
   bool is_weighted_mean = false;  // on all ranks
   at::Tensor weight = {};         // see Bucket
-  bool in_place = false;          // nobody else uses the gradients' memory until the sync is over
+  bool in_place = false;          // nobody else uses the gradients' memory until the sum is there
   const Scatter* scatter = nullptr;
 };
 constexpr int kTagsPerBucket = 4;
 
-// The first tag of an engine's buckets, from a number that its ranks have agreed on. Far from those that people choose,
-// and with room for kMaxBuckets of them before another engine's begin.
+// The first tag of an engine's buckets, from a number that its ranks have agreed on. It is far from the tags that
+// people choose. There is room for kMaxBuckets before the tags of another engine begin.
 constexpr int64_t kMaxBuckets = (1 << 14) / kTagsPerBucket;
 inline int first_tag(int64_t number) {
   return static_cast<int>(1 << 30 | (number % (1 << 16)) * kMaxBuckets * kTagsPerBucket);
 }
 
-// One sum of a bucket under way, from send until receive or discard. Where it is destroyed before that, it keeps no
-// rank waiting.
+// A bucket of a step under way, from send until receive or discard. If it is destroyed before that, no rank has to wait
+// for it.
 class BucketWork {
  public:
   ~BucketWork();
 
-  // Has the progress thread do what can be done before receive, if there is anything; else receive does it, whatever
-  // comes first.
+  // The progress thread does what can be done before receive, if there is anything. If receive comes first, it does it
+  // itself.
   static void drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress);
 
   // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
   void receive();
-  // As receive, except that the averages go nowhere. The scale moves on as it does on other ranks.
+  // Does the same, but the averages go nowhere. The scale follows them as it does on other ranks.
   void discard();
 
   bool has_error_feedback() const { return sum_->bucket().residual.defined(); }
@@ -92,7 +94,7 @@ class BucketWork {
 // Must be owned by a shared_ptr.
 class BucketSync : public std::enable_shared_from_this<BucketSync> {
  public:
-  // It notes where the engine stands.
+  // It tells liveness what the engine is doing.
   BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
              std::shared_ptr<Liveness> liveness, std::vector<ParameterId> parameters,
              std::shared_ptr<Agreement> agreement);
@@ -100,30 +102,30 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   const std::vector<ParameterId> parameters;
   const std::shared_ptr<Agreement> agreement;
 
-  // From now on the result is the mean times this.
+  // The result is the mean times this factor from now on.
   void set_mean_factor(double factor) { mean_factor_ = factor; }
 
   // Packs the gradients and sends them. They are dense, contiguous, of one supported dtype and on the bucket's device,
-  // the same on every rank. Those that stand in for none take no part in error feedback. One sum at a time. Marks every
-  // moment on the stopwatch.
+  // the same on every rank. Only one sum may be under way. stand_in: gradients that stand in for missing ones, which
+  // take no part in error feedback; empty if there are none. Each moment is marked on the stopwatch.
   std::shared_ptr<BucketWork> send(std::vector<at::Tensor> grads, const Sync& sync,
                                    std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values = {},
                                    const std::vector<bool>& stand_in = {});
 
-  // Whether side values cost no collective of their own, as far as the sum before tells. The same on all ranks.
+  // Whether side values cost no collective of their own, as the newest sum tells. The same on all ranks.
   bool has_room() const { return memory_.plan && !memory_.plan->is_all_reduce; }
 
-  // Whether send waits for the other ranks, to share memory with them, or to agree on the first fp16 scale, or on one
-  // after a step that says nothing of how large gradients are.
+  // Whether send waits for the other ranks: to share memory with them, or to agree on an fp16 scale. There is none to
+  // follow in the first step, and after a step that says nothing of how large gradients are.
   bool waits_to_send(const Compression& compression) const { return teams_.may_share() || needs_scale(compression); }
 
-  // This rank sends no more: ranks that share its memory need not wait until the time-out.
+  // Tells the ranks that share its memory that this rank sends no more, so that they need not wait until the time-out.
   void give_up() const {
     if (teams_.shared()) {
       teams_.shared()->give_up();
     }
   }
-  // Its parameters are other buckets' from now on.
+  // Tells them that its parameters belong to other buckets from now on.
   void replace() const {
     if (teams_.shared()) {
       teams_.shared()->replace();
@@ -132,8 +134,8 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
 
   c10::Device device() const { return device_; }
 
-  // The power of two that fp16 values are multiplied with: one float32 element; undefined where the next fp16 sync
-  // finds it out.
+  // The power of two that fp16 values are multiplied with: one float32 element. Undefined if the next fp16 sync has to
+  // find it out.
   at::Tensor scale() const { return has_lost_scale() ? at::Tensor() : scale_; }
   void set_scale(at::Tensor scale) {
     scale_ = std::move(scale);
@@ -142,13 +144,13 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
 
   ErrorFeedback& feedback() { return feedback_; }
 
-  // The statistics are of these gradients alone, but for the largest magnitude, which the scale has followed.
+  // Takes the statistics of these gradients alone, except the largest magnitude, which the scale has followed.
   void measure(const std::vector<at::Tensor>& grads);
 
-  // float64 [kNumStats] on the device, of the newest sync.
+  // The statistics of the newest sync: float64 [kNumStats] on the device.
   const at::Tensor& stats() const { return stats_; }
 
-  // Where the times of the syncs and what they sent add up.
+  // The sums over its syncs of what they have cost.
   const std::shared_ptr<BucketTotals>& totals() const { return totals_; }
 
  private:
@@ -159,7 +161,7 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   }
   bool has_lost_scale() const;
   void agree_on_scale(const Bucket& bucket);
-  Bucket bucket_of(std::vector<at::Tensor> grads, const Sync& sync, const at::Tensor& side_values);
+  Bucket make_bucket(std::vector<at::Tensor> grads, const Sync& sync, const at::Tensor& side_values);
   void share_memory(const Bucket& bucket, const Sync& sync);
   bool adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const;
   std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync);
@@ -173,8 +175,8 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   std::shared_ptr<Liveness> liveness_;
   ErrorFeedback feedback_;
   at::Tensor scale_;
-  bool is_half_sent_ = false;  // the newest sum: its messages would be taken for those of the next one
-  bool has_followed_ = false;  // the scale, since it was set, what a sync has summed
+  bool is_half_sent_ = false;  // the newest sum, whose messages would be taken for those of the next one
+  bool has_followed_ = false;  // the scale has followed a sum since it was set
   at::Tensor stats_;
   at::Tensor workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();

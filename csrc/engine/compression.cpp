@@ -6,18 +6,18 @@ namespace fastsync {
 
 namespace {
 
-// Below so many bytes that each rank sends more than two_shot would, one step of the network costs less than two.
+// One step over the network costs less than two until each rank sends so many bytes more than with two_shot.
 constexpr int64_t kOneShotBytes = 1 << 16;
-// In memory that ranks share, where two ranks never move less in two steps.
+// The limit in memory that ranks share. Two ranks have none: in two steps they never move less.
 constexpr int64_t kOneShotBytesInMemory = 1 << 17;
-// Between two ranks both send as much, and full width may go either way: see algorithm_for.
+// The limit at full width between two ranks, which may also leave the sum to the group: see algorithm_for.
 constexpr int64_t kOneShotBytesOfTwo = 1 << 22;
 
 }  // namespace
 
-// Sums of two float32 values are the same in whatever order and whoever takes them, so between two ranks full width
-// need not go through all_reduce, whose steps take longer on Gloo. Where bandwidth is all that counts, its ring is
-// as fast, and needs less memory.
+// A sum of two float32 values is the same in either order. So between two ranks full width need not go through
+// all_reduce, whose steps take longer on Gloo. For large buckets only bandwidth counts: there its ring is as fast, and
+// needs less memory.
 Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& team) {
   const int64_t world_size = team.size();
   if (compression.ranks_per_node > 1) {

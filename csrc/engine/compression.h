@@ -1,4 +1,4 @@
-// What travels between the ranks, and who adds it up: for all buckets, or by their size.
+// Compressions: in what dtype gradients travel between the ranks, and who adds them up.
 #pragma once
 
 #include <cstdint>
@@ -13,26 +13,26 @@
 namespace fastsync {
 
 struct Compression {
-  std::optional<DType> wire;  // none: the gradients' own dtype
+  std::optional<DType> wire;  // the gradients' own dtype if unset
   bool sums_in_float32 = false;
   bool error_feedback = false;
-  std::optional<Algorithm> algorithm;  // none: by size and number of ranks
-  int64_t ranks_per_node = 1;          // above 1 they divide the number of ranks, and are less
+  std::optional<Algorithm> algorithm;  // by size and number of ranks if unset
+  int64_t ranks_per_node = 1;          // 1, or a divisor of the number of ranks that is smaller
 
-  // The dtype that gradients of a dtype travel in.
+  // The dtype that gradients of this dtype travel in.
   DType wire_dtype(DType grad) const { return wire.value_or(grad); }
 };
 
-// Who adds up a bucket of so many values.
+// The algorithm that adds up a bucket of so many values.
 Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& team);
-// The same where ranks have to, or nodes.
+// The same if the members of a team, such as ranks or nodes, have to add in float32 themselves.
 Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members);
 
-// What buckets travel with.
+// Compressions by the size of buckets.
 struct CompressionTable {
   // Buckets of up to so many values travel with this, if no row before says otherwise; the last row is for all others.
   std::vector<std::pair<int64_t, Compression>> rows;  // at least one
-  std::string description;                            // a line, for check_agreement
+  std::string description;                            // a line that the ranks have to agree on
 
   const Compression& at(int64_t numel) const;
   // Whether gradients of complex numbers may travel, as the pairs of reals that they are.

@@ -19,7 +19,7 @@ namespace {
 
 std::string name_of(const c10d::GradBucket& bucket) { return "bucket " + std::to_string(bucket.getIndex()); }
 
-// Lines, for check_agreement.
+// Lines that the ranks have to agree on.
 std::string describe(const c10d::GradBucket& bucket) {
   std::ostringstream text;
   const at::Tensor& buffer = bucket.getBuffer();
@@ -33,8 +33,8 @@ std::string describe(const c10d::GradBucket& bucket) {
   return text.str();
 }
 
-// Once ranks have agreed, for what one alone cannot send all have to hear of. DDP hands over complex gradients as the
-// floats they are made of, so the buffer does not tell.
+// Refuses what cannot be sent, once the ranks have agreed: so all of them refuse it. DDP hands over complex gradients
+// as the floats that they are made of, so only the parameters tell.
 void check(const c10d::GradBucket& bucket, const std::vector<at::Tensor>& parameters,
            const CompressionTable& compressions) {
   const at::Tensor& buffer = bucket.getBuffer();
@@ -49,8 +49,8 @@ void check(const c10d::GradBucket& bucket, const std::vector<at::Tensor>& parame
   }
 }
 
-// The whole buffer is one gradient as far as the passes are concerned, except where each has blocks or a residual of
-// its own: by the compression, which is the same on all ranks, and not by what this one holds.
+// The passes take the whole buffer for one gradient, unless each gradient has blocks or a residual of its own. The
+// compression decides that, because it is the same on all ranks.
 std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compression& compression) {
   const bool is_of_blocks = compression.wire && unit_of(*compression.wire).values > 1;
   return is_of_blocks || compression.error_feedback ? bucket.getGradients()
@@ -64,29 +64,25 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   check_not_forked("build the model, DDP and the hook in the process that trains");
   const at::Tensor buffer = grad_bucket.getBuffer();
   std::unique_lock<std::mutex> lock(mutex_);
-  // A bucket's index is no identity, because DDP regroups its buckets after the first backward, nor is its buffer,
-  // because hooks wrapped around this one hand over buffers of their own.
+  // A bucket is known by its parameters. Its index changes when DDP regroups its buckets after the first backward, and
+  // hooks wrapped around this one hand over buffers of their own.
   const auto parameters = grad_bucket.getParameters();
-  const auto bucket = find_or_add(parameters, name_of(grad_bucket), buffer.device());
-  // DDP sends its buckets in order. A backward that failed leaves the rest out.
-  const bool is_first = !step_is_open_ || grad_bucket.getIndex() <= last_index_;
+  const auto bucket = buckets_.find_or_add(parameters, name_of(grad_bucket), buffer.device());
+  // DDP sends its buckets in order, but leaves out the rest after a backward has failed.
+  const bool is_first = !newest_index_ || grad_bucket.getIndex() <= *newest_index_;
   const bool is_last = grad_bucket.isLast();
-  step_ += is_first ? 1 : 0;
-  if (!have_agreed(*bucket->agreement, compressions)) {
-    agree(*bucket->agreement, "agreement on " + name_of(grad_bucket), compressions, step_under_way(),
-          describe(grad_bucket), buffer.device());
-    liveness_->rest();
+  if (is_first) {
+    take_number();
   }
-  pass_agreement(*bucket->agreement, step_under_way());
+  agree_on_bucket(*bucket, name_of(grad_bucket), compressions, [&] { return describe(grad_bucket); });
   check(grad_bucket, parameters, *compressions);
   if (is_first) {
-    newest_buckets_.clear();
+    buckets_.clear_newest();
     averaged_.clear();
     begin_step();
   }
-  step_is_open_ = !is_last;
-  last_index_ = grad_bucket.getIndex();
-  newest_buckets_.push_back(bucket);
+  newest_index_ = is_last ? std::nullopt : std::optional(grad_bucket.getIndex());
+  buckets_.add_newest(bucket);
   const auto stopwatch = start_bucket(*bucket);
   Sync sync{compressions->at(buffer.numel()), step_under_way(), first_tag(bucket->agreement->number)};
   sync.in_place = true;
@@ -114,7 +110,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
     }
     future->markCompleted(c10::IValue(buffer));
   };
-  if (is_first && is_last && bucket->device().is_cpu()) {  // backward hides nothing of it: no thread has to be woken
+  if (is_first && is_last && bucket->device().is_cpu()) {  // backward hides nothing of it, so no thread has to be woken
     lock.unlock();
     complete();
     return future;
@@ -126,12 +122,13 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
 
 void HookState::note_update() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& bucket : known_buckets_) {
+  for (const auto& bucket : buckets_.all()) {
     bucket->agreement->step_check.note_update();
   }
 }
 
-// DDP asks for the end of backward after it has handed over its last bucket. What is asked for there comes after it.
+// DDP queues its copying for the end of backward once it has handed over its last bucket. What is queued from there
+// comes after it.
 void HookState::note_gradients_later(const std::shared_ptr<HookState>& self) {
   if (current_graph_task() == kNoGraphTask) {
     return;  // DDP calls the hook outside of a backward for a rank that has run out of inputs
@@ -143,7 +140,7 @@ void HookState::note_gradients_later(const std::shared_ptr<HookState>& self) {
 void HookState::note_gradients() {
   const std::lock_guard<std::mutex> lock(mutex_);
   averaged_.clear();
-  for (const auto& bucket : newest_buckets_) {
+  for (const auto& bucket : buckets_.newest()) {
     for (const ParameterId& id : bucket->parameters) {
       if (const at::Tensor parameter(id.lock()); parameter.defined()) {
         averaged_.emplace_back(id, Snapshot(parameter.grad()));
@@ -159,7 +156,7 @@ bool HookState::gradients_are_unchanged() {
   });
 }
 
-// Undefined where none travels: alike on all ranks.
+// Undefined if none travels in this step, which is the same on all ranks.
 at::Tensor HookState::stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket) {
   // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.
   const bool has_gradients = current_graph_task() != kNoGraphTask;
@@ -181,7 +178,7 @@ class Hook : public c10d::CppCommHookInterface<std::shared_ptr<HookState>> {
     if (bucket.isLast()) {
       HookState::note_gradients_later(state_);
     }
-    return state_->run(bucket, state_->locked(&EngineState::compressions));
+    return state_->run(bucket, state_->locked([this] { return state_->compressions(); }));
   }
 };
 

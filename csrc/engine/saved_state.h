@@ -1,5 +1,5 @@
-// What is saved of each parameter between a checkpoint, or an arrangement of buckets, and the next one: the fp16 scale
-// of its bucket, and what error feedback keeps of its gradient.
+// What is saved of each parameter, for a checkpoint or until it comes into another bucket: the fp16 scale of its
+// bucket, and what error feedback keeps of its gradient.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,31 +14,31 @@
 
 namespace fastsync {
 
-// Weak, so that no model is kept alive, and no other can take its address while it is remembered here.
+// A weak reference: it keeps no model alive, and no other tensor can take the address while it exists.
 using ParameterId = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 class SavedState {
  public:
-  // A parameter, its scale and its residual.
+  // A parameter, its scale and its residual, each unset if there is none.
   using Row = std::tuple<at::Tensor, std::optional<double>, std::optional<at::Tensor>>;
 
   SavedState() = default;
   explicit SavedState(const std::vector<Row>& rows);
-  // Of the parameters that still live.
+  // A row for each parameter that still lives.
   std::vector<Row> rows() const;
-  // Tells whether ranks were given the same scales, for check_agreement.
+  // A line that the ranks have to agree on: it tells whether they were given the same scales.
   const std::string& description() const { return description_; }
 
-  // Takes over the scale of a bucket that holds these parameters; where it has none, they lose theirs. Waits for the
+  // Records the scale of the bucket that holds these parameters. If it has none, they lose theirs. Waits for the
   // device.
   void record_scale(const std::vector<ParameterId>& parameters, const at::Tensor& scale);
-  // And what is defined of its residuals, one for each parameter or none at all.
+  // Records those of its residuals that are defined. There is one for each parameter, or none at all.
   void record_residuals(const std::vector<ParameterId>& parameters, const std::vector<at::Tensor>& residuals);
 
-  // Where a bucket of these parameters starts, as float32 [1] on the device: with the smallest of their scales, so that
-  // none saturates. Undefined where one is unknown; then the gradients decide.
+  // The scale that a bucket of these parameters starts with, as float32 [1] on the device: their smallest, so that none
+  // saturates. Undefined if one is unknown; then the gradients decide.
   at::Tensor smallest_scale(const std::vector<ParameterId>& parameters, c10::Device device) const;
-  // Gives the residuals of these parameters away, undefined where there is none; nothing where there is none of any.
+  // Gives the residuals of these parameters away. One is undefined if there is none; empty if there are none at all.
   std::vector<at::Tensor> take_residuals(const std::vector<ParameterId>& parameters, c10::Device device);
 
  private:

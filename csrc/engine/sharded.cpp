@@ -50,7 +50,7 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
       teams_.emplace(group_, input.device());
     }
   }
-  SumMemory for_once;  // where an allocator keeps memory for all
+  SumMemory for_once;  // an allocator keeps a device's memory
   const Sync::Scatter scatter{output, factor_of(op, group_->getSize()), *teams_, input.is_cpu() ? memory_ : for_once};
   run(identity, name, input, &scatter);
 }
@@ -58,7 +58,8 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
 void ShardedState::all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values) {
   TORCH_CHECK_VALUE(values.is_contiguous(), "values: expected contiguous ones");
   run(identity, name, values, /*scatter=*/nullptr);
-  use_on_current_stream(values);  // which another one has made, and may free as soon as fully_shard has read them
+  use_on_current_stream(
+      values);  // another stream has made them, and may free them as soon as fully_shard has read them
 }
 
 void ShardedState::run(const at::Tensor& identity, const std::string& name, const at::Tensor& values,
@@ -70,18 +71,13 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   }
   const at::NoGradGuard no_grad;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto bucket = find_or_add({identity}, name, values.device());
+  const auto bucket = buckets_.find_or_add({identity}, name, values.device());
   enter_step(bucket);
-  const int64_t step = step_ - 1;
-  if (!have_agreed(*bucket->agreement, compressions_)) {
-    agree(*bucket->agreement, "agreement on " + name, compressions_, step,
-          c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()), values.device());
-    liveness_->rest();
-  }
-  pass_agreement(*bucket->agreement, step);
+  agree_on_bucket(*bucket, name, compressions_,
+                  [&] { return c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()); });
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
-  Sync sync{compressions_->at(values.numel()), step, first_tag(bucket->agreement->number)};
+  Sync sync{compressions_->at(values.numel()), step_under_way(), first_tag(bucket->agreement->number)};
   sync.scatter = scatter;
   const auto forget_scale = c10::make_scope_exit([&] {
     if (scatter) {
@@ -100,23 +96,24 @@ void ShardedState::give_up() const {
   }
 }
 
-// A step is a backward. A pipeline's schedule hands gradients over outside of any: there it is over when the first of
-// them come again.
+// A step is a backward. A pipeline's schedule hands gradients over outside of any backward: there a step is over when
+// the first of its buckets comes again.
 void ShardedState::enter_step(const std::shared_ptr<BucketSync>& bucket) {
   const bool is_outside = current_graph_task() == kNoGraphTask;
-  const bool has_come = std::find(newest_buckets_.begin(), newest_buckets_.end(), bucket) != newest_buckets_.end();
-  if (newest_buckets_.empty() || (is_outside ? has_come : backward_.expired())) {
-    newest_buckets_.clear();
+  const auto& newest = buckets_.newest();
+  const bool has_come = std::find(newest.begin(), newest.end(), bucket) != newest.end();
+  if (newest.empty() || (is_outside ? has_come : backward_.expired())) {
+    buckets_.clear_newest();
     begin_step();
-    step_ += 1;
+    take_number();
     if (!is_outside) {
       const auto token = std::make_shared<char>();
       torch::autograd::Engine::get_default_engine().queue_callback([token] {});
       backward_ = token;
     }
   }
-  if (newest_buckets_.empty() || !has_come) {
-    newest_buckets_.push_back(bucket);
+  if (newest.empty() || !has_come) {
+    buckets_.add_newest(bucket);
   }
 }
 

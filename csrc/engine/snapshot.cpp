@@ -4,7 +4,7 @@ namespace fastsync {
 
 namespace {
 
-// A PyTorch whose tensors do not tell has always seen it.
+// If the tensors of this PyTorch do not tell, Python may always have seen it.
 template <class TensorImpl>
 bool python_has_seen(const TensorImpl& tensor) {
   if constexpr (requires { tensor.pyobj_slot()->load_pyobj(); }) {

@@ -17,16 +17,17 @@ namespace fastsync {
 class Snapshot {
  public:
   Snapshot() = default;
-  // Undefined where the parameter has none.
+  // The gradient may be undefined.
   explicit Snapshot(const at::Tensor& gradient);
 
+  // Whether the gradient is that tensor.
   bool is_of(const at::Tensor& gradient) const;
-  // Nothing has changed it since, as far as PyTorch counts.
+  // Whether the gradient is that tensor, and nothing has changed it since, as far as PyTorch counts.
   bool holds(const at::Tensor& gradient) const { return is_of(gradient) && version_ == gradient._version(); }
-  // Nothing has changed it since, by any means; an undefined one is still undefined. False also where that cannot be
-  // proven.
+  // Whether it is proven that nothing has changed the gradient since, by any means. An undefined one is still
+  // undefined.
   bool is_still(const at::Tensor& gradient) const;
-  // Autograd has written it since, for Python has not. False also where Python may have.
+  // Whether it is proven that autograd has written the gradient since, because Python has not.
   bool was_written_by_autograd(const at::Tensor& gradient) const;
 
  private:

@@ -20,7 +20,7 @@ void Stopwatch::mark(Mark mark) {
   marked_done_ = mark == Mark::kDone;
 }
 
-// To ask an event anything ends a capture that is under way.
+// A query of an event would end a capture that is under way.
 bool Stopwatch::done() const {
   const auto& event = at(Mark::kDone).event;
   return marked_done_ && !is_capturing(device_) && (!event || event->query());
@@ -74,7 +74,7 @@ std::shared_ptr<Stopwatch> SyncTimes::start_bucket(std::shared_ptr<BucketTotals>
   const bool is_timed = device.is_cpu() || num_steps_ <= kAllUntil || num_steps_ % kOneOf == 0;
   auto stopwatch = std::make_shared<Stopwatch>(std::move(totals), device, is_timed && !is_capturing(device));
   if (steps_.empty()) {
-    steps_.emplace_back();  // what there was of the step has been added up
+    steps_.emplace_back();  // the beginning of the step has been added up
   }
   if (is_timed) {
     steps_.back().buckets.push_back(stopwatch);

@@ -1,4 +1,4 @@
-// How long the parts of a sync took, on the clock of the device that did them, without the host ever waiting for it.
+// How long the parts of a sync took, on the clock of the device that did them. The host never waits for it.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -17,7 +17,7 @@
 
 namespace fastsync {
 
-// Some thread adds to it while another one reads.
+// A number that one thread adds to while another one reads it.
 struct Count : std::atomic<int64_t> {
   Count() : atomic(0) {}
   Count(const Count& other) : atomic(other.load()) {}
@@ -27,22 +27,22 @@ struct Count : std::atomic<int64_t> {
   }
 };
 
-// Sums over the syncs of one bucket. The times, in seconds, are over num_timed of them: those of which the device was
-// done in time to be read.
+// Sums over the syncs of one bucket. The times, in seconds, are over num_timed syncs: those that the device was done
+// with in time to be read.
 struct BucketTotals {
   int64_t elements = 0;
   std::string kernels;         // see kernels_on
-  bool shares_memory = false;  // this and the next two: in the newest sync
-  int64_t num_hosts = 1;       // if it does, of the ranks
-  std::string why_not_shared;  // where that was tried
-  Count wire_bytes;            // by whoever receives
+  bool shares_memory = false;  // in the newest sync, as the next two
+  int64_t num_hosts = 1;       // of the ranks that share memory
+  std::string why_not_shared;  // if that was tried
+  Count wire_bytes;            // added by the thread that receives
   int64_t num_syncs = 0;
   int64_t num_timed = 0;
   double pack_time = 0.0;
   double collective_time = 0.0;
   double unpack_time = 0.0;
 
-  void add(const BucketTotals& other);  // all but the first six, which are one bucket's
+  void add(const BucketTotals& other);  // the counts and times; what is before them is one bucket's
 };
 
 // What the syncs of a model have cost.
@@ -51,22 +51,22 @@ struct SyncTotals {
   BucketTotals all;                   // of all the buckets there have been
   int64_t num_steps = 0;
   int64_t num_timed_steps = 0;
-  // Seconds from the moment the last bucket of a step was on its way until all were unpacked: what backward did not
-  // hide. Over the timed steps.
+  // What backward did not hide, over the timed steps: seconds from the moment that the last bucket of a step was on its
+  // way until all were unpacked.
   double exposed_time = 0.0;
 };
 
 enum class Mark : int8_t { kStart, kSent, kReduced, kDone };
 
-// The moments of one bucket's sync, on the device's own clock: on a CPU the host's, elsewhere places on a stream.
+// The moments of one bucket's sync, on the device's own clock: on a CPU the host's time, elsewhere events on a stream.
 class Stopwatch {
  public:
   Stopwatch(std::shared_ptr<BucketTotals> totals, c10::Device device, bool measures)
       : totals_(std::move(totals)), device_(device), measures_(measures) {}
 
   void mark(Mark mark);
-  // True once the device has passed kDone. Never of one that does not measure, nor while a CUDA graph is captured, nor
-  // of what was: its events belong to the graph.
+  // Whether the device has passed kDone. Never true of a stopwatch that does not measure, nor while a CUDA graph is
+  // captured, nor of a captured sync: its events belong to the graph.
   bool done() const;
   // What follows is for after that.
   void add_up() const;  // to the totals
@@ -76,7 +76,7 @@ class Stopwatch {
  private:
   struct Moment {
     std::chrono::steady_clock::time_point time;
-    std::optional<c10::Event> event;  // takes the place of the time where there is one
+    std::optional<c10::Event> event;  // set in place of the time
   };
 
   const Moment& at(Mark mark) const { return moments_[static_cast<size_t>(mark)]; }
@@ -89,8 +89,8 @@ class Stopwatch {
   std::array<Moment, 4> moments_;  // by mark
 };
 
-// The stopwatches of the steps under way, and the totals of those that are over. Not thread-safe. Of a device other
-// than a CPU, whose clock costs launches, the first steps are timed and then one of several.
+// The stopwatches of the steps under way, and the totals of those that are over. Not thread-safe. On a device other
+// than a CPU the clock costs launches: there the first steps are timed, and then one of several.
 class SyncTimes {
  public:
   // A step is the buckets between begin_step and end_step, or the next begin_step. It is added up once it has ended.

@@ -13,17 +13,18 @@ namespace fastsync {
 
 namespace {
 
-// All ranks must send in one order. The buckets of one engine have one; those of two engines whose gradients get ready
-// side by side do not. So of the engines in one sequence only the first to be attached sends while backward goes on,
-// and at its end all of them follow each other in the order in which they were attached.
+// Note [Order of engines]
+// All ranks must send in one order. The buckets of one engine have an order. Those of two engines have none if their
+// gradients get ready side by side. So only the first engine of a sequence sends while backward goes on. At its end the
+// others follow in the order in which they were attached.
 struct Attached {
   struct Entry {
     const Synchronizer* engine;
-    const void* sequence;  // of those whose calls have to come in one order on all ranks
+    const void* sequence;  // engines of one sequence must call in the same order on all ranks
     std::weak_ptr<Synchronizer> owner;
   };
 
-  std::mutex mutex;  // never held while an engine's is taken, nor while an engine may end
+  std::mutex mutex;  // never held while an engine's mutex is taken, nor while an engine may end
   std::vector<Entry> engines;
 
   std::vector<std::shared_ptr<Synchronizer>> in_order() {
@@ -43,18 +44,21 @@ Attached& attached() {
   return attached;
 }
 
-// NCCL asks for one order of all groups together: collectives of two groups, begun in different orders on two ranks,
-// may wait for each other on the device.
+// NCCL asks for one order over all groups: collectives of two groups that two ranks begin in different orders may wait
+// for each other on the device.
 constexpr char kSequenceOfAllGroups = 0;
+
+constexpr auto kInChild = "call detach() in the child";
 
 }  // namespace
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                            c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
-    : ParameterSync(parameters, std::move(names), group, bucket_cap_bytes, sums),
+    : EngineState(group, "the engine of parameter " + names.front()),
+      sync_(*this, parameters, std::move(names), bucket_cap_bytes, sums),
       is_on_cpu_(parameters.front().is_cpu()),
       sequence_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kSequenceOfAllGroups),
-      backward_([this] { return is_under_way(); }, &finish, &send_leftovers) {}
+      backward_([this] { return sync_.is_under_way(); }, &finish, &send_leftovers) {}
 
 Synchronizer::~Synchronizer() {
   if (!is_forked()) {  // in a forked child another thread's locks stay locked
@@ -64,11 +68,11 @@ Synchronizer::~Synchronizer() {
 
 void Synchronizer::attach(const std::vector<at::Tensor>& parameters, bool overlap) {
   overlaps_ = overlap;
-  if (!overlap && !sums()) {
-    return;  // there is nothing that backward has to tell
+  if (!overlap && !sync_.sums()) {
+    return;  // hooks would have nothing to tell
   }
   GradientHooks::Options options{.before = nullptr, .must_run = overlap};
-  if (sums()) {
+  if (sync_.sums()) {
     options.before = [weak = weak_from_this()](size_t index) {
       if (const auto self = weak.lock()) {
         self->before_gradient(index);
@@ -104,8 +108,9 @@ void Synchronizer::detach() {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   take_hooks_off();
+  overlaps_ = false;
   const at::NoGradGuard no_grad;
-  put_sums_back(/*only_lone_ones=*/false);
+  sync_.put_sums_back(/*only_lone_ones=*/false);
 }
 
 void Synchronizer::end_interrupted() {
@@ -114,12 +119,12 @@ void Synchronizer::end_interrupted() {
   }
 }
 
-// One that has failed may still be let go of by the device's thread when its error has arrived here.
+// When the error of a backward has arrived here, the device's thread may still hold it for a moment.
 void Synchronizer::wait_for_backward(const char* caller) const {
   constexpr std::chrono::seconds kLimit(1);
   constexpr std::chrono::milliseconds kPause(1);
   const auto deadline = std::chrono::steady_clock::now() + kLimit;
-  while (is_under_way() && !backward_.is_interrupted()) {
+  while (sync_.is_under_way() && !backward_.is_interrupted()) {
     TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "fastsync: ", caller,
                 " was called while another thread's ", "backward is under way; call it after");
     std::this_thread::sleep_for(kPause);
@@ -131,45 +136,47 @@ void Synchronizer::wait_for_backward(const char* caller) const {
 void Synchronizer::before_gradient(size_t index) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
-  put_sum_aside(index);
+  sync_.parameters()[index].put_sum_aside();
 }
 
 void Synchronizer::on_gradient(size_t index, bool is_gone) {
   if (backward_.is_interrupted()) {
-    check_not_forked();
+    check_not_forked(kInChild);
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
-  note_gradient(index);
+  Parameter& parameter = sync_.parameters()[index];
+  parameter.note_gradient();
   if (!overlaps_) {
     return;
   }
-  TORCH_CHECK_VALUE(!is_gone, "fastsync: the gradient of ", name(index),
+  TORCH_CHECK_VALUE(!is_gone, "fastsync: the gradient of ", parameter.name,
                     " was gone as soon as backward had made it, before the ranks could average it. ",
                     "Does an optimizer step inside backward (register_post_accumulate_grad_hook, ",
                     "_apply_optimizer_in_backward)? Ranks would drift apart: step after backward");
-  Backward::enter({shared_from_this(), &backward_});  // first, for a sync that nobody owns looks interrupted
+  Backward::enter({shared_from_this(), &backward_});  // first, for a step that nobody owns looks interrupted
   if (!is_enabled_) {
-    leave(index);
+    parameter.mark_new(/*left_over=*/true);
     return;
   }
-  if (!is_under_way()) {
-    begin();
+  if (!sync_.is_under_way()) {
+    check_not_forked(kInChild);
+    sync_.begin();
   }
-  mark_ready(index);
+  sync_.mark_ready(index);
   if (may_send_early()) {
-    send_full_buckets();
+    sync_.send_full_buckets();
   }
 }
 
-// Engines that take part in one backward end together. None waits before all have sent, or ranks on which they come in
-// different orders would wait for each other. One that fails keeps neither its own ranks waiting nor those of others.
+// Engines that take part in one backward end together. None waits before all have sent: else ranks on which they come
+// in different orders would wait for each other. If one fails, no rank of any engine is kept waiting.
 void Synchronizer::finish(int graph_task) {
   const at::NoGradGuard no_grad;
   const auto engines = attached().in_order();
   std::exception_ptr error;
-  const auto of_each = [&](const auto& call) {
+  const auto for_each = [&](const auto& call) {
     for (const auto& engine : engines) {
       if (engine->backward_.ends_with(graph_task)) {
         const std::lock_guard<std::mutex> lock(engine->mutex_);
@@ -181,43 +188,44 @@ void Synchronizer::finish(int graph_task) {
       }
     }
   };
-  of_each([&](Synchronizer& engine) {
+  for_each([&](Synchronizer& engine) {
     try {
-      engine.send_rest();
+      engine.sync_.send_rest();
     } catch (...) {
       error = error ? error : std::current_exception();
-      if (engine.is_under_way()) {  // else it was refused on all ranks
-        engine.poison();
+      if (engine.sync_.is_under_way()) {  // else it was refused on all ranks
+        engine.sync_.fail();
       }
     }
   });
-  of_each([](Synchronizer& engine) { engine.receive(); });
+  for_each([](Synchronizer& engine) { engine.sync_.receive(); });
   if (error) {
     std::rethrow_exception(error);
   }
 }
 
-// A backward that raised never calls finish. Of all engines together, because here too the order counts.
-void Synchronizer::of_each_interrupted(const std::function<void(Synchronizer&)>& call) {
+// A backward that raised never calls finish. All interrupted engines are ended together, because the order counts here,
+// too.
+void Synchronizer::for_each_interrupted(const std::function<void(Synchronizer&)>& call) {
   const at::NoGradGuard no_grad;
   for (const auto& engine : attached().in_order()) {
     if (!engine->is_forked() && engine->backward_.is_interrupted()) {
       const std::lock_guard<std::mutex> lock(engine->mutex_);
-      if (engine->backward_.is_interrupted()) {  // and no other thread was here first
+      if (engine->backward_.is_interrupted()) {  // no other thread has ended it first
         call(*engine);
       }
     }
   }
 }
 
-// The error is on its way to the user. On a device the graph task may end on another thread, when the user's has gone
-// on: there what is left goes with the next backward.
+// The error is on its way to the user. With a device the graph task may end on another thread, when the user's thread
+// has gone on: then what is left is sent with the next backward.
 void Synchronizer::send_leftovers() {
-  of_each_interrupted([](Synchronizer& engine) {
+  for_each_interrupted([](Synchronizer& engine) {
     try {
       if (engine.is_on_cpu_) {
-        engine.put_sums_back(/*only_lone_ones=*/true);
-        engine.poison();
+        engine.sync_.put_sums_back(/*only_lone_ones=*/true);
+        engine.sync_.fail();
       }
     } catch (...) {
       // The next sync tries it again, or is refused as this one was, on all ranks.
@@ -226,7 +234,7 @@ void Synchronizer::send_leftovers() {
 }
 
 void Synchronizer::abandon_interrupted() {
-  of_each_interrupted([](Synchronizer& engine) { engine.abandon(); });
+  for_each_interrupted([](Synchronizer& engine) { engine.sync_.abandon(); });
 }
 
 bool Synchronizer::may_send_early() const {
@@ -242,26 +250,26 @@ bool Synchronizer::may_send_early() const {
 void Synchronizer::synchronize() {
   TORCH_CHECK(current_graph_task() == kNoGraphTask,
               "fastsync: synchronize() was called inside a backward; call it after");
-  check_not_forked();
+  check_not_forked(kInChild);
   wait_for_backward("synchronize()");
   abandon_interrupted();
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
   const auto owned = backward_.own();
-  begin();
+  sync_.begin();
   try {
-    mark_all_ready();
-    send_rest();
+    sync_.mark_all_ready();
+    sync_.send_rest();
   } catch (...) {
-    if (is_under_way()) {  // else it was refused on all ranks
+    if (sync_.is_under_way()) {  // else it was refused on all ranks
       try {
-        abandon();
+        sync_.abandon();
       } catch (const std::exception&) {  // the first error tells why
       }
     }
     throw;
   }
-  receive();
+  sync_.receive();
 }
 
 }  // namespace fastsync

@@ -1,5 +1,6 @@
-// The way in past DDP: hooks on the gradient accumulators tell which gradients are ready, full buckets are sent while
-// backward goes on, and the end of backward waits for them. No Python here, and no GIL.
+// The entry point attach: hooks on the gradient accumulators tell which gradients are ready, full buckets are sent
+// while backward goes on, and the end of backward waits for them. It touches no Python object, and runs without the
+// GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,27 +18,32 @@
 
 namespace fastsync {
 
-// Must be owned by a shared_ptr. The lock is held by one engine at a time, also while it waits for other ranks. One
-// thread at a time may run backwards through it.
-class Synchronizer : public ParameterSync, public std::enable_shared_from_this<Synchronizer> {
+// Must be owned by a shared_ptr. Its lock is also held while it waits for other ranks. One thread at a time may run
+// backwards through it.
+class Synchronizer : public EngineState, public std::enable_shared_from_this<Synchronizer> {
  public:
   Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums);
   ~Synchronizer() override;
 
-  // Puts hooks on the parameters, which are those it was made for: frozen ones too, which may be unfrozen later. From
-  // then on the parameters live as long as this does, until detach. Not inside a backward. Without overlap only what
-  // comes after a sum is told apart from it, and nothing is sent before synchronize.
+  // Puts hooks on the parameters, which are those it was made for. Frozen ones get them, too, for they may be unfrozen
+  // later. The parameters live as long as this does, until detach. Not to be called inside a backward. Without overlap
+  // nothing is sent before synchronize. Then there are hooks only for op="sum", see Note [Sums].
   void attach(const std::vector<at::Tensor>& parameters, bool overlap);
   void detach();
 
-  // While disabled, backward leaves gradients to accumulate.
+  // While it is disabled, backward lets gradients accumulate.
   void set_enabled(bool enabled) { is_enabled_ = enabled; }
 
-  // Averages every gradient there is, now. On a CPU it waits, on CUDA the current stream does.
+  void set_weight(double weight) { sync_.set_weight(weight, overlaps_); }
+  std::vector<at::Tensor> with_own_gradients() { return sync_.with_own_gradients(overlaps_); }
+
+  ParameterSync& sync() { return sync_; }
+
+  // Averages every gradient that there is. On a CPU it waits, on CUDA the current stream does.
   void synchronize();
 
-  // Waits for other ranks, on a CPU. Inside another backward it does nothing.
+  // On a CPU it waits for other ranks. Inside another backward it does nothing.
   void end_interrupted() override;
 
  private:
@@ -47,16 +53,17 @@ class Synchronizer : public ParameterSync, public std::enable_shared_from_this<S
   void wait_for_backward(const char* caller) const;
   bool may_send_early() const;
 
-  static void of_each_interrupted(const std::function<void(Synchronizer&)>& call);
+  static void for_each_interrupted(const std::function<void(Synchronizer&)>& call);
   static void send_leftovers();
   static void abandon_interrupted();
   static void finish(int graph_task);
 
+  ParameterSync sync_;
   const bool is_on_cpu_;
   const void* const sequence_;
-  Backward backward_;  // that the sync under way belongs to
+  Backward backward_;  // that the step under way belongs to
   const std::shared_ptr<GradientHooks> hooks_ = std::make_shared<GradientHooks>();
-  bool overlaps_ = true;
+  bool overlaps_ = false;  // hooks are on, and send gradients while backward goes on
   bool is_enabled_ = true;
 };
 

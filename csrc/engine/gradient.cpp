@@ -1,0 +1,131 @@
+#include "engine/gradient.h"
+
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+
+#include <limits>
+#include <utility>
+
+#include "transport/progress_thread.h"
+
+namespace fastsync {
+
+namespace {
+
+at::Tensor as_reals(const at::Tensor& gradient) {
+  return gradient.is_complex() ? at::view_as_real(gradient) : gradient;
+}
+
+// A tensor that only wraps others has none.
+bool has_memory(const at::Tensor& tensor) {
+  return !tensor.unsafeGetTensorImpl()->is_python_dispatch() || tensor.numel() == 0 ||
+         (tensor.has_storage() && tensor.storage().data() != nullptr);
+}
+
+// The same elements at the same places of a dense block of memory, as every rank's gradient travels.
+bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter) {
+  return gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense() &&
+         gradient.scalar_type() == grad_dtype_of(parameter) && gradient.device() == parameter.device() &&
+         !gradient.is_conj() && !gradient.is_neg();
+}
+
+// Dense, whatever the gradient is, with the strides that every rank's parameter has.
+at::Tensor new_stand_in(const at::Tensor& parameter) {
+  return at::empty_like(parameter, at::TensorOptions().dtype(grad_dtype_of(parameter)), at::MemoryFormat::Preserve);
+}
+
+}  // namespace
+
+Gradient::Gradient(Parameter& parameter) : parameter_(&parameter), tensor_(parameter.lock()) {
+  if (!is_here()) {
+    parameter.sum.reset();  // zero_grad() was meant for it, too
+  }
+}
+
+bool Gradient::mark_ready() {
+  check();
+  parameter_->mark_new(/*left_over=*/false);
+  stream_ = current_stream(tensor_.device());
+  return std::exchange(is_ready_, true);
+}
+
+void Gradient::check() const {
+  const at::Tensor& gradient = tensor_.grad();
+  TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided, "fastsync: parameter ", parameter_->name,
+                    " got a sparse gradient, which fastsync does not handle; use sparse=False in the embedding");
+  TORCH_CHECK_VALUE(!gradient.defined() || has_memory(gradient), "fastsync: parameter ", parameter_->name,
+                    " got a gradient of a tensor subclass that has no memory of its own, such as a DTensor; give it a ",
+                    "plain one (DTensor.to_local(), full_tensor())");
+  TORCH_CHECK_VALUE(!gradient.defined() || gradient.sizes() == tensor_.sizes(), "fastsync: parameter ",
+                    parameter_->name, " has the shape ", tensor_.sizes(), ", and its gradient has ", gradient.sizes(),
+                    ": call zero_grad() where a parameter's data gets another shape");
+  const at::ScalarType sent_as = grad_dtype_of(tensor_);
+  TORCH_CHECK_VALUE(!gradient.defined() || c10::promoteTypes(gradient.scalar_type(), sent_as) == sent_as,
+                    "fastsync: parameter ", parameter_->name, " got a gradient of ", gradient.scalar_type(), ", which ",
+                    sent_as, " cannot hold; set its grad_dtype to the gradient's, on every rank");
+}
+
+at::Tensor Gradient::to_send() {
+  const at::Tensor& gradient = tensor_.grad();
+  if (parameter_->sum.defined()) {
+    parameter_->check_sum(gradient);
+  }
+  if (is_new() && lies_like(gradient, tensor_)) {
+    return as_reals(gradient);
+  }
+  stand_in_ = new_stand_in(tensor_);
+  if (gradient.defined() && (parameter_->is_new || !parameter_->is_sum(gradient))) {
+    check();
+    stand_in_.copy_(gradient);
+  } else {
+    stand_in_.zero_();
+  }
+  return as_reals(stand_in_);
+}
+
+at::Tensor Gradient::poison() const {
+  return as_reals(new_stand_in(tensor_).fill_(std::numeric_limits<double>::quiet_NaN()));
+}
+
+bool Gradient::take_average(bool exists) {
+  at::Tensor& gradient = tensor_.mutable_grad();
+  const bool is_sum = !parameter_->is_new && parameter_->is_sum(gradient);
+  const at::Tensor sum = is_sum ? gradient : std::exchange(parameter_->sum, {});
+  const bool adds = exists && sum.defined();
+  if (stand_in_.defined()) {
+    use_on_current_stream(stand_in_);
+    if (adds) {
+      gradient = sum.add_(std::exchange(stand_in_, {}));
+    } else if (exists && gradient.defined() && at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
+      gradient.copy_(stand_in_);
+    } else if (exists) {
+      gradient = stand_in_;
+    }
+  } else {
+    if (stream_ != current_stream(gradient.device())) {
+      use_on_current_stream(gradient);
+    }
+    gradient.unsafeGetTensorImpl()->bump_version();  // the passes write through bare pointers
+    if (adds) {
+      gradient = sum.add_(gradient);
+    }
+  }
+  parameter_->is_new = parameter_->is_left_over = false;
+  parameter_->averaged = Snapshot(gradient);
+  return !adds;
+}
+
+void Gradient::count_kept(bool is_kept) {
+  if (is_kept) {
+    stand_in_.copy_(tensor_.grad());
+  } else {
+    stand_in_.fill_(0.0);
+  }
+}
+
+at::Tensor Gradient::average() const {
+  const at::Tensor& average = stand_in_.defined() ? stand_in_ : tensor_.grad();
+  return average.defined() ? as_reals(average) : average;
+}
+
+}  // namespace fastsync

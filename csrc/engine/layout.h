@@ -1,0 +1,66 @@
+// Which parameter's gradient travels in which bucket. All ranks have the same layout.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/bucket_sync.h"
+
+namespace fastsync {
+
+struct LayoutBucket {
+  std::vector<size_t> parameters;  // their indices
+  int64_t num_reals = 0;
+  std::shared_ptr<BucketSync> bucket = nullptr;  // set by the engine
+};
+
+// Holds as long as no parameter is frozen, unfrozen, moved, cast or put in another order. The buckets come in the order
+// in which they are sent.
+class Layout {
+ public:
+  static constexpr size_t kNone = std::numeric_limits<size_t>::max();
+
+  // There is none yet.
+  Layout() = default;
+  // By the index of a parameter's tensor: those of each bucket.
+  Layout(const std::vector<at::Tensor>& parameters, std::vector<std::vector<size_t>> buckets);
+
+  bool is_made() const { return !buckets.empty(); }
+  // The bucket of a parameter; kNone if it was frozen, or has no values.
+  size_t bucket_of(size_t parameter) const { return is_made() ? slots_[parameter].bucket : kNone; }
+  // The index of its flag among the side values, which has one for each parameter of a bucket.
+  size_t flag_of(size_t parameter) const { return slots_[parameter].flag; }
+  size_t num_flags() const { return num_flags_; }
+  // How the parameter differs from when the layout was made; empty if it does not.
+  std::string change(size_t index, const at::Tensor& parameter, const std::string& name) const;
+
+  std::vector<LayoutBucket> buckets;
+
+ private:
+  struct Slot {
+    size_t bucket = kNone;
+    size_t flag = 0;
+    std::vector<int64_t> sizes = {};
+    std::vector<int64_t> strides = {};
+    at::ScalarType dtype = at::kFloat;  // of gradients
+    c10::Device device = c10::kCPU;
+  };
+
+  std::vector<Slot> slots_;  // by parameter
+  size_t num_flags_ = 0;
+};
+
+// The order of the group's rank 0, on every rank. All have as many parameters in theirs. Waits for the ranks.
+std::vector<size_t> order_of_rank_0(c10d::ProcessGroup& group, const std::vector<size_t>& order, c10::Device device);
+
+// The parameters, which come in an order, by bucket.
+std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
+                                                const std::vector<size_t>& order, int64_t bucket_cap_bytes);
+
+}  // namespace fastsync

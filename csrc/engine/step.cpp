@@ -1,0 +1,284 @@
+#include "engine/step.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace fastsync {
+
+namespace {
+
+constexpr auto kAddingWeights = "adding up the ranks' weights";
+constexpr auto kBuffers = "";  // the buffers' name among the side values
+
+}  // namespace
+
+Step::Step(StepContext& context, std::vector<Gradient> gradients)
+    : context_(context), number_(context.engine.take_number()), gradients_(std::move(gradients)) {
+  num_waiting_.reserve(layout().buckets.size());
+  works_.reserve(layout().buckets.size());
+  for (const LayoutBucket& bucket : layout().buckets) {
+    num_waiting_.push_back(bucket.parameters.size());
+  }
+  context_.side_values.flags.clear();
+  context_.agreement->step_check.begin_step(number_, context_.weight.is_active());
+  engine().begin_step();
+}
+
+// ---- collecting -----------------------------------------------------------------------------------------------------
+
+void Step::mark_ready(size_t index) {
+  TORCH_INTERNAL_ASSERT(state_ == State::kCollecting);
+  const bool again = gradients_[index].mark_ready();
+  Parameter& parameter = context_.parameters[index];
+  if (!layout().is_made()) {
+    parameter.repeats |= again;
+    if (!again) {
+      order_.push_back(index);
+    }
+    return;
+  }
+  const size_t bucket = layout().bucket_of(index);
+  if (bucket == Layout::kNone) {
+    return;  // frozen since this step began
+  }
+  const bool was_repeating = std::exchange(parameter.repeats, parameter.repeats || again);
+  TORCH_CHECK(
+      !again || bucket >= works_.size(), "fastsync: parameter ", parameter.name,
+      " got another gradient in the same backward after its bucket was sent, as a weight does that is shared ",
+      "between reentrant checkpoints. From now on its bucket waits for the end of backward: run the step again, ",
+      "on all ranks, after zero_grad()");
+  if (!parameter.repeats) {
+    num_waiting_[bucket] -= 1;
+  } else if (!was_repeating) {
+    num_waiting_[bucket] += 1;  // it had been counted as final
+  }
+}
+
+void Step::mark_all_ready() {
+  for (size_t index = gradients_.size(); index-- > 0;) {  // the order in which a backward would most likely come
+    if (gradients_[index].is_here()) {
+      mark_ready(index);
+    }
+  }
+}
+
+// Nothing that waits for other ranks may happen before the end of backward: which engine comes first is not the same on
+// all ranks until then.
+void Step::send_full_buckets() {
+  send_weight();
+  bool weights_are_here = !context_.weight.is_on();
+  if (weights_) {
+    engine().wait_for_ranks(kAddingWeights, [&] { weights_are_here = weights_->has_come(); });
+  }
+  while (weights_are_here && works_.size() < layout().buckets.size() && may_go_early(works_.size())) {
+    send_next();
+  }
+}
+
+bool Step::may_go_early(size_t index) const {
+  const LayoutBucket& next = layout().buckets[index];
+  const BucketSync& bucket = *next.bucket;
+  const bool is_last = index + 1 == layout().buckets.size();
+  // On a CPU it depends on time whether weights have come. What the group itself adds up, it pairs by the order of
+  // calls. So a collective that somebody else calls inside backward would come before it here, and after it there.
+  const bool waits_for_end = context_.weight.is_on() && bucket.device().is_cpu() && !bucket.has_room();
+  return num_waiting_[index] == 0 && !waits_for_end && have_agreed() &&
+         !bucket.waits_to_send(engine().compressions()->at(next.num_reals)) &&
+         !(is_last && context_.buffers.are_sent());
+}
+
+std::vector<size_t> Step::order() const {
+  std::vector<size_t> order = order_;
+  for (size_t index = gradients_.size(); index-- > 0;) {
+    if (!gradients_[index].is_ready()) {
+      order.push_back(index);
+    }
+  }
+  std::erase_if(order, [&](size_t index) { return !takes_part(gradients_[index].tensor()); });
+  return order;
+}
+
+// ---- sending --------------------------------------------------------------------------------------------------------
+
+void Step::send_weight() {
+  if (context_.weight.is_on() && !weights_ && layout().is_made() && have_agreed()) {
+    engine().liveness().average(number_);
+    weights_.emplace(context_.weight, context_.sums, *engine().group(), layout().buckets.front().bucket->device(),
+                     has_failed());
+  }
+}
+
+void Step::send_rest() {
+  send_weight();
+  if (weights_ && !has_failed()) {
+    engine().wait_for_ranks(kAddingWeights, [&] { weights_->wait(); });
+  }
+  while (works_.size() < layout().buckets.size()) {
+    send_next();
+  }
+  if (!has_failed()) {
+    state_ = State::kSent;
+  }
+}
+
+void Step::leave_behind() {
+  for (const auto& work : works_) {
+    BucketWork::drive_later(work, engine().progress());
+  }
+  engine().liveness().give_up();
+}
+
+// Accumulators that were made under several streams accumulate on several, and this may be yet another one.
+void Step::wait_for_gradients(const LayoutBucket& bucket) const {
+  const c10::Stream current = current_stream(bucket.bucket->device());
+  std::vector<c10::Stream> waited_for;
+  for (const size_t index : bucket.parameters) {
+    const auto& stream = gradients_[index].stream();
+    if (stream && *stream != current && std::find(waited_for.begin(), waited_for.end(), *stream) == waited_for.end()) {
+      c10::Event ready(stream->device_type());
+      ready.record(*stream);
+      ready.block(current);
+      waited_for.push_back(*stream);
+    }
+  }
+}
+
+void Step::send_next() {
+  const size_t number = works_.size();
+  const LayoutBucket& next = layout().buckets[number];
+  BucketSync& bucket = *next.bucket;
+  if (!has_failed()) {
+    wait_for_gradients(next);
+    if (weights_) {
+      weights_->use();
+    }
+  }
+  std::vector<at::Tensor> grads;
+  std::vector<bool> stand_in;
+  grads.reserve(next.parameters.size());
+  for (const size_t index : next.parameters) {
+    Gradient& gradient = gradients_[index];
+    const bool is_new = has_failed() || gradient.is_new();
+    context_.side_values.flags.set(layout().flag_of(index), is_new, gradient.is_here());
+    grads.push_back(has_failed() ? gradient.poison() : gradient.to_send());
+    stand_in.push_back(!is_new);
+  }
+  const c10::Device device = bucket.device();
+  const bool is_last = number + 1 == layout().buckets.size();
+  const at::Tensor side_values = is_last ? side_values_to_send(device, grads) : at::Tensor();
+  const Sync sync{engine().compressions()->at(next.num_reals),
+                  number_,
+                  first_tag(context_.agreement->number) + static_cast<int>(number) * kTagsPerBucket,
+                  engine().num_steps(),
+                  /*is_weighted_mean=*/context_.weight.is_on() && !context_.sums,
+                  weights_ && !has_failed() ? weights_->factor(device) : at::Tensor()};
+  works_.push_back(bucket.send(std::move(grads), sync, engine().start_bucket(bucket), side_values, stand_in));
+  if (is_last) {
+    engine().end_step();
+  }
+  // While backward goes on, or another bucket is waited for, something else has to see to what follows on the arrival
+  // of messages. To wake a thread for the only bucket, at the end of backward, would take longer than to do it here.
+  // After a failure nobody waits for it here, perhaps for long.
+  if (layout().buckets.size() > 1 || has_failed() || !device.is_cpu()) {
+    BucketWork::drive_later(works_.back(), engine().progress());
+  }
+}
+
+at::Tensor Step::side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads) {
+  SideValues& side_values = context_.side_values;
+  if (context_.buffers.are_sent()) {
+    const int64_t rank = engine().group()->getRank();
+    const at::Tensor active = weights_ ? weights_->active() : at::Tensor();
+    const at::Tensor is_first = active.defined()
+                                    ? (active.argmax() == rank).to(device)
+                                    : at::full({}, rank == 0, at::TensorOptions().dtype(at::kBool).device(device));
+    side_values.named.put(kBuffers, context_.buffers.values(is_first));
+    side_values.named.make_slots();
+  }
+  const bool compares_data = engine().num_steps() == 1 && !context_.weight.is_on();
+  auto stamp = context_.agreement->step_check.stamp(context_.agreement->number, device,
+                                                    compares_data ? grads : at::TensorList());
+  return side_values.to_send(std::move(stamp), context_.weight.is_active(), has_failed(), device);
+}
+
+// ---- receiving ------------------------------------------------------------------------------------------------------
+
+void Step::receive() {
+  TORCH_INTERNAL_ASSERT(state_ != State::kCollecting);
+  for (const auto& work : works_) {
+    if (has_failed()) {
+      work->discard();
+    } else {
+      work->receive();
+    }
+  }
+  if (!has_sent_all()) {
+    return;
+  }
+  context_.side_values.arrive(works_.back()->side_values(), engine().is_captured());
+  if (!has_failed()) {
+    if (weights_) {
+      weights_->use();
+      layout().buckets.back().bucket->totals()->wire_bytes += weights_->sent_bytes();
+      context_.active = weights_->active();
+    }
+    hand_out();
+    take_side_values();
+  }
+  context_.agreement->step_check.arrive(context_.side_values.stamps());
+}
+
+// What is decided here is decided by what all ranks know, so that statistics are the same on all.
+void Step::hand_out() {
+  for (size_t i = 0; i < works_.size(); ++i) {
+    // Where a gradient is missing on all ranks, what has arrived is the mean of what is kept. But a sum is not, nor is
+    // what error feedback has sent with it.
+    hand_out(layout().buckets[i], !context_.sums && !works_[i]->has_error_feedback());
+  }
+}
+
+void Step::hand_out(const LayoutBucket& bucket, bool counts_what_arrives) {
+  GradientFlags& flags = context_.side_values.flags;
+  bool is_counted = true;
+  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
+    const size_t index = bucket.parameters[i];
+    const size_t flag = layout().flag_of(index);
+    Gradient& gradient = gradients_[index];
+    const bool exists = !gradient.has_stand_in() || flags.on_some_rank(flag, gradient.parameter().name);
+    is_counted &= gradient.take_average(exists);
+    if (!exists) {
+      bucket.bucket->feedback().take_back(i);
+      if (!counts_what_arrives) {
+        gradient.count_kept(flags.is_kept_everywhere(flag));
+        is_counted = false;
+      }
+    }
+  }
+  if (!is_counted) {
+    std::vector<at::Tensor> averages;
+    for (const size_t index : bucket.parameters) {
+      averages.push_back(gradients_[index].average());
+    }
+    bucket.bucket->measure(averages);
+  }
+}
+
+void Step::take_side_values() {
+  const NamedValues& named = context_.side_values.named;
+  context_.means.clear();
+  const at::Tensor sums = context_.side_values.named_sums();
+  if (sums.numel() == 0) {
+    return;
+  }
+  const at::Tensor means =
+      weights_ ? sums.div(weights_->active().sum().to(sums.device())) : sums.div(engine().group()->getSize());
+  context_.means = named.by_name(means);
+  if (context_.means.erase(kBuffers) > 0) {
+    context_.buffers.arrive(named.by_name(sums).at(kBuffers));
+  }
+}
+
+}  // namespace fastsync
