@@ -16,8 +16,8 @@ namespace fastsync {
 BucketSum::BucketSum(Bucket bucket, SumMemory& memory)
     : bucket_(std::move(bucket)),
       plan_(memory.plan),
-      transfers_(plan_->pieces.size() * plan_->num_phases()),
-      num_driven_(needs_driving() ? 0 : static_cast<int>(plan_->pieces.size())) {
+      transfers_(plan_->chunks.size() * plan_->num_phases()),
+      num_driven_(needs_driving() ? 0 : static_cast<int>(plan_->chunks.size())) {
   if (plan_->is_in_place) {
     memory_ = bucket_.grads.front().view({-1});
     return;
@@ -33,13 +33,13 @@ BucketSum::BucketSum(Bucket bucket, SumMemory& memory)
   memory_ = memory.bytes;
 }
 
-std::unique_ptr<Transfer>& BucketSum::transfer(const Piece& piece, size_t phase) {
-  return transfers_[index_of(piece) * plan_->num_phases() + phase];
+std::unique_ptr<Transfer>& BucketSum::transfer(const Chunk& chunk, size_t phase) {
+  return transfers_[index_of(chunk) * plan_->num_phases() + phase];
 }
 
-void BucketSum::expect(const Piece& piece, size_t phase) {
+void BucketSum::expect(const Chunk& chunk, size_t phase) {
   if (!plan_->is_all_reduce) {
-    transfer(piece, phase) = piece.phases[phase].expect(memory_);
+    transfer(chunk, phase) = chunk.phases[phase].expect(memory_);
   }
 }
 
@@ -47,26 +47,26 @@ void BucketSum::expect(const Piece& piece, size_t phase) {
 
 // Rows are expected as early as possible, but not where rows that leave before still lie.
 void BucketSum::send() {
-  for (const Piece& piece : plan_->pieces) {
-    for (size_t phase = 0; phase < piece.phases.size(); ++phase) {
-      if (!piece.follows_in_place(phase)) {
-        expect(piece, phase);
+  for (const Chunk& chunk : plan_->chunks) {
+    for (size_t phase = 0; phase < chunk.phases.size(); ++phase) {
+      if (!chunk.follows_in_place(phase)) {
+        expect(chunk, phase);
       }
     }
   }
-  for (const Piece& piece : plan_->pieces) {
+  for (const Chunk& chunk : plan_->chunks) {
     if (plan_->is_all_reduce) {
-      send_to_group(piece);
+      send_to_group(chunk);
     } else {
-      pack(piece);
-      transfer(piece, 0)->send();
+      pack(chunk);
+      transfer(chunk, 0)->send();
     }
   }
 }
 
 // Side values that do not lie behind the gradients travel in a collective of their own.
-void BucketSum::send_to_group(const Piece& piece) {
-  pack(piece);
+void BucketSum::send_to_group(const Chunk& chunk) {
+  pack(chunk);
   std::vector<at::Tensor> buffers{memory_};
   if (!plan_->is_in_place) {
     buffers.front() = memory_.narrow(0, 0, plan_->bytes).view(scalar_type_of(bucket_.wire_dtype));
@@ -74,13 +74,13 @@ void BucketSum::send_to_group(const Piece& piece) {
   if (bucket_.side_values.defined() && plan_->num_side_rows == 0) {
     buffers.push_back(bucket_.side_values = bucket_.side_values.clone());
   }
-  transfer(piece, 0) = all_reduce(*plan_->team->group(), bucket_.device, buffers);
+  transfer(chunk, 0) = all_reduce(*plan_->team->group(), bucket_.device, buffers);
 }
 
-void BucketSum::pack(const Piece& piece) const {
-  bucket_.pack(bucket_.cut(piece.packed), plan_->packed_as, address(piece.packed_at), piece.turn);
-  if (piece.turn.is_last) {
-    put_side_values(piece.phases.front());
+void BucketSum::pack(const Chunk& chunk) const {
+  bucket_.pack(bucket_.cut(chunk.packed), plan_->packed_as, address(chunk.packed_at), chunk.turn);
+  if (chunk.turn.is_last) {
+    put_side_values(chunk.phases.front());
   }
 }
 
@@ -101,8 +101,8 @@ void BucketSum::drive() {
   }
 }
 
-void BucketSum::set_driven(int num_pieces) {
-  num_driven_ = num_pieces;
+void BucketSum::set_driven(int num_chunks) {
+  num_driven_ = num_chunks;
   num_driven_.notify_one();
 }
 
@@ -119,30 +119,30 @@ void BucketSum::abandon(std::unique_ptr<BucketSum> sum) {
   }
 }
 
-// Phase by phase for all pieces, so that the pieces of one phase are on their way together.
+// Phase by phase for all chunks, so that the chunks of one phase are on their way together.
 void BucketSum::drive_all() {
   for (size_t next = 1; next < plan_->num_phases(); ++next) {
-    for (const Piece& piece : plan_->pieces) {
-      const Phase& before = piece.phases[next - 1];
-      transfer(piece, next - 1)->wait_for_rows();
-      if (piece.follows_in_place(next)) {
-        transfer(piece, next - 1)->wait_until_sent();
+    for (const Chunk& chunk : plan_->chunks) {
+      const Phase& before = chunk.phases[next - 1];
+      transfer(chunk, next - 1)->wait_for_rows();
+      if (chunk.follows_in_place(next)) {
+        transfer(chunk, next - 1)->wait_until_sent();
       }
       if (before.reduce) {
-        reduce(piece, *before.reduce, before.from, piece.phases[next]);
+        reduce(chunk, *before.reduce, before.from, chunk.phases[next]);
       }
-      if (piece.follows_in_place(next)) {
-        expect(piece, next);
+      if (chunk.follows_in_place(next)) {
+        expect(chunk, next);
       }
-      transfer(piece, next)->send();
+      transfer(chunk, next)->send();
       if (next + 1 == plan_->num_phases()) {
-        set_driven(index_of(piece) + 1);
+        set_driven(index_of(chunk) + 1);
       }
     }
   }
 }
 
-void BucketSum::reduce(const Piece& piece, const Reduce& reduce, const Rows& from, const Phase& next) {
+void BucketSum::reduce(const Chunk& chunk, const Reduce& reduce, const Rows& from, const Phase& next) {
   RECORD_FUNCTION("fastsync::reduce", {});
   if (reduce.adds_side_values) {
     sum_side_values(from, reduce.num_rows);
@@ -151,7 +151,7 @@ void BucketSum::reduce(const Piece& piece, const Reduce& reduce, const Rows& fro
   for (size_t part = 0; part < reduce.outs.size(); ++part) {
     const int64_t first = static_cast<int64_t>(part) * reduce.num_values;
     const int64_t begin = reduce.begin + first;
-    const int64_t num_values = std::min(reduce.num_values, piece.end - begin);
+    const int64_t num_values = std::min(reduce.num_values, chunk.end - begin);
     if (num_values <= 0) {
       break;
     }
@@ -203,7 +203,7 @@ void BucketSum::finish(const std::function<void()>& on_reduced) {
   try {
     receive(on_reduced);
   } catch (...) {
-    wait_until_driven(plan_->pieces.back());
+    wait_until_driven(plan_->chunks.back());
     throw;
   }
   use_memory();
@@ -211,16 +211,16 @@ void BucketSum::finish(const std::function<void()>& on_reduced) {
 
 // While another thread may drive: what has come is unpacked while the rest is on its way.
 void BucketSum::receive(const std::function<void()>& on_reduced) {
-  for (const Piece& piece : plan_->pieces) {
-    wait_until_driven(piece);
-    transfer(piece, piece.phases.size() - 1)->wait_for_rows();
-    if (piece.turn.is_last) {
+  for (const Chunk& chunk : plan_->chunks) {
+    wait_until_driven(chunk);
+    transfer(chunk, chunk.phases.size() - 1)->wait_for_rows();
+    if (chunk.turn.is_last) {
       sum_side_values(plan_->side_values, plan_->num_side_rows);
       on_reduced();
     }
-    unpack(piece);
+    unpack(chunk);
   }
-  if (plan_->pieces.empty()) {
+  if (plan_->chunks.empty()) {
     on_reduced();
   }
   for (const auto& transfer : transfers_) {
@@ -230,9 +230,9 @@ void BucketSum::receive(const std::function<void()>& on_reduced) {
   use_.reset();
 }
 
-void BucketSum::wait_until_driven(const Piece& piece) {
+void BucketSum::wait_until_driven(const Chunk& chunk) {
   int driven = num_driven_;
-  for (; driven <= index_of(piece); driven = num_driven_) {
+  for (; driven <= index_of(chunk); driven = num_driven_) {
     num_driven_.wait(driven);
   }
   if (driven == kFailed) {
@@ -249,21 +249,21 @@ void BucketSum::let_go_of_gradients() {
 int64_t BucketSum::sent_bytes() const {
   int64_t bytes = 0;
   for (size_t i = 0; i < transfers_.size(); ++i) {
-    const auto& phases = plan_->pieces[i / plan_->num_phases()].phases;
+    const auto& phases = plan_->chunks[i / plan_->num_phases()].phases;
     bytes += phases[i % plan_->num_phases()].is_counted ? transfers_[i]->sent_bytes() : 0;
   }
   return bytes;
 }
 
-void BucketSum::unpack(const Piece& piece) const {
+void BucketSum::unpack(const Chunk& chunk) const {
   std::vector<Segment> to;
   if (bucket_.output.defined()) {
-    void* const part = advance(bucket_.output.data_ptr(), bytes_of(piece.begin, bucket_.grad_dtype));
-    to = {{part, piece.end - piece.begin, /*offset=*/0}};
+    void* const part = advance(bucket_.output.data_ptr(), bytes_of(chunk.begin, bucket_.grad_dtype));
+    to = {{part, chunk.end - chunk.begin, /*offset=*/0}};
   } else {
-    to = bucket_.cut(piece.unpacked);
+    to = bucket_.cut(chunk.unpacked);
   }
-  bucket_.unpack(to, address(piece.wires.offset), plan_->num_wires, piece.wires.stride, piece.turn, plan_->factor);
+  bucket_.unpack(to, address(chunk.wires.offset), plan_->num_wires, chunk.wires.stride, chunk.turn, plan_->factor);
 }
 
 // Made on backward's stream or beside it.

@@ -37,7 +37,7 @@ class BucketSum {
   // Before send, for error feedback.
   Bucket& bucket() { return bucket_; }
 
-  // Packs piece after piece, each on its way before the next one is packed. Returns at once. Where it throws, messages
+  // Packs chunk after chunk, each on its way before the next one is packed. Returns at once. Where it throws, messages
   // that other ranks have sent by then may be under way, and would be taken for those of another try.
   void send();
   bool may_be_sent_again() const {
@@ -58,34 +58,34 @@ class BucketSum {
   int64_t sent_bytes() const;  // after finish
 
  private:
-  int index_of(const Piece& piece) const { return static_cast<int>(&piece - plan_->pieces.data()); }
+  int index_of(const Chunk& chunk) const { return static_cast<int>(&chunk - plan_->chunks.data()); }
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
-  std::unique_ptr<Transfer>& transfer(const Piece& piece, size_t phase);
-  void expect(const Piece& piece, size_t phase);
-  void send_to_group(const Piece& piece);
-  void pack(const Piece& piece) const;
+  std::unique_ptr<Transfer>& transfer(const Chunk& chunk, size_t phase);
+  void expect(const Chunk& chunk, size_t phase);
+  void send_to_group(const Chunk& chunk);
+  void pack(const Chunk& chunk) const;
   void drive_all();
-  void set_driven(int num_pieces);
-  void reduce(const Piece& piece, const Reduce& reduce, const Rows& from, const Phase& next);
+  void set_driven(int num_chunks);
+  void reduce(const Chunk& chunk, const Reduce& reduce, const Rows& from, const Phase& next);
   void receive(const std::function<void()>& on_reduced);
-  void wait_until_driven(const Piece& piece);
+  void wait_until_driven(const Chunk& chunk);
   void let_go_of_gradients();
   void put_side_values(const Phase& phase) const;
   void sum_side_values(const Rows& rows, int64_t count);
-  void unpack(const Piece& piece) const;
+  void unpack(const Chunk& chunk) const;
   void use_memory() const;
 
   Bucket bucket_;
   const std::shared_ptr<const Plan> plan_;
   at::Tensor memory_;
   std::shared_ptr<void> use_;                         // of the memory
-  std::vector<std::unique_ptr<Transfer>> transfers_;  // by piece and phase; null until they are expected
+  std::vector<std::unique_ptr<Transfer>> transfers_;  // by chunk and phase; null until they are expected
 
   static constexpr int kFailed = std::numeric_limits<int>::max();
 
   const pid_t process_id_ = getpid();
   std::atomic<bool> has_driver_ = false;
-  std::atomic<int> num_driven_;  // of the pieces, the first ones; kFailed once there is an error
+  std::atomic<int> num_driven_;  // of the chunks, the first ones; kFailed once there is an error
   std::exception_ptr error_;
   StreamMark driven_;
 };

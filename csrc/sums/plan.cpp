@@ -12,8 +12,8 @@ namespace {
 
 constexpr int64_t kRowAlignment = 64;  // in bytes
 constexpr int64_t kSmallestShardBytes = 1 << 18;
-// Of gradients. A message wakes who waits for it, and where cores are busy that takes longer than what pieces win.
-constexpr int64_t kOnePieceBytes = 1 << 22;
+// Of gradients. A message wakes who waits for it, and where cores are busy that takes longer than what chunks win.
+constexpr int64_t kOneChunkBytes = 1 << 22;
 
 // What parts are multiples of, in values. Of a wire of blocks so many that rows begin at multiples of 16 bytes.
 int64_t part_multiple(DType dtype) {
@@ -38,12 +38,12 @@ struct Exchange {
   Rows gathered;
 };
 
-// Lays out a plan's pieces and their rows, at the same places on every rank. Each member fills a region of its own, so
+// Lays out a plan's chunks and their rows, at the same places on every rank. Each member fills a region of its own, so
 // that its memory can lie near it. Where members share memory, all regions are there, one after the other. Else this
 // rank's is alone, with room for what others send.
 class Planner {
  public:
-  // So many ranks add up a part of each piece.
+  // So many ranks add up a part of each chunk.
   Planner(std::shared_ptr<Team> team, DType packed_as, int64_t num_parts, const Bucket& bucket)
       : plan_{std::move(team), packed_as}, num_parts_(num_parts), bucket_(bucket) {
     side_bytes_ = bucket.side_bytes();
@@ -51,32 +51,32 @@ class Planner {
 
   Plan& plan() { return plan_; }
 
-  // How many values a piece has, but the last; in_shards: pieces of which each rank adds up a part.
-  int64_t values_of_piece(bool in_shards) const {
-    const bool is_small = !shares_memory() && bytes_of(bucket_.num_values, bucket_.grad_dtype) <= kOnePieceBytes;
-    const int64_t least = is_small ? kOnePieceBytes : (in_shards ? num_parts_ * kSmallestShardBytes : 0);
-    const int64_t bytes = bucket_.device.is_cpu() ? std::max(kPieceBytes, least) : INT64_MAX / 2;
+  // How many values a chunk has, but the last; in_shards: chunks of which each rank adds up a part.
+  int64_t values_of_chunk(bool in_shards) const {
+    const bool is_small = !shares_memory() && bytes_of(bucket_.num_values, bucket_.grad_dtype) <= kOneChunkBytes;
+    const int64_t least = is_small ? kOneChunkBytes : (in_shards ? num_parts_ * kSmallestShardBytes : 0);
+    const int64_t bytes = bucket_.device.is_cpu() ? std::max(kChunkBytes, least) : INT64_MAX / 2;
     return values_in(bytes, bucket_.wire_dtype) / kBlockValues * kBlockValues;
   }
 
-  // lay_out(piece) for pieces of so many values each. Side values travel even where there are no others.
-  void add_pieces(int64_t num_values, int64_t of_each, const std::function<void(Piece&)>& lay_out) {
+  // lay_out(chunk) for chunks of so many values each. Side values travel even where there are no others.
+  void add_chunks(int64_t num_values, int64_t of_each, const std::function<void(Chunk&)>& lay_out) {
     if (num_values == 0 && side_bytes_ > 0) {
-      lay_out(plan_.pieces.emplace_back(Piece{0, 0, {true, true}}));
+      lay_out(plan_.chunks.emplace_back(Chunk{0, 0, {true, true}}));
     }
     for (int64_t begin = 0; begin < num_values; begin += of_each) {
       const int64_t end = std::min(begin + of_each, num_values);
-      Piece& piece = plan_.pieces.emplace_back(Piece{begin, end, {begin == 0, end == num_values}});
-      lay_out(piece);
+      Chunk& chunk = plan_.chunks.emplace_back(Chunk{begin, end, {begin == 0, end == num_values}});
+      lay_out(chunk);
     }
   }
 
-  // How many values of a piece each part has.
-  int64_t part_of(const Piece& piece) const {
-    return round_up((piece.end - piece.begin + num_parts_ - 1) / num_parts_, part_multiple(bucket_.wire_dtype));
+  // How many values of a chunk each part has.
+  int64_t part_of(const Chunk& chunk) const {
+    return round_up((chunk.end - chunk.begin + num_parts_ - 1) / num_parts_, part_multiple(bucket_.wire_dtype));
   }
 
-  // A row of so many values, with room for side values behind those of the bucket's last piece.
+  // A row of so many values, with room for side values behind those of the bucket's last chunk.
   Rows row_of(int64_t values, DType dtype, bool is_last) const {
     const int64_t bytes = bytes_of(values, dtype);
     const int64_t length = is_last && side_bytes_ > 0 ? round_up(bytes, sizeof(float)) + side_bytes_ : bytes;
@@ -111,30 +111,30 @@ class Planner {
   // The first member's such rows, if they can be seen, else this one's.
   Rows of_first(const Rows& own) const { return {own.offset - own_region(), own.length, own.stride}; }
 
-  // The piece's parts, so many values each, where place_of(member) says in bytes where each begins, from base on.
-  static std::vector<Span> parts(const Piece& piece, int64_t part, DType dtype, int64_t base,
+  // The chunk's parts, so many values each, where place_of(member) says in bytes where each begins, from base on.
+  static std::vector<Span> parts(const Chunk& chunk, int64_t part, DType dtype, int64_t base,
                                  const std::function<int64_t(int64_t)>& place_of) {
     std::vector<Span> spans;
-    for (int64_t member = 0; piece.begin + member * part < piece.end; ++member) {
-      const int64_t first = piece.begin + member * part;
-      spans.push_back({first, std::min(first + part, piece.end), values_in(place_of(member) - base, dtype)});
+    for (int64_t member = 0; chunk.begin + member * part < chunk.end; ++member) {
+      const int64_t first = chunk.begin + member * part;
+      spans.push_back({first, std::min(first + part, chunk.end), values_in(place_of(member) - base, dtype)});
     }
     return spans;
   }
 
   // The parts are packed into the first phase's rows.
-  void pack_parts(Piece& piece, int64_t part) const {
-    const Phase& phase = piece.phases.front();
-    piece.packed_at = phase.to.offset;
-    piece.packed =
-        parts(piece, part, plan_.packed_as, piece.packed_at, [&](int64_t member) { return phase.place_for(member); });
+  void pack_parts(Chunk& chunk, int64_t part) const {
+    const Phase& phase = chunk.phases.front();
+    chunk.packed_at = phase.to.offset;
+    chunk.packed =
+        parts(chunk, part, plan_.packed_as, chunk.packed_at, [&](int64_t member) { return phase.place_for(member); });
   }
 
   // The parts are unpacked from the row of each member.
-  void unpack_parts(Piece& piece, int64_t part, const Rows& rows) const {
-    piece.wires = rows;
-    piece.unpacked =
-        parts(piece, part, bucket_.wire_dtype, rows.offset, [&](int64_t member) { return rows.begin(member); });
+  void unpack_parts(Chunk& chunk, int64_t part, const Rows& rows) const {
+    chunk.wires = rows;
+    chunk.unpacked =
+        parts(chunk, part, bucket_.wire_dtype, rows.offset, [&](int64_t member) { return rows.begin(member); });
   }
 
   Plan done() && {
@@ -173,13 +173,13 @@ std::unique_ptr<Transfer> Phase::expect(const at::Tensor& memory) const {
 
 Plan one_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) {
   Planner planner(team, bucket.wire_dtype, /*num_parts=*/1, bucket);
-  planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/false), [&](Piece& piece) {
-    const Rows row = planner.row_of(piece.end - piece.begin, bucket.wire_dtype, piece.turn.is_last);
+  planner.add_chunks(bucket.num_values, planner.values_of_chunk(/*in_shards=*/false), [&](Chunk& chunk) {
+    const Rows row = planner.row_of(chunk.end - chunk.begin, bucket.wire_dtype, chunk.turn.is_last);
     const Rows rows = planner.gather(row.length, row.stride);
-    piece.packed_at = rows.begin(team->rank());
-    piece.packed = piece.unpacked = {{piece.begin, piece.end, /*place=*/0}};
-    piece.wires = rows;
-    piece.phases.push_back(gather(team, tag, rows));
+    chunk.packed_at = rows.begin(team->rank());
+    chunk.packed = chunk.unpacked = {{chunk.begin, chunk.end, /*place=*/0}};
+    chunk.wires = rows;
+    chunk.phases.push_back(gather(team, tag, rows));
     planner.plan().side_values = rows;
   });
   planner.plan().num_wires = planner.plan().num_side_rows = team->size();
@@ -189,21 +189,21 @@ Plan one_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
 Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) {
   const int64_t size = team->size();
   Planner planner(team, bucket.wire_dtype, /*num_parts=*/size, bucket);
-  planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/true), [&](Piece& piece) {
-    const int64_t shard = planner.part_of(piece);
-    auto [to, from, means] = planner.exchange(size, planner.row_of(shard, bucket.wire_dtype, piece.turn.is_last));
+  planner.add_chunks(bucket.num_values, planner.values_of_chunk(/*in_shards=*/true), [&](Chunk& chunk) {
+    const int64_t shard = planner.part_of(chunk);
+    auto [to, from, means] = planner.exchange(size, planner.row_of(shard, bucket.wire_dtype, chunk.turn.is_last));
     means.length = bytes_of(shard, bucket.wire_dtype);  // no side values travel with them
-    piece.phases.push_back(exchange(team, tag, size, to, from));
-    piece.phases.back().reduce = Reduce{bucket.wire_dtype,
+    chunk.phases.push_back(exchange(team, tag, size, to, from));
+    chunk.phases.back().reduce = Reduce{bucket.wire_dtype,
                                         size,
                                         shard,
                                         {means.begin(team->rank())},
                                         bucket.share_of_row(size),
-                                        piece.begin + team->rank() * shard,
+                                        chunk.begin + team->rank() * shard,
                                         1.0 / static_cast<double>(size)};
-    piece.phases.push_back(gather(team, tag + 1, means));
-    planner.pack_parts(piece, shard);
-    planner.unpack_parts(piece, shard, means);
+    chunk.phases.push_back(gather(team, tag + 1, means));
+    planner.pack_parts(chunk, shard);
+    planner.unpack_parts(chunk, shard, means);
     planner.plan().side_values = from;
   });
   planner.plan().num_side_rows = size;
@@ -218,9 +218,9 @@ Plan all_reduce(const std::shared_ptr<Team>& team, const Bucket& bucket, bool in
   plan.bytes = bytes_of(bucket.num_values, bucket.wire_dtype) + (has_room ? bucket.side_bytes() : 0);
   plan.side_values = {0, plan.bytes, 0};
   plan.num_side_rows = has_room ? 1 : 0;
-  Piece& piece = plan.pieces.emplace_back(Piece{0, bucket.num_values});
-  piece.packed = piece.unpacked = {{0, bucket.num_values, /*place=*/0}};
-  piece.phases.push_back(gather(team, /*tag=*/0, plan.side_values));
+  Chunk& chunk = plan.chunks.emplace_back(Chunk{0, bucket.num_values});
+  chunk.packed = chunk.unpacked = {{0, bucket.num_values, /*place=*/0}};
+  chunk.phases.push_back(gather(team, /*tag=*/0, plan.side_values));
   return plan;
 }
 
@@ -228,18 +228,18 @@ Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bu
   const int64_t size = team->size();
   const int64_t shard = bucket.output.numel();
   Planner planner(team, bucket.wire_dtype, /*num_parts=*/size, bucket);
-  const int64_t of_each = round_up(planner.values_of_piece(/*in_shards=*/true) / size, kBlockValues);
-  planner.add_pieces(shard, of_each, [&](Piece& piece) {
-    const int64_t values = round_up(piece.end - piece.begin, kBlockValues);
+  const int64_t of_each = round_up(planner.values_of_chunk(/*in_shards=*/true) / size, kBlockValues);
+  planner.add_chunks(shard, of_each, [&](Chunk& chunk) {
+    const int64_t values = round_up(chunk.end - chunk.begin, kBlockValues);
     const Exchange rows = planner.exchange(size, planner.row_of(values, bucket.wire_dtype, /*is_last=*/false));
-    piece.phases.push_back(exchange(team, tag, size, rows.to, rows.from));
-    piece.packed_at = rows.to.offset;
+    chunk.phases.push_back(exchange(team, tag, size, rows.to, rows.from));
+    chunk.packed_at = rows.to.offset;
     for (int64_t member = 0; member < size; ++member) {
-      const int64_t place = piece.phases.back().place_for(member) - rows.to.offset;
-      piece.packed.push_back(
-          {member * shard + piece.begin, member * shard + piece.end, values_in(place, bucket.wire_dtype)});
+      const int64_t place = chunk.phases.back().place_for(member) - rows.to.offset;
+      chunk.packed.push_back(
+          {member * shard + chunk.begin, member * shard + chunk.end, values_in(place, bucket.wire_dtype)});
     }
-    piece.wires = rows.from;
+    chunk.wires = rows.from;
   });
   planner.plan().factor = factor;
   planner.plan().num_wires = size;
@@ -270,14 +270,14 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
       bucket.rows_add_up ? 1.0 : static_cast<double>(most_ranks) / static_cast<double>(num_ranks);
   Planner planner(node, bucket.grad_dtype, /*num_parts=*/local_ranks * (at_once ? 1 : nodes), bucket);
   Plan& plan = planner.plan();
-  planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/true), [&](Piece& piece) {
-    const bool is_last = piece.turn.is_last;
-    const int64_t sub_shard = planner.part_of(piece);
+  planner.add_chunks(bucket.num_values, planner.values_of_chunk(/*in_shards=*/true), [&](Chunk& chunk) {
+    const bool is_last = chunk.turn.is_last;
+    const int64_t sub_shard = planner.part_of(chunk);
     const int64_t shard = (at_once ? 1 : nodes) * sub_shard;
-    const int64_t begin = piece.begin + node->rank() * shard;
+    const int64_t begin = chunk.begin + node->rank() * shard;
     const Rows encoded = planner.row_of(sub_shard, wire, is_last);
     const Exchange in_node = planner.exchange(local_ranks, planner.row_of(shard, bucket.grad_dtype, is_last));
-    piece.phases.push_back(exchange(node, tag, local_ranks, in_node.to, in_node.from));
+    chunk.phases.push_back(exchange(node, tag, local_ranks, in_node.to, in_node.from));
     std::vector<Phase> between;
     Rows to{}, from{};
     if (!at_once) {
@@ -314,16 +314,16 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
                               1.0 / static_cast<double>(num_ranks)};
       }
       between.push_back(gather(peers, at_once ? tag + 1 : tag + 2, of_nodes));
-      piece.phases.back().reduce = std::move(reduce);
+      chunk.phases.back().reduce = std::move(reduce);
     }
-    std::move(between.begin(), between.end(), std::back_inserter(piece.phases));
-    piece.phases.push_back(gather(node, tag + 3, blocks));
-    for (Phase& phase : piece.phases) {
+    std::move(between.begin(), between.end(), std::back_inserter(chunk.phases));
+    chunk.phases.push_back(gather(node, tag + 3, blocks));
+    for (Phase& phase : chunk.phases) {
       phase.is_counted = phase.team == peers || !node->shares_memory();  // what stays in memory is not sent
     }
-    planner.pack_parts(piece, shard);
-    planner.unpack_parts(piece, shard, blocks);
-    piece.wires.stride = stride;
+    planner.pack_parts(chunk, shard);
+    planner.unpack_parts(chunk, shard, blocks);
+    chunk.wires.stride = stride;
   });
   plan.num_side_rows = nodes;
   if (at_once) {
@@ -333,7 +333,7 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
   return std::move(planner).done();
 }
 
-// At full width, with every gradient in blocks of its own, and each part of each piece rounded up.
+// At full width, with every gradient in blocks of its own, and each part of each chunk rounded up.
 int64_t most_bytes(const Bucket& bucket, int64_t num_parts) {
   constexpr int64_t kSideBytes = 4096;  // not every sync has all that may travel beside its gradients
   const int64_t width = unit_of(bucket.grad_dtype).bytes;
@@ -341,10 +341,10 @@ int64_t most_bytes(const Bucket& bucket, int64_t num_parts) {
   for (const at::Tensor& grad : bucket.grads) {
     bytes += round_up(grad.numel(), kBlockValues) * width;
   }
-  const int64_t most_pieces = bytes / (kPieceBytes / 2) + 1;
+  const int64_t most_chunks = bytes / (kChunkBytes / 2) + 1;
   const int64_t most_rounding =
       part_multiple(DType::kInt8) * width + bytes_of(part_multiple(DType::kInt8), DType::kInt8) + 4 * kRowAlignment;
-  return round_up(bytes + num_parts * (most_pieces * most_rounding + round_up(bucket.side_bytes() + 1, kSideBytes)),
+  return round_up(bytes + num_parts * (most_chunks * most_rounding + round_up(bucket.side_bytes() + 1, kSideBytes)),
                   kRegionAlignment) +
          kRegionAlignment;
 }

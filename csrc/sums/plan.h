@@ -2,8 +2,8 @@
 //
 // Note [Plans]
 // ~~~~~~~~~~~~
-// A bucket goes in pieces: while one travels, the next is packed, and the one before is added up or unpacked. All
-// pieces take the same phases. In a phase a team exchanges rows, of which each member has one for each other member, or
+// A bucket goes in chunks: while one travels, the next is packed, and the one before is added up or unpacked. All
+// chunks take the same phases. In a phase a team exchanges rows, of which each member has one for each other member, or
 // gathers them, of which each member has one for all. What has come in a phase is added up and becomes the rows of the
 // next phase. What has come in the last phase is unpacked.
 //
@@ -11,7 +11,7 @@
 //   two_shot        exchange, of which rank j adds up everybody's shard j; gather of the means, encoded anew
 //   reduce_scatter  the exchange of two_shot alone; what has come is added up into the output
 //   two_level       see its builder
-//   all_reduce      one phase of one piece, in which the process group adds, in the wire's dtype
+//   all_reduce      one phase of one chunk, in which the process group adds, in the wire's dtype
 //
 // Ranks take sums in float32 (float64 for float64 gradients) and in rank order, whatever travels. So there is one
 // rounding on the way in, and one for each sum that travels on, however many ranks there are.
@@ -68,7 +68,7 @@ struct Phase {
   }
 };
 
-struct Piece {
+struct Chunk {
   int64_t begin;  // in values, of the bucket or, in a reduce-scatter, of each shard
   int64_t end;
   Turn turn = {};
@@ -109,7 +109,7 @@ struct PlanKey {
 struct Plan {
   std::shared_ptr<Team> team;  // in whose memory the rows lie
   DType packed_as;
-  std::vector<Piece> pieces = {};
+  std::vector<Chunk> chunks = {};
   int64_t bytes = 0;  // of this rank's region of the memory
   int64_t num_wires = 1;
   std::optional<double> factor = {};  // of what is unpacked, see Bucket::unpack
@@ -118,7 +118,7 @@ struct Plan {
   bool is_all_reduce = false;
   bool is_in_place = false;  // in the memory of the only gradient
 
-  size_t num_phases() const { return pieces.empty() ? 0 : pieces.front().phases.size(); }
+  size_t num_phases() const { return chunks.empty() ? 0 : chunks.front().phases.size(); }
 };
 
 // The plans of a bucket. Messages have the tag and, at most, the three that follow it.

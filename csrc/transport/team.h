@@ -62,7 +62,7 @@ std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device devi
 
 // How many bytes are worth a transfer of their own, so that packing, travelling and unpacking of neighbours overlap.
 // Large enough that the number of messages costs nothing. NCCL cuts up by itself.
-constexpr int64_t kPieceBytes = 1 << 20;
+constexpr int64_t kChunkBytes = 1 << 20;
 
 class Team {
  public:
