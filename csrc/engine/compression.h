@@ -19,12 +19,15 @@ struct Compression {
   std::optional<Algorithm> algorithm;  // none: by size and number of ranks
   int64_t ranks_per_node = 1;          // above 1 they divide the number of ranks, and are less
 
+  bool operator==(const Compression& other) const = default;
+
   // The dtype that gradients of a dtype travel in.
   DType wire_dtype(DType grad) const { return wire.value_or(grad); }
 };
 
-// Who adds up a bucket of so many values.
-Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& team);
+// Who adds up a bucket of so many values, among ranks that share memory or that do not.
+Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& ranks,
+                        bool share_memory);
 // The same where ranks have to, or nodes.
 Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members);
 
