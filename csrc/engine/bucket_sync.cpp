@@ -7,6 +7,7 @@
 
 #include "passes/aten/passes.h"
 #include "passes/backend.h"
+#include "sums/all_reduce_sum.h"
 #include "sums/plan.h"
 #include "transport/without_python_objects.h"
 
@@ -22,11 +23,28 @@ int64_t numel_of(const std::vector<at::Tensor>& tensors) {
   return numel;
 }
 
-// If the compression names nodes, hosts add up together only if they are those nodes.
-std::shared_ptr<Team> team_for(const Teams& teams, const Compression& compression) {
-  const int64_t ranks_per_node = compression.ranks_per_node;
-  const bool is_of_hosts = teams.shared() && (ranks_per_node == 1 || teams.hosts_have(ranks_per_node));
-  return is_of_hosts ? teams.shared() : teams.all();
+// Whether ranks add in shared memory, until they find out that they cannot. They do not if the compression names nodes
+// that are no hosts.
+bool uses_shared_memory(const Teams& teams, const Sync& sync) {
+  const int64_t ranks_per_node = sync.compression.ranks_per_node;
+  const bool is_across_hosts = teams.num_hosts() > 1;
+  return teams.may_share() && !(sync.scatter && is_across_hosts) &&
+         (ranks_per_node == 1 || teams.hosts_have(ranks_per_node));
+}
+
+// The ranks of this host if they add in shared memory, else all ranks. A single host has the same ranks before there is
+// room in its memory.
+std::shared_ptr<Team> team_for(const PlanKey& key, const Teams& teams) {
+  return key.shares_memory && teams.shared() ? teams.shared() : teams.all();
+}
+
+// Two levels are the hosts if ranks share memory, else the nodes that the compression names.
+Plan plan_for(const PlanKey& key, Teams& teams) {
+  if (key.algorithm != Algorithm::kTwoLevel) {
+    return make_plan(key, team_for(key, teams));
+  }
+  const Team& all = *teams.all();
+  return make_plan(key, key.shares_memory ? teams.hosts() : levels_of(all, nodes_of(key.ranks_per_node, all.size())));
 }
 
 }  // namespace
@@ -93,7 +111,7 @@ std::shared_ptr<BucketWork> BucketSync::send(std::vector<at::Tensor> grads, cons
   } else if (sync.compression.wire != DType::kFloat16) {
     scale_.reset();  // it does not follow the gradients while another wire is in use
   }
-  guard([&] { share_memory(bucket, sync); });
+  guard([&] { choose_plan(bucket, sync); });
   stopwatch->mark(Mark::kStart);
   bucket.scale = scale_;
   totals_->elements = numel_of(bucket.grads);
@@ -129,94 +147,74 @@ Bucket BucketSync::make_bucket(std::vector<at::Tensor> grads, const Sync& sync, 
   bucket.weight = sync.weight;
   if (sync.is_weighted_mean) {  // one rank may count for almost all of the mean, so no more than that may travel
     bucket.multiplier = 1.0 / static_cast<double>(teams_.all()->size());
-    bucket.rows_add_up = true;
   }
   bucket.stats = stats_;
   bucket.workspace = workspace_;
   return bucket;
 }
 
-// The memory has room for the bucket in any wire format. All ranks do this in the same sync.
-void BucketSync::share_memory(const Bucket& bucket, const Sync& sync) {
-  Teams& teams = sync.scatter ? sync.scatter->teams : teams_;
-  const Levels& hosts = teams.hosts();
-  const bool is_across_hosts = hosts.num_nodes > 1;
-  if (is_across_hosts && sync.scatter) {
-    totals_->why_not_shared = c10::str("its ranks are on ", hosts.num_nodes, " hosts");
-    return;
-  }
-  const int64_t bytes = is_across_hosts ? most_bytes(bucket, hosts, adds_hosts_at_once(bucket, sync.compression))
-                                        : most_bytes(bucket, teams.all()->size());
-  if (!teams.has_room(bytes)) {
-    (sync.scatter ? sync.scatter->memory : memory_) =
-        SumMemory();  // which belongs to the shared memory that there is now
-    teams.make_room(bytes);
-  }
-  totals_->why_not_shared = teams.why_not_shared();
-}
-
-// Whether hosts add up in one exchange, and not in two.
-bool BucketSync::adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const {
+PlanKey BucketSync::plan_key(const Bucket& bucket, const Sync& sync, const Teams& teams) const {
+  const Compression& compression = sync.compression;
   const int64_t numel = numel_of(bucket.grads);
-  return rank_sum_for(compression, bucket.grad_dtype, numel, teams_.num_hosts()) == Algorithm::kOneShot;
+  const bool is_shared = uses_shared_memory(teams, sync);
+  const bool is_across_hosts = is_shared && teams.num_hosts() > 1;
+  return {.algorithm = sync.scatter ? Algorithm::kReduceScatter
+                       : is_across_hosts
+                           ? Algorithm::kTwoLevel
+                           : algorithm_for(compression, bucket.grad_dtype, numel, *teams.all(), is_shared),
+          .between_nodes = is_across_hosts ? rank_sum_for(compression, bucket.grad_dtype, numel, teams.num_hosts())
+                                           : Algorithm::kTwoShot,
+          .ranks_per_node = compression.ranks_per_node,
+          .shares_memory = is_shared,
+          .region_bytes = is_shared && teams.shared() ? teams.shared()->region_bytes() : 0,
+          .tag = sync.tag,
+          .grad_dtype = bucket.grad_dtype,
+          .wire_dtype = bucket.wire_dtype,
+          .num_values = sync.scatter ? sync.scatter->output.numel() : bucket.num_values,
+          .side_bytes = bucket.side_bytes(),
+          .rows_add_up = sync.is_weighted_mean,
+          .factor = sync.scatter ? sync.scatter->factor : mean_factor_};
 }
 
-// A plan is made anew if anything changes that it follows from. New shared memory has no plan yet.
-std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync) {
+// A plan is made anew if anything that it follows from has changed. If it needs more shared memory than there is, all
+// ranks make room in the same sync, or find out that they cannot share memory.
+void BucketSync::choose_plan(const Bucket& bucket, const Sync& sync) {
   Teams& teams = sync.scatter ? sync.scatter->teams : teams_;
-  const auto team = team_for(teams, sync.compression);
-  const bool is_shared = team->shares_memory();
-  totals_->shares_memory = is_shared;
-  totals_->num_hosts = is_shared ? teams.num_hosts() : 1;
-  if (sync.scatter) {
-    team->begin(sync.attempt, agreement->number);
-    sync.scatter->memory.plan =
-        std::make_shared<const Plan>(reduce_scatter(team, sync.tag, bucket, sync.scatter->factor));
-    return std::make_unique<BucketSum>(std::move(bucket), sync.scatter->memory);
+  SumMemory& memory = sync.scatter ? sync.scatter->memory : memory_;
+  const int64_t num_hosts = teams.hosts().num_nodes;
+  PlanKey key = plan_key(bucket, sync, teams);
+  if (memory.key != key) {
+    planned_for_.reset();
+    if (key.shares_memory && !teams.has_room(plan_for(key, teams).bytes)) {
+      memory = SumMemory();  // it belongs to the memory that there is now
+      teams.make_room(plan_for(with_room_for_side_values(key), teams).bytes);
+      key = plan_key(bucket, sync, teams);
+    }
+    const bool has_plan = key.algorithm != Algorithm::kAllReduce;
+    memory.plan = has_plan ? std::make_shared<const Plan>(plan_for(key, teams)) : nullptr;
+    memory.key = key;
+    if (!sync.scatter) {
+      memory.bytes.reset();  // between gradients lies what another plan has left there
+    }
   }
-  team->begin(sync.attempt);
-  const bool is_across_hosts = team->size() < teams.all()->size();
-  const bool at_once = is_across_hosts && adds_hosts_at_once(bucket, sync.compression);
-  const auto algorithm = is_across_hosts ? Algorithm::kTwoLevel
-                                         : algorithm_for(sync.compression, bucket.grad_dtype, totals_->elements, *team);
-  if (algorithm == Algorithm::kAllReduce) {  // what is lossless saturates nowhere
-    bucket.multiplier = 1.0 / static_cast<double>(team->size());
-    const bool is_lossless = !sync.compression.wire;
-    bucket.limit = saturation_limit(is_lossless ? DType::kFloat64 : bucket.wire_dtype, team->size());
+  planned_for_ = sync.compression;
+  totals_->shares_memory = key.shares_memory;
+  totals_->num_hosts = key.shares_memory ? num_hosts : 1;
+  totals_->why_not_shared =
+      sync.scatter && num_hosts > 1 ? c10::str("its ranks are on ", num_hosts, " hosts") : teams.why_not_shared();
+}
+
+std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync) {
+  SumMemory& memory = sync.scatter ? sync.scatter->memory : memory_;
+  const auto team = team_for(*memory.key, sync.scatter ? sync.scatter->teams : teams_);
+  team->begin(sync.attempt, sync.scatter ? agreement->number : -1);
+  if (memory.plan) {
+    return std::make_unique<PlannedSum>(std::move(bucket), memory);
   }
-  const PlanKey key{.algorithm = algorithm,
-                    .is_shared = is_shared,
-                    .at_once = at_once,
-                    .in_place = sync.in_place,
-                    .rows_add_up = bucket.rows_add_up,
-                    .grad_dtype = bucket.grad_dtype,
-                    .wire_dtype = bucket.wire_dtype,
-                    .tag = sync.tag,
-                    .ranks_per_node = sync.compression.ranks_per_node,
-                    .num_values = bucket.num_values,
-                    .num_gradients = bucket.grads.size(),
-                    .side_bytes = bucket.side_bytes(),
-                    .mean_factor = bucket.mean_factor};
-  if (memory_.key != key) {
-    Plan plan = [&] {
-      switch (algorithm) {
-        case Algorithm::kAllReduce:
-          return all_reduce(team, bucket, sync.in_place);
-        case Algorithm::kOneShot:
-          return one_shot(team, sync.tag, bucket);
-        case Algorithm::kTwoShot:
-          return two_shot(team, sync.tag, bucket);
-        case Algorithm::kTwoLevel:
-          const Levels levels = is_across_hosts
-                                    ? teams.hosts()
-                                    : levels_of(*team, nodes_of(sync.compression.ranks_per_node, team->size()));
-          return two_level(levels, sync.tag, at_once, bucket);
-      }
-      TORCH_INTERNAL_ASSERT(false);
-    }();
-    memory_ = {std::make_shared<const Plan>(std::move(plan)), key};
-  }
-  return std::make_unique<BucketSum>(std::move(bucket), memory_);
+  const bool is_lossless = !sync.compression.wire;  // what is lossless saturates nowhere
+  bucket.multiplier = 1.0 / static_cast<double>(team->size());
+  bucket.limit = saturation_limit(is_lossless ? DType::kFloat64 : bucket.wire_dtype, team->size());
+  return std::make_unique<AllReduceSum>(std::move(bucket), team, memory.bytes, sync.in_place);
 }
 
 // ---- the scale and the statistics -----------------------------------------------------------------------------------

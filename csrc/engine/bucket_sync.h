@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,7 @@
 #include "engine/sync_times.h"
 #include "sums/bucket_sum.h"
 #include "sums/error_feedback.h"
+#include "sums/planned_sum.h"
 #include "transport/progress_thread.h"
 #include "transport/teams.h"
 
@@ -113,11 +115,13 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
                                    const std::vector<bool>& stand_in = {});
 
   // Whether side values cost no collective of their own, as the newest sum tells. The same on all ranks.
-  bool has_room() const { return memory_.plan && !memory_.plan->is_all_reduce; }
+  bool has_room() const { return memory_.plan != nullptr; }
 
-  // Whether send waits for the other ranks: to share memory with them, or to agree on an fp16 scale. There is none to
-  // follow in the first step, and after a step that says nothing of how large gradients are.
-  bool waits_to_send(const Compression& compression) const { return teams_.may_share() || needs_scale(compression); }
+  // Whether send waits for the other ranks: to make room in shared memory for another compression, or to agree on an
+  // fp16 scale. There is none to follow in the first step, and after a step that says nothing of how large gradients are.
+  bool waits_to_send(const Compression& compression) const {
+    return planned_for_ != compression || needs_scale(compression);
+  }
 
   // Tells the ranks that share its memory that this rank sends no more, so that they need not wait until the time-out.
   void give_up() const {
@@ -162,14 +166,15 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   bool has_lost_scale() const;
   void agree_on_scale(const Bucket& bucket);
   Bucket make_bucket(std::vector<at::Tensor> grads, const Sync& sync, const at::Tensor& side_values);
-  void share_memory(const Bucket& bucket, const Sync& sync);
-  bool adds_hosts_at_once(const Bucket& bucket, const Compression& compression) const;
+  PlanKey plan_key(const Bucket& bucket, const Sync& sync, const Teams& teams) const;
+  void choose_plan(const Bucket& bucket, const Sync& sync);
   std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync);
   void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
 
   c10::Device device_;
   Teams teams_;
   SumMemory memory_;
+  std::optional<Compression> planned_for_;  // the newest plan; it has room in shared memory
   double mean_factor_ = 1.0;
   std::string failure_;  // the beginning of errors
   std::shared_ptr<Liveness> liveness_;

@@ -18,12 +18,13 @@ constexpr int64_t kOneShotBytesOfTwo = 1 << 22;
 // A sum of two float32 values is the same in either order. So between two ranks full width need not go through
 // all_reduce, whose steps take longer on Gloo. For large buckets only bandwidth counts: there its ring is as fast, and
 // needs less memory.
-Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& team) {
-  const int64_t world_size = team.size();
+Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& ranks,
+                        bool share_memory) {
+  const int64_t world_size = ranks.size();
   if (compression.ranks_per_node > 1) {
     return Algorithm::kTwoLevel;
   }
-  if (team.shares_memory()) {
+  if (share_memory) {
     const int64_t bytes = bytes_of(numel, compression.wire_dtype(grad));
     const bool is_fast_at_once = world_size == 2 || bytes <= kOneShotBytesInMemory;
     return compression.algorithm.value_or(is_fast_at_once ? Algorithm::kOneShot : Algorithm::kTwoShot);
@@ -31,8 +32,8 @@ Algorithm algorithm_for(const Compression& compression, DType grad, int64_t nume
   if (!compression.sums_in_float32) {
     const bool is_exact = !compression.wire && (grad == DType::kFloat32 || grad == DType::kFloat64);
     const bool is_small = bytes_of(numel, grad) <= kOneShotBytesOfTwo;
-    return is_exact && is_small && world_size == 2 && team.sends_at_once() ? Algorithm::kOneShot
-                                                                           : Algorithm::kAllReduce;
+    return is_exact && is_small && world_size == 2 && ranks.sends_at_once() ? Algorithm::kOneShot
+                                                                            : Algorithm::kAllReduce;
   }
   return rank_sum_for(compression, grad, numel, world_size);
 }

@@ -19,12 +19,15 @@ struct Compression {
   std::optional<Algorithm> algorithm;  // by size and number of ranks if unset
   int64_t ranks_per_node = 1;          // 1, or a divisor of the number of ranks that is smaller
 
+  bool operator==(const Compression& other) const = default;
+
   // The dtype that gradients of this dtype travel in.
   DType wire_dtype(DType grad) const { return wire.value_or(grad); }
 };
 
-// The algorithm that adds up a bucket of so many values.
-Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& team);
+// The algorithm that adds up a bucket of so many values. Ranks that share memory add themselves.
+Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& ranks,
+                        bool share_memory);
 // The same if the members of a team, such as ranks or nodes, have to add in float32 themselves.
 Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members);
 

@@ -8,6 +8,34 @@
 
 namespace fastsync {
 
+namespace {
+
+// The parts of the segments among the ranges' values, at the ranges' offsets.
+std::vector<Segment> cut(const std::vector<Segment>& segments, const std::vector<Range>& ranges, DType grad_dtype) {
+  const int64_t grad_size = unit_of(grad_dtype).bytes;
+  const int64_t residual_size = grad_dtype == DType::kFloat64 ? 8 : 4;
+  std::vector<Segment> parts;
+  for (const Range& range : ranges) {
+    auto segment = std::upper_bound(segments.begin(), segments.end(), range.begin,
+                                    [](int64_t value, const Segment& other) { return value < other.offset; });
+    if (segment != segments.begin()) {
+      --segment;
+    }
+    for (; segment != segments.end() && segment->offset < range.end; ++segment) {
+      const int64_t first = std::max(range.begin, segment->offset);
+      const int64_t numel = std::min(range.end, segment->offset + segment->numel) - first;
+      if (numel > 0) {
+        const int64_t skipped = first - segment->offset;
+        parts.push_back({advance(segment->data, skipped * grad_size), numel, range.offset + first - range.begin,
+                         segment->residual ? advance(segment->residual, skipped * residual_size) : nullptr});
+      }
+    }
+  }
+  return parts;
+}
+
+}  // namespace
+
 int64_t bytes_of(int64_t values, DType dtype) {
   const WireUnit unit = unit_of(dtype);
   return values / unit.values * unit.bytes;
@@ -28,37 +56,15 @@ Bucket::Bucket(std::vector<at::Tensor> of, DType wire, c10::Device where)
       num_values(wire_length(segments, alignment)),
       limit(saturation_limit(wire, /*world_size=*/1)) {}
 
-std::vector<Segment> Bucket::cut(const std::vector<Span>& spans) const {
-  const int64_t grad_size = unit_of(grad_dtype).bytes;
-  const int64_t residual_size = grad_dtype == DType::kFloat64 ? 8 : 4;
-  std::vector<Segment> parts;
-  for (const Span& span : spans) {
-    auto segment = std::upper_bound(segments.begin(), segments.end(), span.begin,
-                                    [](int64_t value, const Segment& other) { return value < other.offset; });
-    if (segment != segments.begin()) {
-      --segment;
-    }
-    for (; segment != segments.end() && segment->offset < span.end; ++segment) {
-      const int64_t first = std::max(span.begin, segment->offset);
-      const int64_t numel = std::min(span.end, segment->offset + segment->numel) - first;
-      if (numel > 0) {
-        const int64_t skipped = first - segment->offset;
-        parts.push_back({advance(segment->data, skipped * grad_size), numel, span.place + first - span.begin,
-                         segment->residual ? advance(segment->residual, skipped * residual_size) : nullptr});
-      }
-    }
-  }
-  return parts;
-}
-
 void Bucket::redirect() {
   for (size_t i = 0; i < segments.size(); ++i) {
     segments[i].data = nowhere.emplace_back(at::empty_like(grads[i])).data_ptr();
   }
 }
 
-void Bucket::pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn) const {
+void Bucket::pack(const std::vector<Range>& ranges, DType dtype, void* wire, Turn turn) const {
   RECORD_FUNCTION("fastsync::pack", {});
+  const std::vector<Segment> from = cut(segments, ranges, grad_dtype);
   PackArgs args{from.data(),         static_cast<int64_t>(from.size()), grad_dtype, dtype, wire, multiplier, limit,
                 data_or_null(scale), stats.data_ptr<double>()};
   args.turn = turn;
@@ -66,17 +72,19 @@ void Bucket::pack(const std::vector<Segment>& from, DType dtype, void* wire, Tur
   run_pack(args, device, workspace);
 }
 
-void Bucket::unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
-                    std::optional<double> factor) const {
+void Bucket::unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride,
+                    double factor, Turn turn) const {
   RECORD_FUNCTION("fastsync::unpack", {});
+  const std::vector<Segment> to = output.defined()
+                                      ? cut({{output.data_ptr(), output.numel(), /*offset=*/0}}, ranges, grad_dtype)
+                                      : cut(segments, ranges, grad_dtype);
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
-              stats.data_ptr<double>(), num_wires, stride, factor.value_or(mean_factor * share_of_row(num_wires)), turn,
-              1.0 / mean_factor},
+              stats.data_ptr<double>(), num_wires, stride, factor, turn, 1.0 / mean_factor},
              device, workspace);
 }
 
-ReduceArgs Bucket::sum(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
-                       double share) const {
+ReduceArgs Bucket::reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel,
+                               void* out, double factor) const {
   return {.wire = rows,
           .num_wires = num_rows,
           .stride_bytes = stride,
@@ -85,7 +93,7 @@ ReduceArgs Bucket::sum(const void* rows, DType dtype, int64_t num_rows, int64_t 
           .wire_dtype = dtype,
           .out = out,
           .out_dtype = wire_dtype,
-          .multiplier = share,
+          .multiplier = factor,
           .limit = limit,
           .bucket_scale = data_or_null(scale),
           .residual = nullptr};

@@ -1,29 +1,28 @@
-// A bucket as it is to be summed: whose values they are, where they go, and the passes that bring them there. Each sum
-// reads and writes gradients through here alone.
+// The gradients of one bucket as one flat array, and the passes that pack and unpack it. Each sum reads and writes
+// gradients through here alone.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "passes/backend.h"
 
 namespace fastsync {
 
-// The bucket's values [begin, end), of which begin has this place on a wire.
-struct Span {
+// The bucket's values [begin, end), and where they begin on a wire.
+struct Range {
   int64_t begin;
   int64_t end;
-  int64_t place;
+  int64_t offset;  // in values
 };
 
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline std::byte* advance(void* data, int64_t bytes) { return static_cast<std::byte*>(data) + bytes; }
 inline const std::byte* advance(const void* data, int64_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
-// Of whole units of the wire, such as blocks.
+// Both convert whole units of the wire, such as blocks.
 int64_t bytes_of(int64_t values, DType dtype);
 int64_t values_in(int64_t bytes, DType dtype);
 
@@ -33,42 +32,40 @@ struct Bucket {
 
   c10::Device device;
   std::vector<at::Tensor> grads;
-  std::vector<at::Tensor> nowhere;  // see redirect
+  std::vector<at::Tensor> nowhere;  // memory in place of the gradients', after redirect
   DType grad_dtype;
   DType wire_dtype;
-  int64_t alignment;              // of the gradients on the wire
-  std::vector<Segment> segments;  // of the gradients, one after the other
-  int64_t num_values;             // that they take on the wire
-  at::Tensor scale;               // undefined where there is none
+  int64_t alignment;              // of each gradient on the wire, in values
+  std::vector<Segment> segments;  // the gradients, one after the other
+  int64_t num_values;             // on the wire
+  at::Tensor scale;               // undefined if there is none
   at::Tensor stats;               // float64 [kNumStats]
   at::Tensor workspace;           // see new_workspace
-  at::Tensor side_values;  // float32, on the device, summed over the ranks as they are; undefined where there are none
-  at::Tensor output;       // of a reduce-scatter: takes the mean in place of the gradients
-  double mean_factor = 1.0;  // of what is unpacked
-  at::Tensor weight;         // float64 [1], of the gradients before residuals are added; undefined where it is 1
-  bool rows_add_up = false;  // what ranks pack is parts of the mean, and not what it is the mean of
-  double multiplier = 1.0;   // this and the next: of what is packed
-  double limit;
+  at::Tensor side_values;    // float32, on the device, summed over the ranks as they are; undefined if there are none
+  at::Tensor output;         // takes a reduce-scatter's result in place of the gradients; else undefined
+  double mean_factor = 1.0;  // the result is the mean times this
+  at::Tensor weight;         // float64 [1], multiplies gradients before residuals are added; undefined if it is 1
+  double multiplier = 1.0;   // multiplies what is packed
+  double limit;              // bounds what is packed, see PackArgs
 
-  // Error feedback: what this rank has lost of each value, also in encoding sums, Compute<G> [num_values], to which the
-  // segments point. Undefined without error feedback.
+  // What the wire has not carried yet of each value, also of sums that this rank has encoded: Compute<G> [num_values],
+  // to which the segments point. Undefined without error feedback.
   at::Tensor residual;
 
   int64_t side_bytes() const { return side_values.defined() ? static_cast<int64_t>(side_values.nbytes()) : 0; }
-  // The segments' parts among the values of the spans, at the places of those.
-  std::vector<Segment> cut(const std::vector<Span>& spans) const;
-  // Once all is packed: averages go to memory that nobody reads, and the gradients stay what they are.
+  // Has unpack write to memory that nobody reads, so that the gradients stay what they are. To be called after the last
+  // pack.
   void redirect();
 
-  void pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn) const;
-  // What each of so many rows counts in their sum.
-  double share_of_row(int64_t num_rows) const { return rows_add_up ? 1.0 : 1.0 / static_cast<double>(num_rows); }
-  // The sum of the wires' values times the factor, which makes it the mean, times mean_factor, where none is given.
-  void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
-              std::optional<double> factor = {}) const;
-  // The sum of rows that have the bucket's scale, each times the share, encoded for the wire.
-  ReduceArgs sum(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
-                 double share) const;
+  // Packs these ranges of the gradients' values.
+  void pack(const std::vector<Range>& ranges, DType dtype, void* wire, Turn turn) const;
+  // Adds up the wires, each value times the factor, and unpacks the sums to these ranges of the gradients' values, or
+  // of the output's.
+  void unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride, double factor,
+              Turn turn) const;
+  // The arguments of run_reduce for rows that have the bucket's scale, each times the factor, encoded for the wire.
+  ReduceArgs reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
+                         double factor) const;
 };
 
 }  // namespace fastsync

@@ -1,93 +1,57 @@
-// Runs a plan for one bucket: its sum over the ranks of a team. See Note [Plans].
+// The sum of one bucket over the ranks, under way: by a plan, see PlannedSum, or by the process group, see
+// AllReduceSum.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdint>
-#include <exception>
 #include <functional>
-#include <limits>
 #include <memory>
-#include <optional>
-#include <vector>
 
 #include "sums/bucket.h"
-#include "sums/plan.h"
-#include "transport/progress_thread.h"
-#include "transport/team.h"
 
 namespace fastsync {
 
-// What a bucket keeps from sum to sum.
-struct SumMemory {
-  std::shared_ptr<const Plan> plan;
-  std::optional<PlanKey> key = {};  // another plan has fresh memory
-  at::Tensor bytes = {};            // that the plan's rows lie in; undefined until its first sum
-};
-
 class BucketSum {
  public:
-  // By the memory's plan.
-  BucketSum(Bucket bucket, SumMemory& memory);
+  explicit BucketSum(Bucket bucket);
+  virtual ~BucketSum() = default;
   BucketSum(const BucketSum&) = delete;
   BucketSum& operator=(const BucketSum&) = delete;
 
-  // Before send, for error feedback.
   Bucket& bucket() { return bucket_; }
 
-  // Packs piece after piece, each on its way before the next one is packed. Returns at once. Where it throws, messages
-  // that other ranks have sent by then may be under way, and would be taken for those of another try.
-  void send();
-  bool may_be_sent_again() const {
-    return plan_->is_all_reduce || plan_->team->shares_memory() || !bucket_.device.is_cpu();
-  }
+  // Packs the gradients and sends them. Returns at once. Error feedback is lent before.
+  virtual void send() = 0;
+  // Whether send may be tried again after it has thrown. If not, messages of the first try may still be under way, and
+  // would be taken for those of the second.
+  virtual bool may_be_sent_again() const = 0;
 
-  // Does what comes between the first messages and the last ones, if anything does. From any thread, the first of which
-  // does it; others return at once. What goes wrong is thrown by finish.
-  bool needs_driving() const { return plan_->num_phases() > 1; }
-  void drive();
-  // Nobody wants the result: what others wait for is done all the same, in the background.
+  // Whether drive has anything to do.
+  virtual bool needs_driving() const { return false; }
+  // Adds up rows and sends the sums on, as they come. Any thread may call it. The first call does the work, and others
+  // return at once. finish throws its errors.
+  virtual void drive() {}
+  // Drops a sum whose result nobody wants. What other ranks wait for is done all the same, in the background.
   static void abandon(std::unique_ptr<BucketSum> sum);
 
-  // Waits for the rest, calls on_reduced, and unpacks. The bucket's side values are sums from then on. They may lie in
+  // Waits for the rest, calls on_reduced, and unpacks. From then on the bucket's side values are sums, perhaps in
   // memory that its next sum writes to.
-  void finish(const std::function<void()>& on_reduced);
+  virtual void finish(const std::function<void()>& on_reduced) = 0;
 
-  int64_t sent_bytes() const;  // after finish
+  virtual int64_t sent_bytes() const = 0;  // after finish
 
- private:
-  int index_of(const Piece& piece) const { return static_cast<int>(&piece - plan_->pieces.data()); }
+ protected:
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
-  std::unique_ptr<Transfer>& transfer(const Piece& piece, size_t phase);
-  void expect(const Piece& piece, size_t phase);
-  void send_to_group(const Piece& piece);
-  void pack(const Piece& piece) const;
-  void drive_all();
-  void set_driven(int num_pieces);
-  void reduce(const Piece& piece, const Reduce& reduce, const Rows& from, const Phase& next);
-  void receive(const std::function<void()>& on_reduced);
-  void wait_until_driven(const Piece& piece);
   void let_go_of_gradients();
-  void put_side_values(const Phase& phase) const;
-  void sum_side_values(const Rows& rows, int64_t count);
-  void unpack(const Piece& piece) const;
-  void use_memory() const;
+  void use_memory_on_current_stream() const;
 
   Bucket bucket_;
-  const std::shared_ptr<const Plan> plan_;
-  at::Tensor memory_;
-  std::shared_ptr<void> use_;                         // of the memory
-  std::vector<std::unique_ptr<Transfer>> transfers_;  // by piece and phase; null until they are expected
+  at::Tensor memory_;  // what travels lies in it
 
-  static constexpr int kFailed = std::numeric_limits<int>::max();
-
+ private:
   const pid_t process_id_ = getpid();
-  std::atomic<bool> has_driver_ = false;
-  std::atomic<int> num_driven_;  // of the pieces, the first ones; kFailed once there is an error
-  std::exception_ptr error_;
-  StreamMark driven_;
 };
 
 }  // namespace fastsync

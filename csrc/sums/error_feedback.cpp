@@ -8,7 +8,7 @@ namespace fastsync {
 
 namespace {
 
-std::vector<at::Tensor> flat_clones_of(std::vector<at::Tensor> tensors) {
+std::vector<at::Tensor> flat_clones(std::vector<at::Tensor> tensors) {
   std::transform(tensors.begin(), tensors.end(), tensors.begin(), [](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.clone(at::MemoryFormat::Contiguous).view({-1}) : tensor;
   });
@@ -31,7 +31,7 @@ void ErrorFeedback::lend(Bucket& bucket, const std::vector<bool>& stand_in) {
   }
 }
 
-// So that those of a sum's values lie as the sum does.
+// Residuals lie as the gradients do on the wire, so that a sum's values find theirs at the same offsets.
 void ErrorFeedback::lay_out(const Bucket& bucket) {
   const at::Tensor& like = bucket.grads.front();
   memory_ = at::zeros({bucket.num_values}, like.options().dtype(compute_dtype(like.scalar_type())));
@@ -39,9 +39,9 @@ void ErrorFeedback::lay_out(const Bucket& bucket) {
   residuals_.resize(bucket.grads.size());
   for (size_t i = 0; i < residuals_.size(); ++i) {
     const at::Tensor& gradient = bucket.grads[i];
-    const at::Tensor place = memory_.narrow(0, bucket.segments[i].offset, bucket.segments[i].numel)
-                                 .as_strided(gradient.sizes(), gradient.strides());
-    residuals_[i] = residuals_[i].defined() ? place.copy_(residuals_[i].reshape(gradient.sizes())) : place;
+    const at::Tensor laid_out = memory_.narrow(0, bucket.segments[i].offset, bucket.segments[i].numel)
+                                    .as_strided(gradient.sizes(), gradient.strides());
+    residuals_[i] = residuals_[i].defined() ? laid_out.copy_(residuals_[i].reshape(gradient.sizes())) : laid_out;
   }
 }
 
@@ -51,11 +51,11 @@ void ErrorFeedback::take_back(size_t index) {
   }
 }
 
-std::vector<at::Tensor> ErrorFeedback::residuals() const { return flat_clones_of(residuals_); }
+std::vector<at::Tensor> ErrorFeedback::residuals() const { return flat_clones(residuals_); }
 
 void ErrorFeedback::set_residuals(const std::vector<at::Tensor>& residuals) {
   *this = ErrorFeedback();
-  residuals_ = flat_clones_of(residuals);
+  residuals_ = flat_clones(residuals);
 }
 
 }  // namespace fastsync

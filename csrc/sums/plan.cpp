@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -12,16 +11,16 @@ namespace {
 
 constexpr int64_t kRowAlignment = 64;  // in bytes
 constexpr int64_t kSmallestShardBytes = 1 << 18;
-// Of gradients. A message wakes who waits for it, and where cores are busy that takes longer than what pieces win.
-constexpr int64_t kOnePieceBytes = 1 << 22;
+// A bucket of so few bytes is one chunk. A message wakes a thread, which costs more than chunks gain if cores are busy.
+constexpr int64_t kOneChunkBytes = 1 << 22;
 
-// What parts are multiples of, in values. Of a wire of blocks so many that rows begin at multiples of 16 bytes.
-int64_t part_multiple(DType dtype) {
+// Shards are multiples of so many values. On a wire of blocks rows then begin at multiples of 16 bytes.
+int64_t shard_multiple(DType dtype) {
   const WireUnit unit = unit_of(dtype);
   return unit.values > 1 ? unit.values * (16 / std::gcd(int64_t{16}, unit.bytes)) : kBlockValues;
 }
 
-// What regions are multiples of: units of any wire are counted from region to region.
+// Regions are multiples of so many bytes, because units of any wire are counted from region to region.
 const int64_t kRegionAlignment = [] {
   int64_t alignment = kRowAlignment;
   for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
@@ -30,331 +29,354 @@ const int64_t kRegionAlignment = [] {
   return alignment;
 }();
 
-// Of an exchange: the rows that leave, those that come, and those of a gather that may take the place of what has left
-// or has been read.
-struct Exchange {
-  Rows to;
-  Rows from;
-  Rows gathered;
+struct Row {
+  int64_t length;
+  int64_t stride;
 };
 
-// Lays out a plan's pieces and their rows, at the same places on every rank. Each member fills a region of its own, so
-// that its memory can lie near it. Where members share memory, all regions are there, one after the other. Else this
-// rank's is alone, with room for what others send.
+struct ExchangeRows {
+  Rows sent;
+  Rows received;
+  Rows gathered;  // rows for a gather, in the memory of rows that have been sent or read
+};
+
+Phase exchange(std::shared_ptr<Team> team, int tag, const Rows& sent, const Rows& received) {
+  return {std::move(team), tag, /*is_gather=*/false, sent, received};
+}
+
+Phase gather(std::shared_ptr<Team> team, int tag, const Rows& rows) {
+  return {std::move(team), tag, /*is_gather=*/true, rows, rows};
+}
+
+// Lays out a plan's chunks and their rows, at the same offsets on every rank. Each rank fills a region of its own, so
+// that its memory can lie near it. In shared memory the team's regions lie one after the other. Else this rank has its
+// own region alone, with room for what others send.
 class Planner {
  public:
-  // So many ranks add up a part of each piece.
-  Planner(std::shared_ptr<Team> team, DType packed_as, int64_t num_parts, const Bucket& bucket)
-      : plan_{std::move(team), packed_as}, num_parts_(num_parts), bucket_(bucket) {
-    side_bytes_ = bucket.side_bytes();
+  // So many ranks add up a shard of each chunk.
+  Planner(const PlanKey& key, std::shared_ptr<Team> team, DType packed_as, int64_t num_shards, double factor)
+      : key_(key), plan_{std::move(team), packed_as, factor}, num_shards_(num_shards) {}
+
+  // How many values the chunks of so many values have, but for the last chunk.
+  int64_t chunk_length(int64_t num_values) const {
+    const bool is_small = !key_.shares_memory && bytes_of(num_values, key_.grad_dtype) <= kOneChunkBytes;
+    const int64_t least = is_small ? kOneChunkBytes : num_shards_ * kSmallestShardBytes;
+    const int64_t bytes = plan_.team->device().is_cpu() ? std::max(kChunkBytes, least) : INT64_MAX / 2;
+    return values_in(bytes, key_.wire_dtype) / kBlockValues * kBlockValues;
   }
 
-  Plan& plan() { return plan_; }
-
-  // How many values a piece has, but the last; in_shards: pieces of which each rank adds up a part.
-  int64_t values_of_piece(bool in_shards) const {
-    const bool is_small = !shares_memory() && bytes_of(bucket_.num_values, bucket_.grad_dtype) <= kOnePieceBytes;
-    const int64_t least = is_small ? kOnePieceBytes : (in_shards ? num_parts_ * kSmallestShardBytes : 0);
-    const int64_t bytes = bucket_.device.is_cpu() ? std::max(kPieceBytes, least) : INT64_MAX / 2;
-    return values_in(bytes, bucket_.wire_dtype) / kBlockValues * kBlockValues;
-  }
-
-  // lay_out(piece) for pieces of so many values each. Side values travel even where there are no others.
-  void add_pieces(int64_t num_values, int64_t of_each, const std::function<void(Piece&)>& lay_out) {
-    if (num_values == 0 && side_bytes_ > 0) {
-      lay_out(plan_.pieces.emplace_back(Piece{0, 0, {true, true}}));
+  // Cuts so many values into chunks. Side values travel even if there are no others.
+  std::vector<Chunk>& cut(int64_t num_values, int64_t length) {
+    if (num_values == 0 && key_.side_bytes > 0) {
+      plan_.chunks.push_back({0, 0, {true, true}});
     }
-    for (int64_t begin = 0; begin < num_values; begin += of_each) {
-      const int64_t end = std::min(begin + of_each, num_values);
-      Piece& piece = plan_.pieces.emplace_back(Piece{begin, end, {begin == 0, end == num_values}});
-      lay_out(piece);
+    for (int64_t begin = 0; begin < num_values; begin += length) {
+      const int64_t end = std::min(begin + length, num_values);
+      plan_.chunks.push_back({begin, end, {begin == 0, end == num_values}});
     }
+    return plan_.chunks;
   }
 
-  // How many values of a piece each part has.
-  int64_t part_of(const Piece& piece) const {
-    return round_up((piece.end - piece.begin + num_parts_ - 1) / num_parts_, part_multiple(bucket_.wire_dtype));
+  // How many values of the chunk each shard has.
+  int64_t shard_length(const Chunk& chunk) const {
+    return round_up((chunk.end - chunk.begin + num_shards_ - 1) / num_shards_, shard_multiple(key_.wire_dtype));
   }
 
-  // A row of so many values, with room for side values behind those of the bucket's last piece.
-  Rows row_of(int64_t values, DType dtype, bool is_last) const {
+  // A row of so many values, in the bucket's last chunk with the side values behind them.
+  Row row_of(const Chunk& chunk, int64_t values, DType dtype) const {
     const int64_t bytes = bytes_of(values, dtype);
-    const int64_t length = is_last && side_bytes_ > 0 ? round_up(bytes, sizeof(float)) + side_bytes_ : bytes;
-    const int64_t alignment = unit_of(dtype).values > 1 ? bytes_of(part_multiple(dtype), dtype) : kRowAlignment;
-    return {0, length, round_up(length, alignment)};
+    const bool has_more = chunk.turn.is_last && key_.side_bytes > 0;
+    const int64_t length = has_more ? round_up(bytes, sizeof(float)) + key_.side_bytes : bytes;
+    const int64_t alignment = unit_of(dtype).values > 1 ? bytes_of(shard_multiple(dtype), dtype) : kRowAlignment;
+    return {length, round_up(length, alignment)};
   }
 
-  // Rows for the first num_rows members. In shared memory what is sent is where it is received.
-  Exchange exchange(int64_t num_rows, const Rows& row) {
-    const auto& [unplaced, length, stride] = row;
-    if (!shares_memory()) {
-      const Rows to{take(2 * num_rows * stride), length, stride};
-      return {to, {to.begin(num_rows), length, stride}, to};
+  // The side values behind such rows, if there are any.
+  Rows side_values(const Chunk& chunk, const Rows& rows) const {
+    return {rows.offset + rows.length - key_.side_bytes, key_.side_bytes, rows.stride,
+            chunk.turn.is_last && key_.side_bytes > 0 ? rows.count : 0};
+  }
+
+  // Rows for the first members of the team, as many as there are receivers. In shared memory what is sent is where it
+  // is received.
+  ExchangeRows exchange_rows(int64_t num_receivers, const Row& row) {
+    const auto& [length, stride] = row;
+    const int64_t size = plan_.team->size();
+    if (!key_.shares_memory) {
+      const Rows sent{take(2 * num_receivers * stride), length, stride, num_receivers};
+      return {sent, {sent.begin(num_receivers), length, stride, size}, sent};
     }
-    const int64_t begin = take(num_rows * stride);
-    const int64_t rank = plan_.team->rank();
-    return {{rank * region() + begin, length, stride},
-            {begin + rank * stride, length, region()},
-            {begin, length, region() + stride}};
+    const int64_t begin = take(num_receivers * stride);
+    return {{own_region() + begin, length, stride, num_receivers},
+            {begin + plan_.team->rank() * stride, length, key_.region_bytes, size},
+            {begin, length, key_.region_bytes + stride, size}};
   }
 
-  // A row of each member's, which all get.
-  Rows gather(int64_t length, int64_t stride) {
-    const int64_t begin = take((shares_memory() ? 1 : plan_.team->size()) * stride);
-    return {begin, length, shares_memory() ? region() : stride};
+  // A row of each member, which all members get.
+  Rows gather_rows(const Row& row) {
+    const int64_t size = plan_.team->size();
+    const int64_t begin = take((key_.shares_memory ? 1 : size) * row.stride);
+    return {begin, row.length, key_.shares_memory ? key_.region_bytes : row.stride, size};
   }
 
-  // Rows that this member alone fills.
-  Rows own(int64_t num_rows, const Rows& row) {
-    return {own_region() + take(num_rows * row.stride), row.length, row.stride};
+  // Rows in this rank's region.
+  Rows own_rows(int64_t count, const Row& row) {
+    return {own_region() + take(count * row.stride), row.length, row.stride, count};
   }
-  // The first member's such rows, if they can be seen, else this one's.
-  Rows of_first(const Rows& own) const { return {own.offset - own_region(), own.length, own.stride}; }
-
-  // The piece's parts, so many values each, where place_of(member) says in bytes where each begins, from base on.
-  static std::vector<Span> parts(const Piece& piece, int64_t part, DType dtype, int64_t base,
-                                 const std::function<int64_t(int64_t)>& place_of) {
-    std::vector<Span> spans;
-    for (int64_t member = 0; piece.begin + member * part < piece.end; ++member) {
-      const int64_t first = piece.begin + member * part;
-      spans.push_back({first, std::min(first + part, piece.end), values_in(place_of(member) - base, dtype)});
-    }
-    return spans;
+  // The same rows in the first member's region if this rank sees it, else this rank's.
+  Rows rows_of_first(Rows own) const {
+    own.offset -= own_region();
+    return own;
   }
 
-  // The parts are packed into the first phase's rows.
-  void pack_parts(Piece& piece, int64_t part) const {
-    const Phase& phase = piece.phases.front();
-    piece.packed_at = phase.to.offset;
-    piece.packed =
-        parts(piece, part, plan_.packed_as, piece.packed_at, [&](int64_t member) { return phase.place_for(member); });
+  // Packs the chunk's shards into the rows of the first phase.
+  void pack_shards(Chunk& chunk, int64_t length) const {
+    const Phase& phase = chunk.phases.front();
+    chunk.packed_at = phase.sent.offset;
+    chunk.packed = shards(chunk, length, plan_.packed_as,
+                          [&](int64_t member) { return phase.offset_for(member) - phase.sent.offset; });
   }
 
-  // The parts are unpacked from the row of each member.
-  void unpack_parts(Piece& piece, int64_t part, const Rows& rows) const {
-    piece.wires = rows;
-    piece.unpacked =
-        parts(piece, part, bucket_.wire_dtype, rows.offset, [&](int64_t member) { return rows.begin(member); });
+  // Unpacks the chunk's shards, each from its member's row.
+  void unpack_shards(Chunk& chunk, int64_t length, const Rows& rows) const {
+    chunk.unpacked_from = {rows.offset, rows.length, rows.stride, /*count=*/1};
+    chunk.unpacked = shards(chunk, length, key_.wire_dtype, [&](int64_t member) { return member * rows.stride; });
   }
 
   Plan done() && {
     plan_.bytes = round_up(used_, kRegionAlignment);
-    plan_.num_side_rows = side_bytes_ > 0 ? plan_.num_side_rows : 0;
     return std::move(plan_);
   }
 
  private:
-  bool shares_memory() const { return plan_.team->shares_memory(); }
-  int64_t region() const { return plan_.team->region_bytes(); }
-  int64_t own_region() const { return shares_memory() ? plan_.team->rank() * region() : 0; }
+  // The values of each shard of the chunk, and where they begin, in bytes by offset_of(member).
+  static std::vector<Range> shards(const Chunk& chunk, int64_t length, DType dtype,
+                                   const std::function<int64_t(int64_t)>& offset_of) {
+    std::vector<Range> ranges;
+    for (int64_t member = 0; chunk.begin + member * length < chunk.end; ++member) {
+      const int64_t first = chunk.begin + member * length;
+      ranges.push_back({first, std::min(first + length, chunk.end), values_in(offset_of(member), dtype)});
+    }
+    return ranges;
+  }
+
+  int64_t own_region() const { return key_.shares_memory ? plan_.team->rank() * key_.region_bytes : 0; }
   int64_t take(int64_t bytes) { return std::exchange(used_, round_up(used_ + bytes, kRowAlignment)); }
 
+  const PlanKey& key_;
   Plan plan_;
-  int64_t num_parts_;
-  const Bucket& bucket_;
-  int64_t side_bytes_ = 0;
+  int64_t num_shards_;
   int64_t used_ = 0;
 };
 
-Phase exchange(std::shared_ptr<Team> team, int tag, int64_t num_rows, const Rows& to, const Rows& from) {
-  return {std::move(team), tag, /*is_gather=*/false, num_rows, to, from};
-}
-
-Phase gather(std::shared_ptr<Team> team, int tag, const Rows& rows) {
-  const int64_t num_rows = team->size();
-  return {std::move(team), tag, /*is_gather=*/true, num_rows, rows, rows};
-}
-
-}  // namespace
-
-std::unique_ptr<Transfer> Phase::expect(const at::Tensor& memory) const {
-  return is_gather ? team->all_gather(memory, to, tag) : team->all_to_all(memory, to, from, tag);
-}
-
-Plan one_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) {
-  Planner planner(team, bucket.wire_dtype, /*num_parts=*/1, bucket);
-  planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/false), [&](Piece& piece) {
-    const Rows row = planner.row_of(piece.end - piece.begin, bucket.wire_dtype, piece.turn.is_last);
-    const Rows rows = planner.gather(row.length, row.stride);
-    piece.packed_at = rows.begin(team->rank());
-    piece.packed = piece.unpacked = {{piece.begin, piece.end, /*place=*/0}};
-    piece.wires = rows;
-    piece.phases.push_back(gather(team, tag, rows));
-    planner.plan().side_values = rows;
-  });
-  planner.plan().num_wires = planner.plan().num_side_rows = team->size();
+Plan one_shot(const PlanKey& key, const std::shared_ptr<Team>& team) {
+  Planner planner(key, team, key.wire_dtype, /*num_shards=*/1, key.factor * key.row_factor(team->size()));
+  for (Chunk& chunk : planner.cut(key.num_values, planner.chunk_length(key.num_values))) {
+    const Rows rows = planner.gather_rows(planner.row_of(chunk, chunk.end - chunk.begin, key.wire_dtype));
+    chunk.packed_at = rows.begin(team->rank());
+    chunk.packed = chunk.unpacked = {{chunk.begin, chunk.end, /*offset=*/0}};
+    chunk.unpacked_from = rows;
+    chunk.phases = {gather(team, key.tag, rows)};
+    chunk.phases.back().side_values = planner.side_values(chunk, rows);
+  }
   return std::move(planner).done();
 }
 
-Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) {
+Plan two_shot(const PlanKey& key, const std::shared_ptr<Team>& team) {
   const int64_t size = team->size();
-  Planner planner(team, bucket.wire_dtype, /*num_parts=*/size, bucket);
-  planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/true), [&](Piece& piece) {
-    const int64_t shard = planner.part_of(piece);
-    auto [to, from, means] = planner.exchange(size, planner.row_of(shard, bucket.wire_dtype, piece.turn.is_last));
-    means.length = bytes_of(shard, bucket.wire_dtype);  // no side values travel with them
-    piece.phases.push_back(exchange(team, tag, size, to, from));
-    piece.phases.back().reduce = Reduce{bucket.wire_dtype,
-                                        size,
-                                        shard,
-                                        {means.begin(team->rank())},
-                                        bucket.share_of_row(size),
-                                        piece.begin + team->rank() * shard,
-                                        1.0 / static_cast<double>(size)};
-    piece.phases.push_back(gather(team, tag + 1, means));
-    planner.pack_parts(piece, shard);
-    planner.unpack_parts(piece, shard, means);
-    planner.plan().side_values = from;
-  });
-  planner.plan().num_side_rows = size;
+  Planner planner(key, team, key.wire_dtype, /*num_shards=*/size, key.factor);
+  for (Chunk& chunk : planner.cut(key.num_values, planner.chunk_length(key.num_values))) {
+    const int64_t shard = planner.shard_length(chunk);
+    auto [sent, received, means] = planner.exchange_rows(size, planner.row_of(chunk, shard, key.wire_dtype));
+    means.length = bytes_of(shard, key.wire_dtype);  // no side values travel with them
+    chunk.phases = {exchange(team, key.tag, sent, received), gather(team, key.tag + 1, means)};
+    chunk.phases.front().reduce = Reduce{.dtype = key.wire_dtype,
+                                         .num_values = shard,
+                                         .outs = {means.begin(team->rank())},
+                                         .factor = key.row_factor(size),
+                                         .begin = chunk.begin + team->rank() * shard,
+                                         .residual_factor = 1.0 / static_cast<double>(size)};
+    chunk.phases.back().overwrites_sent = !key.shares_memory;
+    chunk.phases.back().side_values = planner.side_values(chunk, received);
+    planner.pack_shards(chunk, shard);
+    planner.unpack_shards(chunk, shard, means);
+  }
   return std::move(planner).done();
 }
 
-Plan all_reduce(const std::shared_ptr<Team>& team, const Bucket& bucket, bool in_place) {
-  Plan plan{team, bucket.wire_dtype};
-  plan.is_all_reduce = true;
-  plan.is_in_place = in_place && bucket.grads.size() == 1 && bucket.grad_dtype == bucket.wire_dtype;
-  const bool has_room = bucket.side_bytes() > 0 && bucket.wire_dtype == DType::kFloat32 && !plan.is_in_place;
-  plan.bytes = bytes_of(bucket.num_values, bucket.wire_dtype) + (has_room ? bucket.side_bytes() : 0);
-  plan.side_values = {0, plan.bytes, 0};
-  plan.num_side_rows = has_room ? 1 : 0;
-  Piece& piece = plan.pieces.emplace_back(Piece{0, bucket.num_values});
-  piece.packed = piece.unpacked = {{0, bucket.num_values, /*place=*/0}};
-  piece.phases.push_back(gather(team, /*tag=*/0, plan.side_values));
-  return plan;
-}
-
-Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket, double factor) {
+Plan reduce_scatter(const PlanKey& key, const std::shared_ptr<Team>& team) {
   const int64_t size = team->size();
-  const int64_t shard = bucket.output.numel();
-  Planner planner(team, bucket.wire_dtype, /*num_parts=*/size, bucket);
-  const int64_t of_each = round_up(planner.values_of_piece(/*in_shards=*/true) / size, kBlockValues);
-  planner.add_pieces(shard, of_each, [&](Piece& piece) {
-    const int64_t values = round_up(piece.end - piece.begin, kBlockValues);
-    const Exchange rows = planner.exchange(size, planner.row_of(values, bucket.wire_dtype, /*is_last=*/false));
-    piece.phases.push_back(exchange(team, tag, size, rows.to, rows.from));
-    piece.packed_at = rows.to.offset;
+  Planner planner(key, team, key.wire_dtype, /*num_shards=*/size, key.factor);
+  const int64_t length = round_up(planner.chunk_length(size * key.num_values) / size, kBlockValues);
+  for (Chunk& chunk : planner.cut(key.num_values, length)) {
+    const int64_t values = round_up(chunk.end - chunk.begin, kBlockValues);
+    const ExchangeRows rows = planner.exchange_rows(size, planner.row_of(chunk, values, key.wire_dtype));
+    chunk.phases = {exchange(team, key.tag, rows.sent, rows.received)};
+    chunk.packed_at = rows.sent.offset;
     for (int64_t member = 0; member < size; ++member) {
-      const int64_t place = piece.phases.back().place_for(member) - rows.to.offset;
-      piece.packed.push_back(
-          {member * shard + piece.begin, member * shard + piece.end, values_in(place, bucket.wire_dtype)});
+      const int64_t offset = chunk.phases.back().offset_for(member) - rows.sent.offset;
+      const int64_t shard = member * key.num_values;
+      chunk.packed.push_back({shard + chunk.begin, shard + chunk.end, values_in(offset, key.wire_dtype)});
     }
-    piece.wires = rows.from;
-  });
-  planner.plan().factor = factor;
-  planner.plan().num_wires = size;
+    chunk.unpacked = {{chunk.begin, chunk.end, /*offset=*/0}};
+    chunk.unpacked_from = rows.received;
+  }
   return std::move(planner).done();
 }
 
-// Over ranks some of which are near each other: at full width inside a node, where links are fast, in the wire's dtype
-// between nodes. The first ranks of a node have counterparts on all other nodes, with the same local rank.
+// Sums over ranks some of which are near each other: at full width inside a node, where links are fast, in the wire's
+// dtype between nodes. The first ranks of a node have counterparts on all other nodes, with the same local rank.
 //
-//   in the node    local rank l gets shard l of everybody in its node, at full width, and adds it up
-//   between nodes  in one step: that, encoded, goes to its counterparts, and is added by whoever unpacks it
-//                  in two: node m's rank gets sub-shard m of every node's, adds it up, and hands it out, encoded anew
-//   in the node    local rank l hands out all of shard l
+//   exchange_in_node    local rank l gets shard l from everybody in its node, at full width, and adds it up
+//   send_between_nodes  in one step: the sum, encoded, goes to its counterparts, and is added by whoever unpacks it
+//                       in two: node m's rank gets sub-shard m of every node's, adds it up, and hands out the sum
+//   gather_in_node      local rank l hands out all of shard l
 //
 // So one rounding at each sum that travels between nodes. In two steps each value crosses from node to node about
 // twice, in one step once to each other node: by one rank of a node.
 //
 // A node's sum is divided by the ranks of the largest node, so that it is never beyond what its own ranks have. Times
-// share_of_node, those of all nodes add up to the mean over the ranks.
-Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket) {
-  // No structured binding, because clang before version 16 lets no lambda capture one.
-  const int64_t nodes = levels.num_nodes, local_ranks = levels.num_local_ranks;
-  const int64_t num_ranks = levels.num_ranks, most_ranks = levels.most_ranks;
-  const std::shared_ptr<Team>& node = levels.node;
-  const std::shared_ptr<Team>& peers = levels.peers;
-  const DType wire = bucket.wire_dtype;
-  const double share_of_node =
-      bucket.rows_add_up ? 1.0 : static_cast<double>(most_ranks) / static_cast<double>(num_ranks);
-  Planner planner(node, bucket.grad_dtype, /*num_parts=*/local_ranks * (at_once ? 1 : nodes), bucket);
-  Plan& plan = planner.plan();
-  planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/true), [&](Piece& piece) {
-    const bool is_last = piece.turn.is_last;
-    const int64_t sub_shard = planner.part_of(piece);
-    const int64_t shard = (at_once ? 1 : nodes) * sub_shard;
-    const int64_t begin = piece.begin + node->rank() * shard;
-    const Rows encoded = planner.row_of(sub_shard, wire, is_last);
-    const Exchange in_node = planner.exchange(local_ranks, planner.row_of(shard, bucket.grad_dtype, is_last));
-    piece.phases.push_back(exchange(node, tag, local_ranks, in_node.to, in_node.from));
-    std::vector<Phase> between;
-    Rows to{}, from{};
-    if (!at_once) {
-      to = planner.own(nodes, encoded);
-      from = planner.own(nodes, encoded);
-    }
-    const int64_t stride = at_once ? encoded.stride : bytes_of(sub_shard, wire);
-    const Rows blocks = planner.gather(nodes * stride, nodes * stride);  // by local rank: what nodes have of its shard
-    const Rows of_nodes{blocks.begin(node->rank()), at_once ? encoded.length : stride, stride};
-    plan.side_values = at_once ? Rows{blocks.offset, encoded.length, stride} : planner.of_first(from);
-    if (peers) {
-      Reduce reduce{bucket.grad_dtype,
-                    node->size(),
-                    sub_shard,
-                    {},
-                    bucket.share_of_row(most_ranks),
-                    begin,
-                    1.0 / (static_cast<double>(num_ranks) * share_of_node),
-                    /*adds_side_values=*/is_last};
-      const int64_t own_row = of_nodes.begin(peers->rank());
-      if (at_once) {
-        reduce.outs = {own_row};
-      } else {
-        Phase& phase = between.emplace_back(exchange(peers, tag + 1, nodes, to, from));
-        for (int64_t member = 0; member < nodes; ++member) {
-          reduce.outs.push_back(phase.place_for(member));
-        }
-        phase.reduce = Reduce{wire,
-                              nodes,
-                              sub_shard,
-                              {own_row},
-                              share_of_node,
-                              begin + peers->rank() * sub_shard,
-                              1.0 / static_cast<double>(num_ranks)};
+// node_factor, the sums of all nodes add up to the mean over the ranks.
+class TwoLevelPlanner {
+ public:
+  TwoLevelPlanner(const PlanKey& key, const Levels& levels)
+      : key_(key),
+        levels_(levels),
+        node_factor_(key.rows_add_up ? 1.0
+                                     : static_cast<double>(levels.most_ranks) / static_cast<double>(levels.num_ranks)),
+        planner_(key, levels.node, key.grad_dtype, levels.num_local_ranks * (in_one_step() ? 1 : levels.num_nodes),
+                 in_one_step() ? key.factor * node_factor_ : key.factor) {}
+
+  Plan make() && {
+    for (Chunk& chunk : planner_.cut(key_.num_values, planner_.chunk_length(key_.num_values))) {
+      const Layout layout = lay_out(chunk);
+      exchange_in_node(chunk, layout);
+      if (levels_.peers) {
+        send_between_nodes(chunk, layout);
       }
-      between.push_back(gather(peers, at_once ? tag + 1 : tag + 2, of_nodes));
-      piece.phases.back().reduce = std::move(reduce);
+      gather_in_node(chunk, layout);
     }
-    std::move(between.begin(), between.end(), std::back_inserter(piece.phases));
-    piece.phases.push_back(gather(node, tag + 3, blocks));
-    for (Phase& phase : piece.phases) {
-      phase.is_counted = phase.team == peers || !node->shares_memory();  // what stays in memory is not sent
-    }
-    planner.pack_parts(piece, shard);
-    planner.unpack_parts(piece, shard, blocks);
-    piece.wires.stride = stride;
-  });
-  plan.num_side_rows = nodes;
-  if (at_once) {
-    plan.num_wires = nodes;
-    plan.factor = bucket.mean_factor * share_of_node;
+    return std::move(planner_).done();
   }
-  return std::move(planner).done();
+
+ private:
+  // The rows of a chunk.
+  struct Layout {
+    int64_t sub_shard;  // in values; in one step a whole shard
+    int64_t shard;
+    int64_t begin;         // of this rank's shard, among the bucket's values
+    ExchangeRows in_node;  // at full width
+    Rows to_nodes;         // in two steps: sub-shards of the node's sum, which leave
+    Rows from_nodes;       // in two steps: everybody's sums of this node's sub-shard
+    Rows blocks;           // by local rank: what all nodes have of its shard
+    Rows own_block;        // by node: what it has of this rank's shard
+  };
+
+  bool in_one_step() const { return key_.between_nodes == Algorithm::kOneShot; }
+
+  Layout lay_out(const Chunk& chunk) {
+    const int64_t nodes = levels_.num_nodes;
+    Layout layout{};
+    layout.sub_shard = planner_.shard_length(chunk);
+    layout.shard = (in_one_step() ? 1 : nodes) * layout.sub_shard;
+    layout.begin = chunk.begin + levels_.node->rank() * layout.shard;
+    layout.in_node =
+        planner_.exchange_rows(levels_.num_local_ranks, planner_.row_of(chunk, layout.shard, key_.grad_dtype));
+    Row row = planner_.row_of(chunk, layout.sub_shard, key_.wire_dtype);
+    if (!in_one_step()) {
+      layout.to_nodes = planner_.own_rows(nodes, row);
+      layout.from_nodes = planner_.own_rows(nodes, row);
+      row.length = row.stride = bytes_of(layout.sub_shard, key_.wire_dtype);  // without gaps, so that a block is a row
+    }
+    layout.blocks = planner_.gather_rows({nodes * row.stride, nodes * row.stride});
+    layout.own_block = {layout.blocks.begin(levels_.node->rank()), row.length, row.stride, nodes};
+    return layout;
+  }
+
+  void exchange_in_node(Chunk& chunk, const Layout& layout) const {
+    Phase& phase =
+        chunk.phases.emplace_back(exchange(levels_.node, key_.tag, layout.in_node.sent, layout.in_node.received));
+    planner_.pack_shards(chunk, layout.shard);
+    if (!levels_.peers) {
+      return;  // it has no shard to add up
+    }
+    phase.side_values = planner_.side_values(chunk, layout.in_node.received);
+    phase.reduce = Reduce{.dtype = key_.grad_dtype,
+                          .num_values = layout.sub_shard,
+                          .outs = {},
+                          .factor = key_.row_factor(levels_.most_ranks),
+                          .begin = layout.begin,
+                          .residual_factor = 1.0 / (static_cast<double>(levels_.num_ranks) * node_factor_)};
+  }
+
+  // The sums of the phase before are the rows of this one.
+  void send_between_nodes(Chunk& chunk, const Layout& layout) const {
+    const std::shared_ptr<Team>& peers = levels_.peers;
+    std::vector<int64_t>& sums = chunk.phases.back().reduce->outs;
+    const int64_t own_row = layout.own_block.begin(peers->rank());
+    if (in_one_step()) {
+      sums = {own_row};
+      chunk.phases.push_back(gather(peers, key_.tag + 1, layout.own_block));
+      return;
+    }
+    Phase scatter = exchange(peers, key_.tag + 1, layout.to_nodes, layout.from_nodes);
+    for (int64_t node = 0; node < levels_.num_nodes; ++node) {
+      sums.push_back(scatter.offset_for(node));
+    }
+    scatter.reduce = Reduce{.dtype = key_.wire_dtype,
+                            .num_values = layout.sub_shard,
+                            .outs = {own_row},
+                            .factor = node_factor_,
+                            .begin = layout.begin + peers->rank() * layout.sub_shard,
+                            .residual_factor = 1.0 / static_cast<double>(levels_.num_ranks)};
+    chunk.phases.push_back(std::move(scatter));
+    chunk.phases.push_back(gather(peers, key_.tag + 2, layout.own_block));
+  }
+
+  // Every rank reads the side values of the first local rank, because it has a counterpart on every node.
+  void gather_in_node(Chunk& chunk, const Layout& layout) const {
+    Phase& phase = chunk.phases.emplace_back(gather(levels_.node, key_.tag + 3, layout.blocks));
+    planner_.unpack_shards(chunk, layout.shard, layout.blocks);
+    Rows of_first = planner_.rows_of_first(layout.from_nodes);
+    if (in_one_step()) {
+      of_first = layout.own_block;
+      of_first.offset = layout.blocks.offset;
+      chunk.unpacked_from = of_first;
+    }
+    phase.side_values = planner_.side_values(chunk, of_first);
+  }
+
+  const PlanKey& key_;
+  const Levels& levels_;
+  const double node_factor_;
+  Planner planner_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transfer> Phase::expect(const at::Tensor& memory) const {
+  return is_gather ? team->all_gather(memory, sent, tag) : team->all_to_all(memory, sent, received, tag);
 }
 
-// At full width, with every gradient in blocks of its own, and each part of each piece rounded up.
-int64_t most_bytes(const Bucket& bucket, int64_t num_parts) {
-  constexpr int64_t kSideBytes = 4096;  // not every sync has all that may travel beside its gradients
-  const int64_t width = unit_of(bucket.grad_dtype).bytes;
-  int64_t bytes = 0;
-  for (const at::Tensor& grad : bucket.grads) {
-    bytes += round_up(grad.numel(), kBlockValues) * width;
+Plan make_plan(const PlanKey& key, const std::shared_ptr<Team>& team) {
+  switch (key.algorithm) {
+    case Algorithm::kOneShot:
+      return one_shot(key, team);
+    case Algorithm::kTwoShot:
+      return two_shot(key, team);
+    case Algorithm::kReduceScatter:
+      return reduce_scatter(key, team);
+    default:
+      TORCH_INTERNAL_ASSERT(false, "no plan of one level");
   }
-  const int64_t most_pieces = bytes / (kPieceBytes / 2) + 1;
-  const int64_t most_rounding =
-      part_multiple(DType::kInt8) * width + bytes_of(part_multiple(DType::kInt8), DType::kInt8) + 4 * kRowAlignment;
-  return round_up(bytes + num_parts * (most_pieces * most_rounding + round_up(bucket.side_bytes() + 1, kSideBytes)),
-                  kRegionAlignment) +
-         kRegionAlignment;
 }
 
-// The gradients, and of a local rank's shard: in one step a row of each node, in two steps one to send, one that comes
-// and one of means.
-int64_t most_bytes(const Bucket& bucket, const Levels& levels, bool at_once) {
-  const int64_t of_shard = most_bytes(bucket, levels.num_local_ranks * levels.num_nodes) / levels.num_local_ranks;
-  return round_up(most_bytes(bucket, levels.num_local_ranks) + (at_once ? levels.num_nodes : 3) * of_shard,
-                  kRegionAlignment);
+Plan make_plan(const PlanKey& key, const Levels& levels) { return TwoLevelPlanner(key, levels).make(); }
+
+PlanKey with_room_for_side_values(PlanKey key) {
+  constexpr int64_t kSideBytes = 4096;
+  key.side_bytes = round_up(key.side_bytes + 1, kSideBytes);
+  return key;
 }
 
 }  // namespace fastsync

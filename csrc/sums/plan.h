@@ -1,20 +1,21 @@
-// How one bucket is summed: as data, which BucketSum runs.
+// How ranks add up one bucket by themselves: a plan, which PlannedSum runs.
 //
 // Note [Plans]
 // ~~~~~~~~~~~~
-// A bucket goes in pieces: while one travels, the next is packed, and the one before is added up or unpacked. All
-// pieces take the same phases. In a phase a team exchanges rows, of which each member has one for each other member, or
-// gathers them, of which each member has one for all. What has come in a phase is added up and becomes the rows of the
-// next phase. What has come in the last phase is unpacked.
+// A plan cuts a bucket into chunks: while one travels, the next is packed, and the one before is added up or unpacked.
+// All chunks take the same phases. In a phase a team exchanges rows, of which each member has one for each other
+// member, or gathers them, of which each member has one for all. The rows that a phase has brought are added up, and
+// the sums are the rows of the next phase. The rows that the last phase has brought are unpacked.
 //
 //   one_shot        gather; every rank adds all rows while it unpacks
-//   two_shot        exchange, of which rank j adds up everybody's shard j; gather of the means, encoded anew
-//   reduce_scatter  the exchange of two_shot alone; what has come is added up into the output
+//   two_shot        exchange, after which rank j adds up everybody's shard j; gather of the means, encoded anew
+//   reduce_scatter  the exchange of two_shot alone; the rows are added up into the output
 //   two_level       see its builder
-//   all_reduce      one phase of one piece, in which the process group adds, in the wire's dtype
 //
-// Ranks take sums in float32 (float64 for float64 gradients) and in rank order, whatever travels. So there is one
+// Ranks take sums in float32 (float64 for float64 gradients) and in rank order, whatever the wire. So there is one
 // rounding on the way in, and one for each sum that travels on, however many ranks there are.
+//
+// Side values travel at the end of the last chunk's rows. Where rows are added up, so are they.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,112 +31,85 @@
 
 namespace fastsync {
 
-// Adds up the rows that have come in a phase. They consist of parts, each of which is encoded by itself.
+// Adds up the rows that a phase has brought. A row has one shard or several, each of which is encoded by itself.
 struct Reduce {
-  DType dtype;  // of the rows
-  int64_t num_rows;
-  int64_t num_values;             // of a part
-  std::vector<int64_t> outs;      // where each part's sum goes, in bytes
-  double share;                   // what each row counts in the sum
-  int64_t begin;                  // the first of the bucket's values that these are the sums of
-  double residual_share;          // what this rank's residual of a value counts in the sum, as if packing had sent it
-  bool adds_side_values = false;  // and sends them on in the next phase
+  DType dtype;                // of the rows
+  int64_t num_values;         // of a shard
+  std::vector<int64_t> outs;  // where each shard's sum goes, in bytes
+  double factor;              // of each row
+  int64_t begin;              // the first of the bucket's values that are added up
+  double residual_factor;     // of this rank's residual, so that it counts in the sum as if packing had sent it
 };
 
 struct Phase {
   std::shared_ptr<Team> team;
   int tag;
   bool is_gather;
-  int64_t num_rows;  // the first members of the team get rows in an exchange
-  Rows to;           // by member; the same as from in a gather
-  Rows from;
-  bool is_counted = true;  // in the bytes sent
+  Rows sent;                     // by the member that gets them: in an exchange the first members of the team
+  Rows received;                 // by the member that they come from; in a gather the same as sent
+  bool overwrites_sent = false;  // its rows come to where those lie that the phase before has sent
   std::optional<Reduce> reduce = {};
+  Rows side_values = {};  // to be added up once the phase's rows have come, and to be sent on in the next phase
 
-  // Where this rank puts what the member is to get.
-  int64_t place_for(int64_t member) const { return (member == team->rank() ? from : to).begin(member); }
+  // Where this rank puts what it has for the member.
+  int64_t offset_for(int64_t member) const { return (member == team->rank() ? received : sent).begin(member); }
   std::unique_ptr<Transfer> expect(const at::Tensor& memory) const;
-  // call(rows, first, count) for all rows that this rank fills.
-  template <class Call>
-  void for_own_rows(const Call& call) const {
-    if (is_gather) {
-      return call(to, team->rank(), 1);
-    }
-    call(to, 0, num_rows);  // its own row among them for nothing
-    if (team->rank() < num_rows) {
-      call(from, team->rank(), 1);
-    }
-  }
 };
 
-struct Piece {
+struct Chunk {
   int64_t begin;  // in values, of the bucket or, in a reduce-scatter, of each shard
   int64_t end;
-  Turn turn = {};
-  std::vector<Span> packed = {};
+  Turn turn;
+  std::vector<Range> packed = {};
   int64_t packed_at = 0;  // in bytes
   std::vector<Phase> phases = {};
-  std::vector<Span> unpacked = {};
-  Rows wires = {};  // what is unpacked
-
-  // Whether the phase's rows come to where those of the phase before lie.
-  bool follows_in_place(size_t phase) const {
-    return phase > 0 && phases[phase].to.offset == phases[phase - 1].to.offset &&
-           phases[phase].to.stride == phases[phase - 1].to.stride;
-  }
+  std::vector<Range> unpacked = {};
+  Rows unpacked_from = {};  // the rows that are added up while they are unpacked
 };
 
-enum class Algorithm : int8_t { kAllReduce, kOneShot, kTwoShot, kTwoLevel };
+enum class Algorithm : int8_t { kAllReduce, kOneShot, kTwoShot, kTwoLevel, kReduceScatter };
 
-// All that the plan of a bucket follows from, but for the memory that ranks share.
+// All that a plan follows from, beside the ranks of its teams.
 struct PlanKey {
   Algorithm algorithm;
-  bool is_shared;
-  bool at_once;
-  bool in_place;
-  bool rows_add_up;
+  Algorithm between_nodes;  // kOneShot or kTwoShot, for kTwoLevel
+  int64_t ranks_per_node;   // which levels follow from
+  bool shares_memory;       // the rows lie in memory that all ranks of a node have
+  int64_t region_bytes;     // of that memory, of each rank; 0 while it is not known yet
+  int tag;                  // of the first phase's messages; the next three are the plan's as well
   DType grad_dtype;
   DType wire_dtype;
-  int tag;
-  int64_t ranks_per_node;
-  int64_t num_values;
-  size_t num_gradients;
+  int64_t num_values;  // that the bucket takes on the wire, or each shard of a reduce-scatter
   int64_t side_bytes;
-  double mean_factor;
+  bool rows_add_up;  // ranks send parts of the mean, and not what it is the mean of
+  double factor;     // of the mean, or of a reduce-scatter's sum
 
   bool operator==(const PlanKey& other) const = default;
+
+  // What each of so many rows counts in their mean.
+  double row_factor(int64_t num_rows) const { return rows_add_up ? 1.0 : 1.0 / static_cast<double>(num_rows); }
 };
 
 struct Plan {
   std::shared_ptr<Team> team;  // in whose memory the rows lie
   DType packed_as;
-  std::vector<Piece> pieces = {};
-  int64_t bytes = 0;  // of this rank's region of the memory
-  int64_t num_wires = 1;
-  std::optional<double> factor = {};  // of what is unpacked, see Bucket::unpack
-  Rows side_values = {};              // rows with side values behind them that all ranks see in the end
-  int64_t num_side_rows = 0;
-  bool is_all_reduce = false;
-  bool is_in_place = false;  // in the memory of the only gradient
+  double factor;  // of each row that is unpacked
+  std::vector<Chunk> chunks = {};
+  int64_t bytes = 0;  // of this rank's memory; does not depend on the key's region_bytes
 
-  size_t num_phases() const { return pieces.empty() ? 0 : pieces.front().phases.size(); }
+  size_t num_phases() const { return chunks.empty() ? 0 : chunks.front().phases.size(); }
+  // Whether what the phase sends counts as sent. Between hosts, what stays in a host's memory does not.
+  bool counts(const Phase& phase) const {
+    return !phase.team->shares_memory() || phase.team->size() == phase.team->group()->getSize();
+  }
 };
 
-// The plans of a bucket. Messages have the tag and, at most, the three that follow it.
-Plan one_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket);
-Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket);
-// at_once: between nodes by one_shot, else by two_shot.
-Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket);
-// Of one tensor of as many shards as there are ranks: this one's shards of all ranks, each times the factor, are added
-// up into the bucket's output.
-Plan reduce_scatter(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket, double factor);
-// Of what packing has divided by the number of ranks. Side values travel behind the gradients of a float32 wire that is
-// memory of its own, else in a collective of their own. in_place: in the gradient's own memory, if there is one of the
-// wire's dtype; nobody else may use it meanwhile.
-Plan all_reduce(const std::shared_ptr<Team>& team, const Bucket& bucket, bool in_place);
+// A plan of one level, for kOneShot, kTwoShot and kReduceScatter.
+Plan make_plan(const PlanKey& key, const std::shared_ptr<Team>& team);
+// A plan of kTwoLevel.
+Plan make_plan(const PlanKey& key, const Levels& levels);
 
-// Bytes of a region that no plan of the bucket needs more of, whatever the bucket travels as.
-int64_t most_bytes(const Bucket& bucket, int64_t num_parts);
-int64_t most_bytes(const Bucket& bucket, const Levels& levels, bool at_once);
+// The key with room for more side values, because their number changes from sync to sync.
+PlanKey with_room_for_side_values(PlanKey key);
 
 }  // namespace fastsync

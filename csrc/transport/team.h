@@ -11,11 +11,12 @@
 
 namespace fastsync {
 
-// Equal rows of a buffer, one for each member of a team.
+// Equal rows of a buffer, one for each member of a team, or one for each of the first so many.
 struct Rows {
-  int64_t offset;  // in bytes, of the first
-  int64_t length;  // of what is in a row
-  int64_t stride;  // from one to the next, at least the length
+  int64_t offset;     // in bytes, of the first
+  int64_t length;     // of what is in a row
+  int64_t stride;     // from one to the next, at least the length
+  int64_t count = 0;  // for those who go over all rows
 
   int64_t begin(int64_t row) const { return offset + row * stride; }
   at::Tensor of(const at::Tensor& buffer, int64_t row) const;
@@ -62,7 +63,7 @@ std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device devi
 
 // How many bytes are worth a transfer of their own, so that packing, travelling and unpacking of neighbours overlap.
 // Large enough that the number of messages costs nothing. NCCL cuts up by itself.
-constexpr int64_t kPieceBytes = 1 << 20;
+constexpr int64_t kChunkBytes = 1 << 20;
 
 class Team {
  public:

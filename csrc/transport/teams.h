@@ -34,8 +34,9 @@ class Teams {
 
   const std::shared_ptr<Team>& all() const { return all_; }
 
-  // Whether ranks may yet find out that they share memory: then hosts and make_room wait for all ranks, in one sync.
-  bool may_share() const { return may_share_ && !shared_; }
+  // False once ranks have found out that they cannot share memory. Until then hosts and make_room may wait for all
+  // ranks, in one sync.
+  bool may_share() const { return may_share_; }
   // The hosts as levels, of which node shares memory once there is room. None where ranks cannot share memory.
   const Levels& hosts();
   // Whether each host has memory for so many bytes of each rank; or else need not try to have it.

@@ -121,6 +121,69 @@ def shared_mappings() -> list[tuple[int, int]]:
     return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
 
+# ---- how much is claimed --------------------------------------------------------------------------------------------
+
+
+def claimed_bytes() -> int:
+    return sum(end - begin for begin, end in shared_mappings())
+
+
+BYTES_A_VALUE = {"int4": 68 / 128, "fp16": 2.0, "none": 4.0}
+
+
+@pytest.mark.parametrize(("world_size", "numel"), [(2, 2**20), (4, 2**20 + 5)])
+@on_ranks()
+def test_memory_is_claimed_for_the_wire_and_grows_when_a_wider_one_is_set(
+    rank: int, world_size: int, numel: int
+) -> None:
+    parameters, sync = engine_of([numel, 7], Compression("int4", reduce="fp32"))
+    widest = 0.0
+    wires: list[Wire] = ["int4", "fp16", "none", "int4", "none"]
+    for step, wire in enumerate(wires):
+        sync.compression = Compression(wire, reduce="fp32")
+        widest = max(widest, BYTES_A_VALUE[wire])
+        for _ in range(2):
+            set_grads(parameters, float(7 * rank * step))  # which is the largest value of every block, so int4 is exact
+            sync.synchronize()
+            assert_mean(parameters, 7 * step * (world_size - 1) / 2)
+            assert_shared(sync)
+            assert len(shared_mappings()) == 1
+            assert 0 <= claimed_bytes() / world_size - widest * numel <= 100_000
+    sync.detach()
+    del sync
+    gc.collect()
+    assert not shared_mappings()
+
+
+def _average_in_backward(model: nn.Module, rank: int, step: int) -> None:
+    model.zero_grad()
+    (model(torch.ones(1, 100)) * float(rank * step)).sum().backward()
+    assert_mean([parameter for name, parameter in model.named_parameters() if name.endswith("7.bias")], step / 2)
+
+
+@pytest.mark.parametrize("with_ddp", [False, True])
+@on_ranks(2)
+def test_memory_of_buckets_that_travel_in_backward_grows_as_well(rank: int, world_size: int, with_ddp: bool) -> None:
+    model: nn.Module = nn.Sequential(*(nn.Linear(100, 100) for _ in range(8)))
+    sync: fastsync.GradientSynchronizer | fastsync.CommHook
+    if with_ddp:
+        model = DistributedDataParallel(model, bucket_cap_mb=0.05)
+        sync = fastsync.register_comm_hook(model, Compression("fp16", reduce="fp32"))
+    else:
+        sync = fastsync.attach(model, Compression("fp16", reduce="fp32"), bucket_cap_mb=0.05)
+    for step in range(1, 5):
+        _average_in_backward(model, rank, step)
+    gc.collect()
+    narrow, num_buckets = claimed_bytes(), len(shared_mappings())
+    assert num_buckets >= 3
+    sync.compression = "none"
+    for step in range(1, 5):
+        _average_in_backward(model, rank, step)
+        assert_shared(sync)
+    assert claimed_bytes() > 1.2 * narrow
+    assert len(shared_mappings()) == num_buckets
+
+
 # ---- the system says no ---------------------------------------------------------------------------------------------
 
 
@@ -156,6 +219,23 @@ def test_where_a_rank_cannot_share_memory_all_send_messages(
         assert re.fullmatch(rf"process group \(no shared memory: rank {where}: {said}\)", transport)
         assert averages(before[1], before[0], rank) == "shared memory"
     assert transport in str(sync.explain())
+
+
+@on_ranks(2)
+def test_where_memory_cannot_grow_all_send_messages(rank: int, world_size: int) -> None:
+    parameters, sync = engine_of([100_000], "fp16")
+    assert averages(sync, parameters, rank) == "shared memory"
+    if rank == 1:
+        refuse(Call("fallocate"), errno.ENOSPC)
+    sync.compression = "none"
+    for _ in range(3):
+        transport = averages(sync, parameters, rank)
+        assert re.fullmatch(
+            r"process group \(no shared memory: rank 1: fallocate of \d+ bytes: No space left on device\)", transport
+        )
+        assert not shared_mappings()
+    sync.compression = "fp16"
+    assert averages(sync, parameters, rank) == transport
 
 
 MIB = 2**20

@@ -1,0 +1,66 @@
+// Runs a plan for one bucket: its sum over the ranks of a team. See Note [Plans].
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "sums/bucket_sum.h"
+#include "sums/plan.h"
+#include "transport/progress_thread.h"
+#include "transport/team.h"
+
+namespace fastsync {
+
+// What a bucket keeps from sum to sum.
+struct SumMemory {
+  std::shared_ptr<const Plan> plan = nullptr;  // null if the process group adds
+  std::optional<PlanKey> key = {};             // of the plan
+  at::Tensor bytes = {};                       // what travels lies in it; undefined before the first sum
+};
+
+class PlannedSum final : public BucketSum {
+ public:
+  // Runs the memory's plan.
+  PlannedSum(Bucket bucket, SumMemory& memory);
+
+  // Packs chunk after chunk, each on its way before the next one is packed.
+  void send() override;
+  bool may_be_sent_again() const override;
+  bool needs_driving() const override { return plan_->num_phases() > 1 && !has_driver_; }
+  void drive() override;
+  void finish(const std::function<void()>& on_reduced) override;
+  int64_t sent_bytes() const override;
+
+ private:
+  static constexpr int kFailed = std::numeric_limits<int>::max();
+
+  int index_of(const Chunk& chunk) const { return static_cast<int>(&chunk - plan_->chunks.data()); }
+  std::unique_ptr<Transfer>& transfer(const Chunk& chunk, size_t phase);
+  void expect(const Chunk& chunk, size_t phase);
+  void drive_all();
+  void set_driven(int num_chunks);
+  void wait_until_driven(const Chunk& chunk);
+  void reduce(const Chunk& chunk, const Phase& phase);
+  void receive(const std::function<void()>& on_reduced);
+  void put_side_values(const Phase& phase) const;
+  void sum_side_values(const Rows& rows);
+
+  const std::shared_ptr<const Plan> plan_;
+  std::shared_ptr<void> use_;                         // of the memory; null once this rank has read all
+  std::vector<std::unique_ptr<Transfer>> transfers_;  // by chunk and phase; null until they are expected
+
+  std::atomic<bool> has_driver_ = false;
+  std::atomic<int> num_driven_;  // how many chunks, from the first on, are in their last phase; kFailed after an error
+  std::exception_ptr error_;     // of the thread that drives
+  StreamMark driven_;
+};
+
+}  // namespace fastsync
