@@ -19,7 +19,8 @@ namespace fastsync {
 // of whichever came last.
 class HookState : public EngineState {
  public:
-  explicit HookState(c10::intrusive_ptr<c10d::ProcessGroup> group) : EngineState(std::move(group), "a DDP hook") {}
+  explicit HookState(c10::intrusive_ptr<c10d::ProcessGroup> group)
+      : EngineState(std::move(group), "a DDP hook", "with Join([ddp_model]):") {}
 
   // Averages the bucket's buffer in place; the future's value is the buffer. The first time that a bucket comes with a
   // table, the ranks check that they agree on both.

@@ -22,7 +22,7 @@ constexpr auto kBuffers = "";  // among named side values
 
 ParameterSync::ParameterSync(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                              c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
-    : EngineState(std::move(group), "the engine of parameter " + names.front()),
+    : EngineState(std::move(group), "the engine of parameter " + names.front(), "with sync.join():"),
       bucket_cap_bytes_(bucket_cap_bytes),
       sums_(sums),
       agreement_(std::make_shared<Agreement>(*group_, "the engine of parameter " + names.front())),
