@@ -206,9 +206,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("rows"), py::arg("description"));
 
   py::class_<fastsync::Liveness, std::shared_ptr<fastsync::Liveness>>(m, "Liveness")
-      .def(py::init(
-               [](const Group& group, const std::string& engine) { return fastsync::Liveness::of(*group, engine); }),
-           py::arg("process_group"), py::arg("engine"), no_gil)  // it connects to the store
+      .def(py::init<const Group&, const std::string&>(), py::arg("process_group"), py::arg("engine"),
+           no_gil)  // it connects to the store
       .def("silent_ranks", &fastsync::Liveness::silent_ranks, no_gil);
 
   py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")

@@ -118,7 +118,8 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   bool has_room() const { return memory_.plan != nullptr; }
 
   // Whether send waits for the other ranks: to make room in shared memory for another compression, or to agree on an
-  // fp16 scale. There is none to follow in the first step, and after a step that says nothing of how large gradients are.
+  // fp16 scale. There is none to follow in the first step, and after a step that says nothing of how large gradients
+  // are.
   bool waits_to_send(const Compression& compression) const {
     return planned_for_ != compression || needs_scale(compression);
   }

@@ -20,7 +20,8 @@ namespace fastsync {
 // those of the newest step of any.
 class HookState : public EngineState {
  public:
-  explicit HookState(c10::intrusive_ptr<c10d::ProcessGroup> group) : EngineState(std::move(group), "a DDP hook") {}
+  explicit HookState(c10::intrusive_ptr<c10d::ProcessGroup> group)
+      : EngineState(std::move(group), "a DDP hook", "with Join([ddp_model]):") {}
 
   // Averages the bucket's buffer in place; the future's value is the buffer. The ranks agree on each new bucket, and on
   // the compressions whenever they are others.

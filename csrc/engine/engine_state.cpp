@@ -8,8 +8,8 @@
 
 namespace fastsync {
 
-EngineState::EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name)
-    : group_(std::move(group)), liveness_(Liveness::of(*group_, std::move(name))), buckets_(group_, liveness_) {
+EngineState::EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, const std::string& join)
+    : group_(std::move(group)), liveness_(std::make_shared<Liveness>(group_, name, join)), buckets_(group_, liveness_) {
   Host::check_setting();
 }
 

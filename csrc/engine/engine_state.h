@@ -22,8 +22,8 @@ namespace fastsync {
 // Thread-safe through locked alone.
 class EngineState {
  public:
-  // The name is for other ranks' errors.
-  EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name);
+  // The name and what a training loop is put inside where ranks have different numbers of batches are for errors.
+  EngineState(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, const std::string& join = "");
   virtual ~EngineState() = default;
 
   // Ends the step of a backward that failed, where one is left.

@@ -2,9 +2,103 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace fastsync {
+namespace {
+
+using Activity = EngineStatus::Activity;
+
+// ---- what a rank does -----------------------------------------------------------------------------------------------
+
+std::string describe(const EngineStatus& engine) {
+  const std::string step = c10::str("step ", engine.step, " of ", engine.engine);
+  switch (engine.activity) {
+    case Activity::kUnused:
+      return "not yet in a sync of " + engine.engine;
+    case Activity::kAgreeing:
+      return c10::str("agreeing before ", step, ", because ", engine.why);
+    case Activity::kAveraging:
+      return "averaging in " + step;
+    case Activity::kResting:
+      return "in no sync, after " + step;
+    case Activity::kBackwardFailed:
+      return c10::str("past ", step, ", in which its backward failed");
+  }
+  return "";
+}
+
+std::string describe(const RankState& state) {
+  std::string engines;
+  for (const EngineStatus& engine : state.engines) {
+    engines += (engines.empty() ? "" : " and ") + describe(engine);
+  }
+  if (state.answers) {
+    return engines;
+  }
+  return c10::str("no answer, so it is stopped or gone, or has no engine of this group",
+                  state.age ? c10::str(", last heard of ", state.age->count(), " s ago: ", engines) : "");
+}
+
+std::string name_of(const RankState& state) {
+  return c10::str(state.rank, state.global_rank == state.rank ? "" : c10::str(" (global ", state.global_rank, ")"));
+}
+
+// ---- what the ranks do ----------------------------------------------------------------------------------------------
+
+// First come ranks that are missing, then those that are elsewhere, and last those that are where this rank is.
+std::string where_ranks_are(const std::vector<RankState>& states, int64_t own_rank) {
+  const std::string own = describe(states[own_rank]);
+  std::map<std::pair<int, std::string>, std::string> ranks_at;
+  for (const RankState& state : states) {
+    const std::string at = describe(state);
+    std::string& ranks = ranks_at[{!state.answers ? 0 : at != own ? 1 : 2, at}];
+    ranks += (ranks.empty() ? "rank " : ", ") + name_of(state);
+  }
+  std::string text;
+  for (const auto& [at, ranks] : ranks_at) {
+    text += c10::str(text.empty() ? ". Where the ranks are: " : "; ", ranks, ": ", at.second);
+  }
+  return text;
+}
+
+bool any_is(Activity activity, const std::vector<RankState>& states) {
+  return std::ranges::any_of(states, [&](const RankState& state) {
+    return std::ranges::any_of(state.engines, [&](const EngineStatus& engine) { return engine.activity == activity; });
+  });
+}
+
+// What may help, by what the ranks do.
+std::string advice_on(const std::vector<RankState>& states, const std::string& join) {
+  const bool one_did_it_alone = any_is(Activity::kAgreeing, states) && any_is(Activity::kAveraging, states);
+  const bool one_may_have_no_batches =
+      any_is(Activity::kResting, states) ||
+      std::ranges::any_of(states, [](const RankState& state) { return !state.answers; });
+  std::string advice;
+  if (one_did_it_alone) {
+    advice += ". Do what is said after 'because' on every rank, between the same steps, or on none";
+  }
+  if (one_may_have_no_batches && !join.empty()) {
+    advice += ". Where ranks have different numbers of batches, put the training loop inside `" + join + "`";
+  }
+  return advice;
+}
+
+std::string who_is_missing(Liveness& liveness) {
+  try {
+    const std::vector<RankState> states = liveness.fail();
+    return states.empty() ? "" : where_ranks_are(states, liveness.rank()) + advice_on(states, liveness.join());
+  } catch (const c10::Error& error) {
+    return c10::str(". Where the other ranks are is not known, for ", error.what_without_backtrace());
+  }
+}
+
+}  // namespace
 
 void guard(const std::string& beginning, Liveness& liveness, const std::function<void()>& call) {
   std::string why;
@@ -17,18 +111,7 @@ void guard(const std::string& beginning, Liveness& liveness, const std::function
   } catch (const std::exception& error) {
     why = error.what();
   }
-  const std::string told = liveness.who_is_missing();
-  const auto says = [&](const char* text) { return told.find(text) != std::string::npos; };
-  const char* const join = says("of the engine of parameter") ? "with sync.join():"
-                           : says("of a DDP hook")            ? "with Join([ddp_model]):"
-                                                              : nullptr;
-  const bool may_have_no_batches = join != nullptr && (says(": in no sync") || says(": no answer"));
-  const bool did_it_alone = says("agreeing before") && says("averaging in");
-  TORCH_CHECK(false, beginning, why, told,
-              did_it_alone ? ". Do what is said after 'because' on every rank, between the same steps, or on none" : "",
-              may_have_no_batches ? c10::str(". Where ranks have different numbers of batches, put the training loop ",
-                                             "inside `", join, "`")
-                                  : "");
+  TORCH_CHECK(false, beginning, why, who_is_missing(liveness));
 }
 
 }  // namespace fastsync

@@ -1,4 +1,4 @@
-// Errors of waits that fail: what was being done, why it failed, and who is missing.
+// The error of a wait for other ranks that has failed: what was done, why it failed, and which ranks are missing.
 #pragma once
 
 #include <functional>
@@ -8,8 +8,8 @@
 
 namespace fastsync {
 
-// Calls. What is thrown, but for a c10::ValueError, is the world's doing: it becomes a c10::Error with the beginning,
-// why, where the ranks are, and what helps where some have no more batches.
+// Calls. What it throws becomes a c10::Error, whose message is the beginning, why the call failed, where the ranks are
+// and what may help. A c10::ValueError stays what it is, because it is the user's mistake and not a failed wait.
 void guard(const std::string& beginning, Liveness& liveness, const std::function<void()>& call);
 
 }  // namespace fastsync

@@ -54,7 +54,7 @@ constexpr auto kInChild = "call detach() in the child";
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                            c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
-    : EngineState(group, "the engine of parameter " + names.front()),
+    : EngineState(group, "the engine of parameter " + names.front(), "with sync.join():"),
       sync_(*this, parameters, std::move(names), bucket_cap_bytes, sums),
       is_on_cpu_(parameters.front().is_cpu()),
       sequence_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kSequenceOfAllGroups),

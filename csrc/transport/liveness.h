@@ -1,87 +1,59 @@
-// Who is missing where a wait for other ranks fails. Each engine notes its state. A thread of the process writes that
-// once a second, as a heartbeat, under the rank's key in the group's store. Whoever fails reads the keys of all ranks.
+// Where an engine is, as other ranks are told when a wait for this rank fails. See Note [Heartbeats].
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
+
+#include "transport/heartbeats.h"
+#include "transport/rank_state.h"
 
 namespace fastsync {
 
-// The state of one engine. Thread-safe; touches no Python object.
-class Liveness : public std::enable_shared_from_this<Liveness> {
+// One engine notes here where it is, and asks where the ranks are. Thread-safe; touches no Python object.
+class Liveness {
  public:
-  // The engine is named in what other ranks are told.
-  static std::shared_ptr<Liveness> of(c10d::ProcessGroup& group, const std::string& engine);
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // Waits for the ranks to agree before a step, and why. What they agree on has a number that all of them know, below 0
-  // where it is new.
+  // Errors name the engine so. `join` is what a training loop is put inside where ranks have different numbers of
+  // batches, or empty if the engine knows no such thing.
+  Liveness(const Group& group, const std::string& engine, std::string join = "");
+
+  int64_t rank() const { return rank_; }
+  const std::string& join() const { return join_; }
+
+  // The engine waits until the ranks agree, before a step, and why they have to. The number is that of the agreement
+  // which the new one replaces, below 0 if there is none.
   void agree(int64_t step, const std::string& why, int64_t number);
-  // The ranks that never come to that, for they have gone past it. Some seconds late, and empty until then. Never
-  // waits.
-  std::vector<int64_t> ranks_past_agreement();
-  // This rank agrees no more on what has the number, before a step. This and the next two are for every step.
+  // The ranks that do not come to it, because they go on with the agreement before. Some seconds late. Never waits.
+  std::vector<int64_t> ranks_past_agreement() const;
+  // In this step the engine does not agree anew on what the number stands for.
   void pass_agreement(int64_t step, int64_t number);
-  // Averages gradients.
-  void average(int64_t step) { note("averaging in ", step, ""); }
-  // Waits for nobody any more, unless the wait failed: then it stays where it failed.
+  // The engine averages gradients.
+  void average(int64_t step);
+  // The engine waits for nobody any more. If a wait has failed, the engine stays where it was then.
   void rest();
-  // Its backward failed, and it waits for nobody.
+  // The engine's backward has failed, and it waits for nobody.
   void give_up();
 
-  // To be appended to the error of a wait that failed: which ranks do not answer, and where the others are. Takes a few
-  // seconds at most. Empty where there is no store to ask through.
-  std::string who_is_missing();
+  // A wait for other ranks has failed: where are they? Takes a few seconds. Empty if there is no store to ask through.
+  // Throws c10::Error if the store does not answer.
+  std::vector<RankState> fail();
 
-  // The ranks that send no heartbeat: stopped, gone, cut off, or without an engine of this group. Takes as long. None
-  // where there is no store to ask through. Throws c10::Error where it does not answer.
-  std::vector<int64_t> silent_ranks();
+  // The ranks that send no heartbeat: stopped, gone, cut off, or without an engine of this group. Else as fail.
+  std::vector<int64_t> silent_ranks() const;
 
  private:
-  friend struct Heartbeat;
-  enum class State { kResting, kWaiting, kFailed };
+  void move_to(EngineStatus::Activity activity, int64_t step, const std::string& why = "", int64_t agreement = -1);
 
-  Liveness(const c10d::ProcessGroup& group, const std::string& engine);
-  bool can_ask() const;
-  c10::intrusive_ptr<c10d::Store> store() const { return client_ ? client_ : store_.lock(); }
-  void note(const char* what, int64_t step, const std::string& why);
-  std::string of_step() const { return "step " + std::to_string(step_) + of_engine_; }
-  void write(const std::string& waiting, const std::string& passed);
-  void look_who_is_past();
-  using Heartbeats = std::vector<std::string>;
-  // Before and after a while in which there has to be a new one of each rank that lives.
-  std::pair<Heartbeats, Heartbeats> ask() const;
-  std::string where_ranks_are(const Heartbeats& before, const Heartbeats& after) const;
-  // What comes out of the call with these; nothing where the store does not answer in time.
-  template <class Result>
-  std::optional<Result> answer(Result (*call)(const Liveness&, const Heartbeats&, const Heartbeats&));
-
-  const std::string of_engine_;
   const int64_t rank_;
-  const int64_t size_;
-  std::vector<uint64_t> global_ranks_;                // empty where they are not known
-  const c10::weak_intrusive_ptr<c10d::Store> store_;  // the group's, which may have a server that has to end with it
-  c10::intrusive_ptr<c10d::Store> client_;            // of that server; null where there is none
-  int64_t answered_ = -1;                             // the newest question, for the thread
-  std::mutex mutex_;                                  // guards what follows, down to the next one
-  std::string text_;
-  int64_t step_ = -1;
-  State state_ = State::kResting;
-  int64_t agreeing_on_ = -1;  // the number; below 0 where ranks that never come could not be told
-  std::chrono::steady_clock::time_point look_at_;
-  std::vector<int64_t> ranks_past_;
-  int64_t passed_step_ = -1;
-  std::vector<int64_t> passed_;  // the numbers, of that step
-  std::mutex asking_;            // held by who asks; guards the next two
-  std::string told_;
-  std::chrono::steady_clock::time_point told_at_;
+  const std::string join_;
+  const std::shared_ptr<Heartbeats> heartbeats_;  // the group's; null if there are none
+  const std::shared_ptr<SharedStatus> shared_;
+  bool has_failed_ = false;  // guarded by the status's mutex
 };
 
 }  // namespace fastsync

@@ -382,6 +382,25 @@ def test_a_rank_that_waits_in_the_store_is_not_called_gone() -> None:
     assert _positions(said) == {1: "in no sync, after step 1 of the engine of parameter 0.weight", 0: AVERAGING}
 
 
+def _are_in_two_groups(rank: int, world_size: int, port: int) -> str:
+    _open_group_over_tcp(rank, world_size, port)
+    models = [nn.ModuleDict({name: nn.Linear(30, 20)}) for name in ("first", 'a "second"')]
+    for model in models:
+        fastsync.attach(model, process_group=dist.new_group(timeout=TIMEOUT))
+    error = error_of(lambda: next(iter(models[rank].values()))(torch.ones(2, 30)).sum().backward())
+    live_until_all_have_raised(dist.distributed_c10d._get_default_group())
+    return error.partition(". Where the ")[2]
+
+
+def test_a_rank_that_waits_in_another_group_is_said_to() -> None:
+    """By the heartbeats of the group that it does not come to."""
+    for said in run_ranks(_are_in_two_groups, 2, free_port()):
+        positions = _positions(said)
+        for rank, name in enumerate(("first", 'a "second"')):
+            where = f"agreeing before step 0 of the engine of parameter {name}.weight, because "
+            assert positions[rank].startswith(where)
+
+
 def test_a_store_that_does_not_answer_is_said() -> None:
     _, said = run_ranks(_is_stopped_over_tcp, 2, free_port(), 0)
     assert said == (

@@ -1,0 +1,285 @@
+#include "transport/heartbeats.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <exception>
+#include <iterator>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+#include "transport/per_group.h"
+
+namespace fastsync {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kPeriod(1000);     // between two heartbeats
+constexpr milliseconds kListenFor(2500);  // to know whether there are any
+constexpr milliseconds kLimit(4000);      // for an answer of the store, which may hang
+constexpr milliseconds kAtExit(200);      // for the thread's call of a store
+constexpr milliseconds kLookEvery(5000);  // longer than a rank that agrees may be held up
+
+const char* const kKey = "fastsync/alive";  // followed by the rank; by itself it counts questions
+const char* const kThreadName = "fastsync alive";
+
+int64_t milliseconds_since_1970() {
+  return std::chrono::duration_cast<milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+std::vector<std::string> keys_of_ranks(int64_t size) {
+  std::vector<std::string> keys;
+  for (int64_t rank = 0; rank < size; ++rank) {
+    keys.push_back(c10::str(kKey, "/", rank));
+  }
+  return keys;
+}
+
+// By the group's backend. One around another backend may not tell: then the ranks of the group.
+std::vector<int64_t> global_ranks_of(c10d::ProcessGroup& group) {
+  std::vector<uint64_t> told;
+  try {
+    told = group.getDefaultBackend()->getBackendOptions()->global_ranks_in_group;
+  } catch (const std::exception&) {
+  }
+  std::vector<int64_t> ranks(told.begin(), told.end());
+  for (auto rank = static_cast<int64_t>(ranks.size()); rank < group.getSize(); ++rank) {
+    ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+// The engines that are in a step, or else the newest one.
+std::vector<EngineStatus> where_it_is(std::vector<EngineStatus> engines) {
+  std::vector<EngineStatus> in_step;
+  std::ranges::copy_if(engines, std::back_inserter(in_step), &EngineStatus::is_in_step);
+  return in_step.empty() && !engines.empty() ? std::vector{std::move(engines.back())} : in_step;
+}
+
+// The heartbeats of this process's groups, and the thread that sends them. Never destroyed, because the thread may hang
+// in a call of a store.
+struct Sender {
+  static Sender* of_this_process();  // null in a forked child
+  void beat_all();
+
+  const pid_t process_id = getpid();
+  std::mutex mutex;  // guards the groups; not held while a store is used
+  PerGroup<std::weak_ptr<Heartbeats>> groups;
+  std::timed_mutex using_stores;  // held by the thread
+};
+
+Sender* Sender::of_this_process() {
+  static Sender* const only = [] {
+    auto* const made = new Sender;
+    std::thread([made] {
+      pthread_setname_np(pthread_self(), kThreadName);
+      for (;; std::this_thread::sleep_for(kPeriod)) {
+        made->beat_all();
+      }
+    }).detach();
+    // From then on the thread uses no store, for what stores are made of is torn down next.
+    std::atexit([] {
+      if (Sender* const own = of_this_process()) {
+        std::ignore = own->using_stores.try_lock_for(kAtExit);
+      }
+    });
+    return made;
+  }();
+  return only->process_id == getpid() ? only : nullptr;
+}
+
+void Sender::beat_all() {
+  std::vector<std::shared_ptr<Heartbeats>> living;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    groups.for_each([&](const auto& group) { living.push_back(group.lock()); });
+  }
+  std::erase(living, nullptr);
+  std::vector<std::vector<EngineStatus>> in_step;
+  for (const auto& group : living) {
+    in_step.push_back(group->own_statuses());
+    std::erase_if(in_step.back(), [](const EngineStatus& engine) { return !engine.is_in_step(); });
+  }
+  for (size_t index = 0; index < living.size(); ++index) {
+    std::vector<EngineStatus> others;
+    for (size_t other = 0; other < living.size(); ++other) {
+      if (other != index) {
+        others.insert(others.end(), in_step[other].begin(), in_step[other].end());
+      }
+    }
+    const std::lock_guard<std::timed_mutex> lock(using_stores);
+    try {
+      living[index]->beat(std::move(others));
+    } catch (const std::exception&) {  // the store is gone, which whoever asks is told
+    }
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Heartbeats> Heartbeats::of(const Group& group) {
+  Sender* const sender =
+      group->getSize() > 1 && StoreConnection::can_use(group->getStore()) ? Sender::of_this_process() : nullptr;
+  if (sender == nullptr) {
+    return nullptr;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(sender->mutex);
+    if (auto found = sender->groups[group].lock()) {
+      return found;
+    }
+  }
+  auto made = std::make_shared<Heartbeats>(group);  // without the lock, because it connects to the store
+  const std::lock_guard<std::mutex> lock(sender->mutex);
+  std::weak_ptr<Heartbeats>& known = sender->groups[group];
+  if (auto found = known.lock()) {  // another thread was faster
+    return found;
+  }
+  known = made;
+  return made;
+}
+
+Heartbeats::Heartbeats(const Group& group)
+    : process_id_(getpid()),
+      rank_(group->getRank()),
+      keys_(keys_of_ranks(group->getSize())),
+      global_ranks_(global_ranks_of(*group)),
+      connection_(group->getStore()) {}
+
+void Heartbeats::tell(const std::shared_ptr<SharedStatus>& status) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  statuses_.push_back(status);
+}
+
+// ---- what the thread does -------------------------------------------------------------------------------------------
+
+std::vector<EngineStatus> Heartbeats::own_statuses() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(statuses_, [](const auto& status) { return status.expired(); });
+  std::vector<EngineStatus> statuses;
+  for (const auto& each : statuses_) {
+    if (const auto shared = each.lock()) {
+      const std::lock_guard<std::mutex> status_lock(shared->mutex);
+      statuses.push_back(shared->status);
+    }
+  }
+  return statuses;
+}
+
+// A call of TCPStore::set waits for no answer, so a store that hangs does not hold up the heartbeats of other groups.
+void Heartbeats::beat(std::vector<EngineStatus> others) {
+  std::vector<EngineStatus> own = own_statuses();
+  if (own.empty()) {
+    return;
+  }
+  others.insert(others.end(), std::make_move_iterator(own.begin()), std::make_move_iterator(own.end()));
+  const auto store = connection_.store();
+  bool is_wanted = true;
+  if (connection_.is_file()) {
+    const int64_t questions = store->check({kKey}) ? std::stoll(store->get_to_str(kKey)) : 0;
+    is_wanted = std::exchange(answered_, questions) != questions;
+  }
+  if (is_wanted) {
+    store->set(keys_[rank_], to_text({milliseconds_since_1970(), std::move(others)}));
+  }
+  if (is_time_to_look()) {
+    look_who_is_past();
+  }
+}
+
+bool Heartbeats::is_time_to_look() {
+  const auto now = Clock::now();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return now - looked_at_ >= kLookEvery && std::ranges::any_of(statuses_, [&](const auto& each) {
+           const auto shared = each.lock();
+           if (!shared) {
+             return false;
+           }
+           const std::lock_guard<std::mutex> status_lock(shared->mutex);
+           return shared->status.activity == EngineStatus::Activity::kAgreeing && shared->agreement >= 0 &&
+                  now - shared->agreeing_since >= kLookEvery;
+         });
+}
+
+// A heartbeat that is not the newest does no harm: an agreement that a rank has passed it does not come back to.
+void Heartbeats::look_who_is_past() {
+  if (connection_.is_file()) {
+    connection_.store()->add(kKey, 1);
+  }
+  std::vector<Heartbeat> seen;
+  for (const std::string& text : read()) {
+    seen.push_back(heartbeat_from(text));
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  looked_at_ = Clock::now();
+  seen_ = std::move(seen);
+}
+
+std::vector<int64_t> Heartbeats::ranks_past(int64_t agreement, int64_t step) {
+  std::vector<int64_t> ranks;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t rank = 0; agreement >= 0 && rank < seen_.size(); ++rank) {
+    const auto is_past = [&](const EngineStatus& engine) { return engine.has_passed(agreement, step); };
+    if (static_cast<int64_t>(rank) != rank_ && std::ranges::any_of(seen_[rank].engines, is_past)) {
+      ranks.push_back(static_cast<int64_t>(rank));
+    }
+  }
+  return ranks;
+}
+
+// ---- who asks -------------------------------------------------------------------------------------------------------
+
+std::vector<std::string> Heartbeats::read() const { return connection_.get(keys_); }
+
+std::vector<RankState> Heartbeats::listen() const {
+  connection_.store()->add(kKey, 1);
+  const std::vector<std::string> before = read();
+  std::this_thread::sleep_for(kListenFor);
+  const std::vector<std::string> after = read();
+  std::vector<RankState> states;
+  for (size_t rank = 0; rank < after.size(); ++rank) {
+    RankState& state = states.emplace_back();
+    state.rank = static_cast<int64_t>(rank);
+    state.global_rank = global_ranks_[rank];
+    state.answers = before[rank] != after[rank];
+    if (after[rank].empty() || (connection_.is_file() && !state.answers)) {
+      continue;  // in a FileStore an old heartbeat tells only when somebody last asked
+    }
+    Heartbeat newest = heartbeat_from(after[rank]);
+    state.age = std::chrono::seconds(std::max<int64_t>(0, milliseconds_since_1970() - newest.sent_at) / 1000);
+    state.engines = where_it_is(std::move(newest.engines));
+  }
+  return states;
+}
+
+// On a thread of its own, because the store may hang.
+std::vector<RankState> Heartbeats::ask(Clock::duration most_age) {
+  if (getpid() != process_id_) {
+    return {};
+  }
+  const std::lock_guard<std::mutex> lock(asking_);
+  try {
+    if (!answer_.valid() || Clock::now() - asked_at_ > most_age) {
+      std::packaged_task<std::vector<RankState>()> task([self = shared_from_this()] {
+        pthread_setname_np(pthread_self(), kThreadName);
+        return self->listen();
+      });
+      answer_ = task.get_future();
+      std::thread(std::move(task)).detach();
+      answer_.wait_for(kLimit);
+      asked_at_ = Clock::now();
+    }
+    if (answer_.wait_for(milliseconds(0)) == std::future_status::ready) {
+      return answer_.get();
+    }
+  } catch (const std::exception&) {  // the store's
+  }
+  TORCH_CHECK(false, "the store of their group does not answer",
+              connection_.is_file() ? "" : ": the process that holds it, the launcher or rank 0's, is stopped or gone");
+}
+
+}  // namespace fastsync

@@ -1,0 +1,56 @@
+// What a rank tells the other ranks of its engines, and what they know of it.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace fastsync {
+
+struct EngineStatus {
+  enum class Activity {
+    kUnused,          // it has not begun a step yet
+    kAgreeing,        // it waits until the ranks agree on something, before the step
+    kAveraging,       // it averages gradients in the step
+    kResting,         // it waits for nobody, after the step
+    kBackwardFailed,  // it waits for nobody, because its backward has failed in the step
+  };
+
+  // Whether this is where the rank is, whatever its other engines rest from.
+  bool is_in_step() const { return activity != Activity::kUnused && activity != Activity::kResting; }
+  // Whether it averages without the agreement that has this number, in this step or in a later one.
+  bool has_passed(int64_t agreement, int64_t in_step) const;
+
+  std::string engine;  // as errors name it
+  Activity activity = Activity::kUnused;
+  int64_t step = -1;
+  std::string why;              // the ranks have to agree, while they do
+  int64_t passed_step = -1;     // the newest step in which the engine has passed agreements
+  std::vector<int64_t> passed;  // the numbers of the agreements that it has passed in that step
+};
+
+// One rank of a group, as another rank sees it.
+struct RankState {
+  int64_t rank = 0;
+  int64_t global_rank = 0;  // the same as rank where it is not known
+  bool answers = false;     // it has sent a heartbeat while this rank listened
+  // The age of its newest heartbeat, if that tells how long the rank is silent.
+  std::optional<std::chrono::seconds> age;
+  // Where the rank is: its engines that are in a step, or else the newest engine of the group.
+  std::vector<EngineStatus> engines;
+};
+
+struct Heartbeat {
+  int64_t sent_at = 0;  // in milliseconds since 1970, by the sender's clock
+  // The engines of the group, from the oldest to the newest, after those of other groups that are in a step.
+  std::vector<EngineStatus> engines;
+};
+
+// How a heartbeat is written into the group's store.
+std::string to_text(const Heartbeat& heartbeat);
+// An empty heartbeat, if the text is none.
+Heartbeat heartbeat_from(const std::string& text);
+
+}  // namespace fastsync
