@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "engine/backward.h"
-#include "engine/gradient_hooks.h"
+#include "engine/gradient_hook.h"
 #include "engine/parameter_sync.h"
 
 namespace fastsync {
@@ -54,8 +54,8 @@ class Synchronizer : public ParameterSync, public std::enable_shared_from_this<S
 
   const bool is_on_cpu_;
   const void* const sequence_;
-  Backward backward_;  // that the sync under way belongs to
-  const std::shared_ptr<GradientHooks> hooks_ = std::make_shared<GradientHooks>();
+  Backward backward_;                                 // that the sync under way belongs to
+  std::vector<std::shared_ptr<GradientHook>> hooks_;  // one for each parameter, while attached
   bool overlaps_ = true;
   bool is_enabled_ = true;
 };
