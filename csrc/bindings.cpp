@@ -1,4 +1,5 @@
-// What Python can call: a table of contents. The operators themselves are torch.ops.fastsync.*, see ops.cpp.
+// What Python can call: a table of contents. What only tests and benchmarks call is in testing_bindings.cpp and
+// testing_ops.cpp.
 #include <c10/util/intrusive_ptr.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/Exceptions.h>
@@ -25,6 +26,10 @@
 #include "transport/agreement.h"
 #include "transport/host.h"
 #include "transport/waiting.h"
+
+namespace fastsync {
+void bind_for_tests(pybind11::module_& m);
+}
 
 namespace {
 
@@ -294,20 +299,5 @@ PYBIND11_MODULE(_C, m) {
       "kernels", [](const std::string& type) { return fastsync::kernels_on(device_type(type)); },
       py::arg("device_type"));
 
-  // For tests: how the passes are done, and others' passes. The capsules point to fastsync::Passes.
-  m.def("use_kernels", &fastsync::use_kernels, py::arg("name"));
-  m.def(
-      "passes",
-      [](const std::string& type) {
-        const fastsync::Passes* const fused = fastsync::fused_passes(device_type(type));
-        TORCH_CHECK_VALUE(fused != nullptr, "device_type: no passes were built for ", type);
-        return py::capsule(static_cast<const void*>(fused));
-      },
-      py::arg("device_type"));
-  m.def(
-      "register_passes",
-      [](const std::string& type, const py::capsule& passes) {
-        fastsync::register_passes(device_type(type), *passes.get_pointer<const fastsync::Passes>());
-      },
-      py::arg("device_type"), py::arg("passes"));
+  fastsync::bind_for_tests(m);
 }

@@ -16,9 +16,9 @@ using torch::autograd::variable_list;
 
 namespace {
 
-// Calls once, before the node it is put on runs.
-struct BeforeNode : torch::autograd::FunctionPreHook {
-  explicit BeforeNode(std::function<void()> call) : call(std::move(call)) {}
+// Makes one call before its node runs.
+struct CallBeforeNode : torch::autograd::FunctionPreHook {
+  explicit CallBeforeNode(std::function<void()> call) : call(std::move(call)) {}
   variable_list operator()(const variable_list& grads) override {
     if (const auto once = std::exchange(call, nullptr)) {
       once();
@@ -30,52 +30,53 @@ struct BeforeNode : torch::autograd::FunctionPreHook {
 
 void call_before(torch::autograd::Node& node, std::function<void()> call) {
   auto& hooks = node.pre_hooks();
-  // A node that outlives its graph must not collect them.
+  // An accumulator may outlive many graphs, and must not collect hooks that have made their call.
   std::erase_if(hooks, [](const auto& hook) {
-    const auto* mine = dynamic_cast<const BeforeNode*>(hook.get());
-    return mine != nullptr && !mine->call;
+    const auto* const ours = dynamic_cast<const CallBeforeNode*>(hook.get());
+    return ours != nullptr && !ours->call;
   });
-  hooks.push_back(std::make_unique<BeforeNode>(std::move(call)));
+  hooks.push_back(std::make_unique<CallBeforeNode>(std::move(call)));
 }
 
 }  // namespace
 
 int current_graph_task() { return torch::autograd::get_current_graph_task_id(); }
 
-// A graph task's, held by what is to be called at its end. One that fails lets go of those calls without making them,
-// when backward raises: before anything else this thread does. Inside another backward that one's end is waited for.
-struct Backward::Token {
-  explicit Token(void (*give_up)()) : give_up(give_up) {}
+// What the callbacks at the end of one graph task keep. All who have entered that task share it.
+struct Backward::GraphTask {
+  explicit GraphTask(void (*give_up)()) : give_up(give_up) {}
 
-  ~Token() {
+  // If the graph task has failed, this runs when its backward raises, before anything else that the thread does.
+  ~GraphTask() {
     try {
       if (!has_ended) {
         fail();
       }
-    } catch (const std::exception& error) {  // backward's own is on its way
+    } catch (const std::exception& error) {  // backward's own error is on its way
       std::cerr << "fastsync: what follows on a backward that failed went wrong: " << error.what() << "\n";
     }
   }
 
+  // An outer backward gives up instead, when it ends.
   void fail() const {
     if (const int outer = current_graph_task(); outer != kNoGraphTask) {
-      torch::autograd::Engine::get_default_engine().queue_callback([token = of(outer, give_up)] {});
+      torch::autograd::Engine::get_default_engine().queue_callback([task = of(outer, give_up)] {});
     } else {
       give_up();
     }
   }
 
-  static std::shared_ptr<Token> of(int graph_task, void (*give_up)()) {
+  static std::shared_ptr<GraphTask> of(int id, void (*give_up)()) {
     static std::mutex mutex;
-    static auto& of_task = *new std::map<int, std::weak_ptr<Token>>();
+    static auto& by_id = *new std::map<int, std::weak_ptr<GraphTask>>();
     const std::lock_guard<std::mutex> lock(mutex);
-    std::erase_if(of_task, [](const auto& entry) { return entry.second.expired(); });
-    auto token = of_task[graph_task].lock();
-    if (!token) {
-      token = std::make_shared<Token>(give_up);
-      of_task[graph_task] = token;
+    std::erase_if(by_id, [](const auto& entry) { return entry.second.expired(); });
+    auto task = by_id[id].lock();
+    if (!task) {
+      task = std::make_shared<GraphTask>(give_up);
+      by_id[id] = task;
     }
-    return token;
+    return task;
   }
 
   void (*const give_up)();
@@ -83,43 +84,31 @@ struct Backward::Token {
 };
 
 void Backward::enter(const std::shared_ptr<Backward>& self) {
-  const int graph_task = current_graph_task();
-  if (auto token = self->new_token(graph_task)) {
-    // Strong, so that the last owner does not die inside one of its hooks.
-    torch::autograd::Engine::get_default_engine().queue_callback([self, graph_task, token = std::move(token)] {
-      token->has_ended = true;
-      if (self->ends_with(graph_task) && !outer_will_end(self)) {
-        self->end_(graph_task);
-      }
-    });
+  const int id = current_graph_task();
+  if (self->is_owned_by(id)) {
+    return;
   }
-}
-
-// Null where it belongs to that graph task already.
-std::shared_ptr<Backward::Token> Backward::new_token(int graph_task) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (graph_task == graph_task_ && !owner_.expired()) {
-    return nullptr;
-  }
-  graph_task_ = graph_task;
-  auto token = Token::of(graph_task, give_up_);
-  owner_ = token;
-  return token;
+  const auto task = GraphTask::of(id, self->give_up_);
+  self->set_owner(task, id);
+  // The callback keeps self, so that its last owner does not die inside one of its hooks.
+  torch::autograd::Engine::get_default_engine().queue_callback([self, id, task] {
+    task->has_ended = true;
+    if (self->ends_with(id) && !hand_to_outer(self)) {
+      self->end_(id);
+    }
+  });
 }
 
 std::shared_ptr<void> Backward::own() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  graph_task_ = kNoGraphTask;
-  auto token = std::make_shared<char>();
-  owner_ = token;
-  return token;
+  const auto caller = std::make_shared<char>();
+  set_owner(caller, kNoGraphTask);
+  return caller;
 }
 
-// At the end of a backward inside another one's node, more gradients may come from the outer one. It goes on with the
-// nodes after this: there its own end can be waited for.
-bool Backward::outer_will_end(const std::shared_ptr<Backward>& self) {
-  const auto outer = torch::autograd::get_current_node();
-  if (!outer) {
+// Called when a graph task that owns the sync has ended. False if it did not run inside a node of another one.
+bool Backward::hand_to_outer(const std::shared_ptr<Backward>& self) {
+  const auto node = torch::autograd::get_current_node();
+  if (!node) {
     return false;
   }
   const auto enter_outer = [weak = std::weak_ptr(self)] {
@@ -127,21 +116,20 @@ bool Backward::outer_will_end(const std::shared_ptr<Backward>& self) {
       enter(backward);
     }
   };
-  bool will_call = false;
-  for (const auto& edge : outer->next_edges()) {
+  bool has_next = false;
+  for (const auto& edge : node->next_edges()) {
     if (edge.function) {
       call_before(*edge.function, enter_outer);
-      will_call = true;
+      has_next = true;
     }
   }
-  if (will_call) {
-    // The outer node holds the token, for it lives as long as its graph; a next one may be an accumulator.
-    auto token = std::make_shared<char>();
-    const std::lock_guard<std::mutex> lock(self->mutex_);
-    self->owner_ = token;
-    call_before(*outer, [token = std::move(token)] {});
+  if (has_next) {
+    // A hook on the node keeps the owner, for as long as the node's graph lives. Next nodes may live longer.
+    const auto owner = std::make_shared<char>();
+    self->set_owner(owner, kNoGraphTask);
+    call_before(*node, [owner] {});
   }
-  return will_call;
+  return has_next;
 }
 
 bool Backward::is_interrupted() const {
@@ -149,9 +137,17 @@ bool Backward::is_interrupted() const {
   return is_under_way_() && owner_.expired();
 }
 
-bool Backward::ends_with(int graph_task) const {
+bool Backward::ends_with(int graph_task) const { return is_under_way_() && is_owned_by(graph_task); }
+
+bool Backward::is_owned_by(int graph_task) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return is_under_way_() && graph_task_ == graph_task;
+  return owner_graph_task_ == graph_task && !owner_.expired();
+}
+
+void Backward::set_owner(const std::shared_ptr<void>& owner, int graph_task) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  owner_ = owner;
+  owner_graph_task_ = graph_task;
 }
 
 }  // namespace fastsync

@@ -1,5 +1,4 @@
-// To which backward something belongs that was begun in it, and what becomes of it where that backward fails. Knows
-// nothing of what it is.
+// Which backward ends a sync, and what happens if that backward fails.
 #pragma once
 
 #include <functional>
@@ -14,39 +13,51 @@ constexpr int kNoGraphTask = -1;
 // The graph task that this thread is in; kNoGraphTask outside of any backward.
 int current_graph_task();
 
-// Of one that begins something in backwards. Any thread may ask.
+// Note [Who ends a sync]
+//   A sync that is under way has an owner, who will end it. There are three kinds:
+//     graph task   It runs a backward, and calls end when the backward has ended. Autograd destroys that callback
+//                  without calling it if the backward fails.
+//     node         It ran a backward inside a node of another one, as a reentrant checkpoint does. When the inner one
+//                  ends, more gradients may come from the outer one. So the node owns the sync until the nodes after
+//                  it run, which make the outer graph task the owner.
+//     caller       It ends the sync itself, outside of any backward.
+//   An owner that goes away without ending the sync leaves it interrupted. A sync may then be given another owner.
+//
+//   If a backward fails, give_up is called: once for all who have entered it, when it has no outer backward any more.
+
+// The owner of one engine's sync, see Note [Who ends a sync]. Any thread may ask.
 class Backward {
  public:
-  // is_under_way: whether something has begun that has not ended; from any thread. end: the graph task has ended, and
-  // with it what belongs to it. give_up: a backward has failed; called once, whoever has entered it.
+  // is_under_way tells whether a sync has begun and not ended, from any thread. end gets the graph task that has ended.
   Backward(std::function<bool()> is_under_way, void (*end)(int), void (*give_up)())
       : is_under_way_(std::move(is_under_way)), end_(end), give_up_(give_up) {}
 
-  // Inside a backward, before something begins or goes on: from now on it belongs to this graph task, or, where that
-  // runs inside another one's node, as a reentrant checkpoint's does, to what comes after it there.
+  // Makes the current graph task the owner. Called before a sync begins, and before it goes on.
   static void enter(const std::shared_ptr<Backward>& self);
-  // Outside of any: it belongs to whoever holds the result.
+  // Makes the caller the owner for as long as it keeps the result.
   std::shared_ptr<void> own();
 
-  // Something is under way that nobody will end.
+  // True if a sync is under way that nobody will end.
   bool is_interrupted() const;
+  // True if a sync is under way that this graph task owns.
   bool ends_with(int graph_task) const;
 
  private:
-  struct Token;
+  struct GraphTask;
 
-  static bool outer_will_end(const std::shared_ptr<Backward>& self);
-  std::shared_ptr<Token> new_token(int graph_task);
+  static bool hand_to_outer(const std::shared_ptr<Backward>& self);
+  bool is_owned_by(int graph_task) const;
+  void set_owner(const std::shared_ptr<void>& owner, int graph_task);
 
   const std::function<bool()> is_under_way_;
   void (*const end_)(int);
   void (*const give_up_)();
 
-  // Other threads ask whose backward is under way. If they had to wait until this one's ranks have met, ranks on which
-  // threads come in different orders would wait for each other: so this is never held while anything waits.
+  // Never held while anything waits. Threads of several engines ask each other for the owner. If one of them waited for
+  // other ranks meanwhile, ranks whose threads come in different orders would wait for each other.
   mutable std::mutex mutex_;
-  std::weak_ptr<void> owner_;  // expires when the backward under way does, ended or not: whoever will end it holds it
-  int graph_task_ = kNoGraphTask;  // the newest that will call end
+  std::weak_ptr<void> owner_;            // expires when the owner goes away
+  int owner_graph_task_ = kNoGraphTask;  // kNoGraphTask for a node or a caller
 };
 
 }  // namespace fastsync

@@ -71,20 +71,23 @@ void Synchronizer::attach(const std::vector<at::Tensor>& parameters, bool overla
   if (!overlap && !sync_.sums()) {
     return;  // hooks would have nothing to tell
   }
-  GradientHooks::Options options{.before = nullptr, .must_run = overlap};
-  if (sync_.sums()) {
-    options.before = [weak = weak_from_this()](size_t index) {
+  for (size_t index = 0; index < parameters.size(); ++index) {
+    GradientHook::Calls calls;
+    if (sync_.sums()) {
+      calls.before = [weak = weak_from_this(), index] {
+        if (const auto self = weak.lock()) {
+          self->before_gradient(index);
+        }
+      };
+    }
+    calls.after = [weak = weak_from_this(), index](bool is_gone) {
       if (const auto self = weak.lock()) {
-        self->before_gradient(index);
+        self->on_gradient(index, is_gone);
       }
     };
+    calls.must_run = overlap;
+    hooks_.push_back(GradientHook::put_on(parameters[index], std::move(calls)));
   }
-  const auto after = [weak = weak_from_this()](size_t index, bool is_gone) {
-    if (const auto self = weak.lock()) {
-      self->on_gradient(index, is_gone);
-    }
-  };
-  hooks_->put_on(parameters, after, std::move(options));
   if (!overlap) {
     return;
   }
@@ -97,7 +100,7 @@ void Synchronizer::take_hooks_off() {
     const std::lock_guard<std::mutex> lock(attached().mutex);
     std::erase_if(attached().engines, [&](const auto& entry) { return entry.engine == this; });
   }
-  hooks_->take_off();
+  hooks_.clear();
 }
 
 void Synchronizer::detach() {

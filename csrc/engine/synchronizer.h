@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "engine/backward.h"
-#include "engine/gradient_hooks.h"
+#include "engine/gradient_hook.h"
 #include "engine/parameter_sync.h"
 
 namespace fastsync {
@@ -61,8 +61,8 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   ParameterSync sync_;
   const bool is_on_cpu_;
   const void* const sequence_;
-  Backward backward_;  // that the step under way belongs to
-  const std::shared_ptr<GradientHooks> hooks_ = std::make_shared<GradientHooks>();
+  Backward backward_;                                 // that the step under way belongs to
+  std::vector<std::shared_ptr<GradientHook>> hooks_;  // one for each parameter, while attached
   bool overlaps_ = false;  // hooks are on, and send gradients while backward goes on
   bool is_enabled_ = true;
 };

@@ -1,5 +1,5 @@
-// passes/ops.cpp once more: as torch.ops.fastsync_emulated, for tensors on a CPU, where the passes of passes/cuda run.
-// Compiled with -Dfastsync=fastsync_emulated, like all that belongs to it.
+// csrc/testing_ops.cpp once more: as torch.ops.fastsync_emulated, for tensors on a CPU, where the passes of passes/cuda
+// run. Compiled with -Dfastsync=fastsync_emulated, like all that belongs to it.
 #include <torch/library.h>
 #undef TORCH_LIBRARY
 #define TORCH_LIBRARY TORCH_LIBRARY_FRAGMENT  // which takes a name that is a macro
@@ -9,7 +9,7 @@
 #include "cuda_runtime.h"
 #include "passes/aten/passes.h"
 #include "passes/cuda/chunk_table.h"
-#include "passes/ops.cpp"
+#include "testing_ops.cpp"
 
 namespace fastsync::cpu {
 namespace {

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
@@ -30,6 +31,7 @@ from tests.engine.attached import (
 from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of
 from tests.ranks import on_ranks
 
+HANG_SECONDS = 10.0  # what is waited for takes milliseconds
 CHILD_SECONDS = 60.0  # how long a forked child may take
 FORKED = "this process was forked from the one that attached the engine"
 
@@ -126,6 +128,40 @@ def test_one_engine_is_ahead_of_another(rank: int, world_size: int, overlap: boo
         other = pool.submit(train, rank, range(1, 4))
         one.result()
         other.result()
+
+
+@on_ranks(1)
+def test_a_hook_is_registered_while_an_accumulator_is_destroyed(rank: int, world_size: int) -> None:
+    """Objects of Python go with the accumulator, and the thread that destroys it waits for the GIL."""
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    sync = fastsync.attach(parameters)
+    is_destroying, has_registered = threading.Event(), threading.Event()
+
+    class Owned:
+        def __call__(self, *grads: object) -> None:
+            pass
+
+        def __del__(self) -> None:
+            is_destroying.set()
+            has_registered.wait(HANG_SECONDS)  # lets go of the GIL
+
+    def register() -> None:
+        is_destroying.wait()
+        parameters[0]._backward_hooks = None  # destroys hooks of C++, as the first of Python does
+        parameters[1].register_hook(lambda grad: grad)
+        has_registered.set()
+
+    parameters[0].register_hook(lambda grad: grad)  # from here on the engine keeps the accumulator
+    accumulator = parameters[0].view_as(parameters[0]).grad_fn.next_functions[0][0]
+    accumulator.register_hook(Owned())
+    del accumulator
+    parameters[0].data = parameters[0].data.double()  # the next gradient comes from another one
+    with _threads(1) as pool:
+        registered = pool.submit(register)
+        sum(parameter.sum() for parameter in parameters).backward()
+        registered.result()
+    sum(parameter.sum() for parameter in parameters).backward()
+    assert sync.stats().num_steps == 2
 
 
 # ---- forks ----------------------------------------------------------------------------------------------------------

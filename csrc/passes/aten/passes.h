@@ -1,5 +1,6 @@
-// The passes on PyTorch's own operators alone, for every device that can copy and multiply: more launches and more
-// memory than kernels of one's own take, and the same bits. See pack_unpack.h for what each does.
+// The passes by PyTorch's own operators, for devices without kernels of ours. They take more launches and more memory
+// than kernels do, and give the same bits: what wire_format.h says of one value they do to whole tensors. pack_unpack.h
+// says what each pass does.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,17 +10,17 @@
 
 namespace fastsync::aten {
 
-// The arguments' pointers are to memory of the device. On its current stream; the host waits for nothing.
+// The pointers are to memory of the device. The passes run on its current stream, and the host does not wait for them.
 void pack(const PackArgs& args, c10::Device device);
 void unpack(const UnpackArgs& args, c10::Device device);
 void reduce(const ReduceArgs& args, c10::Device device);
 
-// The statistics of gradients of one dtype, as unpack takes them. Rare, so devices have no kernel of it.
+// Writes the statistics of gradients of one dtype, as unpack does. It runs on every device, for it is rare.
 void measure(at::TensorList grads, const at::Tensor& stats);
 
-// As scale_exponent_for, of each element. Int32.
+// wire_format.h's scale_exponent_for of each element, as int32.
 at::Tensor scale_exponent_for(const at::Tensor& largest);
-// Float32 powers of two, of exponents of normal floats.
+// Two to the power of each exponent, as normal float32 values.
 at::Tensor power_of_two(const at::Tensor& exponent);
 
 }  // namespace fastsync::aten

@@ -1,5 +1,5 @@
-// torch.ops.fastsync.{pack,unpack,reduce}: the passes on tensors, for tests and benchmarks alone. Shapes are the
-// caller's to get right.
+// torch.ops.fastsync.{pack,unpack,reduce}: the passes on tensors. Only tests and benchmarks call them, so shapes are
+// not checked. tests/reference.py says what they do.
 #include <torch/library.h>
 
 #include <limits>

@@ -1,0 +1,80 @@
+// Autograd's hooks on one parameter: calls before and after its gradient is accumulated.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+namespace fastsync {
+
+// Note [Hooks on a parameter]
+//   A node of the graph, the accumulator, adds a parameter's gradient to .grad. Hooks on the parameter run before it,
+//   hooks on the accumulator run after it. Graphs own the accumulator. A parameter gets a new one with the next
+//   forward, and also when it is moved or cast. Nobody else may keep it alive: it remembers the stream that was current
+//   when it was made, and would add all later gradients there.
+//
+//   So the pre-hook is on the parameter, and puts a post-hook on each accumulator that is about to run.
+//
+//   PyTorch destroys the pre-hook when the first Python hook is registered on the parameter. Inside the pre-hook's
+//   destructor no other one can be put on. Until the next gradient has come, two other hooks do its work. One is a
+//   post-hook on the accumulator that the parameter has then, which is kept alive until it has run. The other is the
+//   parameter's post-accumulate hook, unless the user has one: it runs with any accumulator, also with one that the
+//   parameter has got later. After that gradient the pre-hook is put on again.
+
+// Hooks that are on a parameter from put_on until this is destroyed. The parameter lives as long. Thread-safe.
+class GradientHook : public std::enable_shared_from_this<GradientHook> {
+ public:
+  struct Calls {
+    // Called before a gradient is accumulated; may be null.
+    std::function<void()> before = nullptr;
+    // Called after a gradient has been accumulated. It gets whether .grad is gone already.
+    std::function<void(bool is_gone)> after;
+    // Refuses compiled autograd, which would make none of these calls.
+    bool must_run = true;
+  };
+
+  // A frozen parameter gets the hooks too, because it may be unfrozen later.
+  static std::shared_ptr<GradientHook> put_on(const at::Tensor& parameter, Calls calls);
+  ~GradientHook();
+  GradientHook(const GradientHook&) = delete;
+  GradientHook& operator=(const GradientHook&) = delete;
+
+ private:
+  enum class State {
+    kOnParameter,    // the pre-hook is on the parameter
+    kOnAccumulator,  // PyTorch has destroyed the pre-hook, and no gradient has come since then
+  };
+
+  // A shared_ptr or one of c10's, by torch's version.
+  using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+  template <class Interface>
+  struct Hook;
+  struct PreHook;
+  struct PostHook;
+  struct PostAccumulateHook;
+
+  GradientHook(const at::Tensor& parameter, Calls calls) : parameter_(parameter), calls_(std::move(calls)) {}
+
+  void before();
+  void after(bool was_given);
+  void on_pre_hook_destroyed();
+  void put_pre_hook();
+  void put_post_hook(torch::autograd::Node& accumulator);
+
+  const at::Tensor parameter_;
+  const Calls calls_;
+
+  // Never held while an accumulator is destroyed. Python hooks may go with it, and wait for the GIL, while a thread
+  // that holds the GIL registers a hook and waits for this mutex.
+  std::mutex mutex_;
+  State state_ = State::kOnParameter;
+  Accumulator accumulator_;  // kept in kOnAccumulator, else null
+};
+
+}  // namespace fastsync

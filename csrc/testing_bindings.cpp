@@ -1,0 +1,30 @@
+// What only tests call: they choose how the passes are done, and give a device passes of their own.
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+
+#include "passes/backend.h"
+
+namespace fastsync {
+
+// The capsules point to a Passes.
+void bind_for_tests(pybind11::module_& m) {
+  const auto type_of = [](const std::string& device) { return c10::Device(device).type(); };
+  m.def("use_kernels", &use_kernels, pybind11::arg("name"));
+  m.def(
+      "passes",
+      [type_of](const std::string& device) {
+        const Passes* const fused = fused_passes(type_of(device));
+        TORCH_CHECK_VALUE(fused != nullptr, "device_type: no passes were built for ", device);
+        return pybind11::capsule(static_cast<const void*>(fused));
+      },
+      pybind11::arg("device_type"));
+  m.def(
+      "register_passes",
+      [type_of](const std::string& device, const pybind11::capsule& passes) {
+        register_passes(type_of(device), *passes.get_pointer<const Passes>());
+      },
+      pybind11::arg("device_type"), pybind11::arg("passes"));
+}
+
+}  // namespace fastsync
