@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._checks import check_not_in_ddp, have_a_stage, named_parameters, resolve_group, with_gradients
-from ._handle import NOBODY, ClippableHandle, begin_use, check_free, end_use, handles_of
+from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
+from ._optimizer_watch import WatchedHandle, watch_optimizers
 from .compression import AnyCompression
 from .distributed import as_bytes
 from .sync_weights import broadcast_named
@@ -30,13 +31,13 @@ LOOK_SECONDS = 1.0
 LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
 
 
-class GradientSynchronizer(ClippableHandle):
+class GradientSynchronizer(WatchedHandle):
     """Averages the gradients of some parameters whenever a backward ends: what ``attach`` returns.
 
     A copy or a pickle of it is None: a copied model is a plain one.
     """
 
-    _taken_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
+    _claimed_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
     _late_reason = (
         "it came into the model after attach(), or could not be averaged then. Call detach() of the handle and attach "
         "the model again, on every rank. If each rank is to have its own, attach the other parameters in place of "
@@ -70,7 +71,7 @@ class GradientSynchronizer(ClippableHandle):
             list(self._named.values()), list(self._named), group, self._bucket_cap_bytes, self._op == "sum"
         )
         self._accumulated_step = -1  # the newest at whose end no_sync() had let gradients accumulate
-        self._clipped_step = -1
+        self._deferred_clip_step = -1
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.compression = compression
 
@@ -318,6 +319,7 @@ class GradientSynchronizer(ClippableHandle):
             if module is owner or next(module.parameters(recurse=False), None) is not None
         ]
         begin_use(self, modules, kept_by=modules or [NOBODY])
+        watch_optimizers()
 
     def _send_buffers(self) -> None:
         """With each sync from now on, where that was asked for."""
@@ -334,12 +336,12 @@ class GradientSynchronizer(ClippableHandle):
         modules = [module for known in self._modules if (module := known()) is not None]
         return chain.from_iterable(module.named_parameters() for module in modules)  # the owner's names come first
 
-    def taken(self) -> Iterable[Tensor]:
-        """As ``ClippableHandle.taken``: those that are frozen may not stay so."""
+    def _claimed_parameters(self) -> Iterable[Tensor]:
+        """Returns all parameters, because frozen ones may not stay so."""
         return self._named.values()
 
-    def check_before_step(self, optimizer: Optimizer) -> None:
-        """As ``ClippableHandle.check_before_step``; also raises if no sync came since the optimizer's step before.
+    def _check_before_step(self, optimizer: Optimizer) -> None:
+        """As ``WatchedHandle._check_before_step``; also raises if no sync came since the optimizer's step before.
 
         Or if a backward came after the sync, whose gradients are this rank's own; or if the model got the parameter
         after ``attach``.
@@ -348,7 +350,7 @@ class GradientSynchronizer(ClippableHandle):
             ValueError: DDP has been put around the parameters. Or they are a pipeline stage's, which is not averaged as
                 its schedule goes on.
         """
-        super().check_before_step(optimizer)
+        super()._check_before_step(optimizer)
         if optimizer not in self._steps_before:
             check_not_in_ddp(self._named, "fastsync.attach", but=handles_of)
             # Zero-bubble schedules pass the hooks of all stages but the first, so what is checked below may not notice.
@@ -361,14 +363,14 @@ class GradientSynchronizer(ClippableHandle):
             self._steps_before[optimizer] = 0
         if not self._is_enabled:
             return
-        self.check_nothing_is_late(optimizer)
+        self._check_nothing_is_late(optimizer)
         own = set(map(id, self._engine.with_own_gradients(self._overlaps)))  # before Python sees any gradient
-        stepped = next((parameter for parameter in self.stepped_by(optimizer) if parameter.grad is not None), None)
+        stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
         if stepped is None:
             return
         num_steps = self._engine.num_steps()
         if self._steps_before[optimizer] != num_steps:
-            stepped = next((p for p in self.stepped_by(optimizer) if id(p) in own), None) if own else None
+            stepped = next((p for p in self._stepped_by(optimizer) if id(p) in own), None) if own else None
         if stepped is not None and not self._engine.is_captured():
             name = next(name for name, parameter in self._named.items() if parameter is stepped)
             way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"

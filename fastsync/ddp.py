@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._checks import check_not_sharded, resolve_group
-from ._handle import ClippableHandle, SyncHandle, begin_use, check_free, handles_of, warn_of_generic_kernels
+from ._handle import SyncHandle, warn_of_generic_kernels
+from ._handles_in_use import begin_use, check_free, handles_of
+from ._optimizer_watch import WatchedHandle, watch_optimizers
 from .autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
 
@@ -33,10 +35,11 @@ class HookState(SyncHandle):
         self._engine: _C.HookState = _C.HookState(resolve_group(process_group))
 
 
-class CommHook(HookState, ClippableHandle):
+class CommHook(HookState, WatchedHandle):
     """The handle of a hook that ``register_comm_hook`` put into a DDP model."""
 
-    _taken_by = (
+    _engine: _C.HookState
+    _claimed_by = (
         "by register_comm_hook on a DistributedDataParallel that has it; leave one of the two out. To attach a model "
         "that was wrapped, drop the wrapper first"
     )
@@ -69,15 +72,14 @@ class CommHook(HookState, ClippableHandle):
         ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
         return ((name, parameter) for name, parameter in self._module.named_parameters() if name not in ignored)
 
-    def check_before_step(self, optimizer: Optimizer) -> None:
-        """As ``ClippableHandle.check_before_step``; also raises where DDP does not serve a parameter of the model."""
-        super().check_before_step(optimizer)
+    def _check_before_step(self, optimizer: Optimizer) -> None:
+        """As ``WatchedHandle._check_before_step``; also raises where DDP does not serve a parameter of the model."""
+        super()._check_before_step(optimizer)
         ddp_model = self._ddp_model()
         if ddp_model is not None and ddp_model.require_backward_grad_sync:  # else it is inside no_sync()
-            self.check_nothing_is_late(optimizer)
+            self._check_nothing_is_late(optimizer)
 
-    def taken(self) -> list[nn.Parameter]:
-        """As ``ClippableHandle.taken``."""
+    def _claimed_parameters(self) -> list[nn.Parameter]:
         return [] if self._ddp_model() is None else self._parameters
 
     def parameters(self) -> list[nn.Parameter]:
@@ -143,6 +145,7 @@ def register_comm_hook(
     check_free(named, "ddp_model")
     hook = CommHook(ddp_model, compression, group)
     begin_use(hook, [ddp_model], kept_by=[ddp_model])
+    watch_optimizers()
     return hook
 
 

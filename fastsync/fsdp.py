@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._checks import resolve_group
-from ._handle import GradientHandle, begin_use, end_use
+from ._handle import GradientHandle
+from ._handles_in_use import begin_use, end_use
 from .compression import AnyCompression, Auto, Compression
 
 
@@ -100,11 +101,11 @@ class ShardedGradients(GradientHandle):
                 self._identify(key, int(numel[1]), dtype)
         super().load_state_dict(state_dict)
 
-    def reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
+    def _reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
         """Gives this rank its shard; on a CPU when it returns, else on the current stream."""
         self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op)
 
-    def all_reduce(self, unit: _Unit, values: Tensor) -> None:
+    def _all_reduce(self, unit: _Unit, values: Tensor) -> None:
         """Averages them in place, likewise."""
         self._engine.all_reduce(self._identity_of(unit, values), str(unit), values)
 
@@ -149,7 +150,7 @@ class _EngineReduceScatter:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        self._handle.reduce_scatter(self._unit, output_tensor, input_tensor, op)
+        self._handle._reduce_scatter(self._unit, output_tensor, input_tensor, op)
 
 
 def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "none") -> ShardedGradients:
@@ -244,7 +245,7 @@ def register_all_reduce_hook(
         )
     handle = ShardedGradients(units, compression, group, scatters=False)
     for unit in units:
-        unit.module.set_all_reduce_hook(lambda values, unit=unit: handle.all_reduce(unit, values))
+        unit.module.set_all_reduce_hook(lambda values, unit=unit: handle._all_reduce(unit, values))
     begin_use(handle, [model])
     return handle
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._checks import check_not_sharded, plain_parts, resolve_group
-from ._handle import groups_of
+from ._handles_in_use import groups_of
 from .distributed import broadcast_tensors, every_rank_calls
 
 
