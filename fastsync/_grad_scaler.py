@@ -1,4 +1,4 @@
-"""What a GradScaler knows of gradients, asked without waiting for the device."""
+"""Asks a GradScaler about gradients, without waiting for the device."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .stats import BucketStats, GradStats, SyncStats
 
 
 def own_rank() -> int:
-    """Returns this rank's number; 0 where there is no default group, so that it is alone."""
+    """Returns this process's rank in the default group; 0 if there is no such group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -43,19 +43,19 @@ class SyncHandle:
 
 
 class GradientHandle(SyncHandle, ABC):
-    """A handle that knows whose gradients it averages, what they travel with, and why."""
+    """A handle that knows the parameters whose gradients it averages, and the compression of each bucket."""
 
     _group: dist.ProcessGroup
     _compression: Compression | Auto
     _candidates: tuple[Candidate, ...]
-    """The compressions that buckets may travel with. Equal on all ranks."""
+    """The compressions that buckets may be sent with. Equal on all ranks."""
     _modules: Sequence[ref[nn.Module]] = ()
     """The modules that ``handle_of`` finds the handle by."""
     _claimed_by: ClassVar[str]
     """Ends the error that a parameter is averaged already: it names the entry point, and the way out."""
 
     def __repr__(self) -> str:
-        # Asks nothing of the engine, which may be waiting for other ranks in another thread.
+        # The engine may be waiting for other ranks in another thread, so it is not asked anything here.
         numels = [parameter.numel() for parameter in self.parameters()]
         return (
             f"{type(self).__name__}({len(numels)} parameters with {sum(numels):,} values, "
@@ -85,11 +85,11 @@ class GradientHandle(SyncHandle, ABC):
         }
 
     def _own(self, name: str) -> str:
-        """Names this rank's part of a state that each rank has a part of."""
+        """Names an entry of the state that each rank has for itself."""
         return f"{name} of rank {own_rank()}"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what ``state_dict()`` returned. Call it on every rank, with the states of one step.
+        """Loads what ``state_dict()`` returned. Call it on every rank, with the states of one step.
 
         Each rank takes its own residuals. If the state has residuals of other ranks only, it warns and begins without.
         With another number of ranks leave them out: ``state_dict["residuals"] = {}``.
@@ -137,7 +137,7 @@ class GradientHandle(SyncHandle, ABC):
         self._follow(as_compression(compression))
 
     def explain(self) -> str:
-        """Returns a line for each run of equal buckets: what they travel with in the next step, and why.
+        """Returns a line for each run of equal buckets: the compression of the next step, and why it is chosen.
 
         Raises:
             RuntimeError: no step was synchronised yet. The first one makes the buckets.
@@ -166,7 +166,7 @@ class GradientHandle(SyncHandle, ABC):
     def _named_parameters(self) -> Mapping[str, Tensor]: ...
 
     def _planned_parameters(self) -> Mapping[str, Tensor]:
-        """Returns the parameters whose gradients have to travel."""
+        """Returns the parameters whose gradients have to be sent."""
         return self._named_parameters()
 
     @abstractmethod
@@ -191,7 +191,7 @@ def _is_residual(residual: object, parameter: Tensor) -> bool:
 
 @cache
 def warn_of_generic_kernels(kind: str) -> None:
-    """Warns, once for a type of device, where torch's own operations go over its gradients and nobody has chosen that.
+    """Warns, once for each type of device, if torch's own operations pack its gradients and nobody has chosen that.
 
     Raises ValueError where FASTSYNC_KERNELS is neither "auto" nor "aten".
     """

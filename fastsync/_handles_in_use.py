@@ -1,4 +1,4 @@
-"""The registry of handles in use: which module has which handle, and who averages a parameter."""
+"""The registry of handles in use: it finds the handles of a module, and the handle that averages a parameter."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from ._handle import GradientHandle
 
-# One thread may attach while another steps, or detaches; and a handle may be collected while this is held.
+# A thread may attach while another one steps or detaches. The lock is recursive, because garbage collection may delete
+# a handle while it is held.
 _lock = threading.RLock()
-_in_use: set[ref[GradientHandle]] = set()  # not a WeakSet, which is slow to iterate over: every step does
+_in_use: set[ref[GradientHandle]] = set()  # each step iterates over it, and a WeakSet would be slow
 _kept: WeakKeyDictionary[nn.Module, list[GradientHandle]] = WeakKeyDictionary()
-"""Keeps handles alive for as long as one of these modules lives."""
+"""The handles that each module keeps alive."""
 NOBODY = nn.Module()
-"""Keeps handles of loose parameters alive until ``detach()``."""
+"""Stands for a module that keeps handles of loose parameters alive until ``detach()``."""
 
 
 def begin_use(handle: GradientHandle, modules: Sequence[nn.Module], kept_by: Iterable[nn.Module] = ()) -> None:
@@ -52,7 +53,7 @@ def check_free(named: Mapping[str, Tensor], argument: str) -> None:
     """Raises ValueError where a handle in use averages one of these parameters already."""
     names = {id(parameter): name for name, parameter in named.items()}
     if any(id(parameter) in names for handle in in_use() for parameter in handle._claimed_parameters()):
-        gc.collect()  # DDP is part of reference cycles, and that one may be in use no more
+        gc.collect()  # DDP models are in reference cycles, so one may be garbage that was not collected yet
     for handle in in_use():
         for parameter in handle._claimed_parameters():
             if id(parameter) in names:

@@ -1,4 +1,4 @@
-"""Watches the steps of optimizers: refuses those that would drift ranks apart, and tells the engine of the others."""
+"""Watches the steps of optimizers: refuses steps that would let ranks drift apart, and tells the engine of the rest."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class WatchedHandle(GradientHandle):
     _deferred_clip_step = -1
     """The step whose gradients ``clip_grad_norm_`` leaves to the optimizer's next step to clip; -1 if there is none."""
     _late_reason: ClassVar[str]
-    """Ends the sentence that a parameter of the model is not averaged: why, and the way out."""
+    """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
     _ids: frozenset[int]
     """The ids of the parameters whose gradients are averaged, or would be if they were not frozen."""
 
     def _stepped_by(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yields the parameters of an optimizer whose gradients are averaged."""
+        """Yields the parameters of an optimizer whose gradients this handle averages."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in self._ids and parameter.requires_grad:
@@ -51,7 +51,7 @@ class WatchedHandle(GradientHandle):
 
     @abstractmethod
     def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
-        """Returns what the model has by now, with names, but for what is meant to be each rank's own."""
+        """Returns the parameters that the model has now, with names, except those meant to be each rank's own."""
 
     @cached_property
     def _late(self) -> LateParameters:
@@ -67,12 +67,12 @@ class WatchedHandle(GradientHandle):
                 )
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        """Tells the engine of an optimizer's step: fused ones and writes to ``.data`` change no version counter."""
+        """Tells the engine that the parameters were updated. Version counters do not show it for fused optimizers."""
         if any(True for _ in self._stepped_by(optimizer)):
             self._engine.note_update()
 
 
-@cache  # once a process: without handles the hooks do nothing
+@cache  # The hooks stay for the rest of the process. Without handles they do nothing.
 def watch_optimizers() -> None:
     """Lets the handles in use check and note the steps of all optimizers."""
     register_optimizer_step_pre_hook(_before_step)

@@ -79,7 +79,7 @@ def clip_grad_norm_(
 
 
 def _norm(sync: WatchedHandle, norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
-    """The norm of the gradients, without the scaler's scale."""
+    """Returns the norm of the gradients, without the scaler's scale."""
     is_unscaled = False
     if scaler is not None:
         assert optimizer is not None
@@ -105,9 +105,9 @@ def _gradients(sync: WatchedHandle) -> list[Tensor]:
 
 
 def _takes_grad_scale(optimizer: Optimizer, sync: WatchedHandle) -> bool:
-    """Tells whether its step divides all of the handle's gradients, and no others, by ``optimizer.grad_scale``.
+    """Tells whether the optimizer's step divides exactly the handle's gradients by ``optimizer.grad_scale``.
 
-    GradScaler makes use of it, too.
+    Fused optimizers have this attribute for GradScaler.
     """
     clipped = {id(parameter) for parameter in sync.parameters() if parameter.grad is not None}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
@@ -119,11 +119,11 @@ def _takes_grad_scale(optimizer: Optimizer, sync: WatchedHandle) -> bool:
 
 
 def _scale_next_step(optimizer: Optimizer, divisor: Tensor, sync: WatchedHandle) -> None:
-    """For one step: the attribute would stay for the steps after. GradScaler multiplies its own scale into it."""
+    """Lets the optimizer's next step divide the gradients. GradScaler multiplies its own scale into the attribute."""
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
 
     def forget(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if not hasattr(optimizer, "found_inf"):  # GradScaler, which sets it, deletes both itself
+        if not hasattr(optimizer, "found_inf"):  # else GradScaler has set it, and deletes both attributes itself
             vars(optimizer).pop("grad_scale", None)
         sync._deferred_clip_step = -1
         handle.remove()

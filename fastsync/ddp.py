@@ -31,7 +31,7 @@ class HookState(SyncHandle):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        # The group itself is the engine's alone: _states would keep it for good if a state had it, too.
+        # The state must not refer to the group: _states would then keep the group alive for good.
         self._engine: _C.HookState = _C.HookState(resolve_group(process_group))
 
 
@@ -56,7 +56,7 @@ class CommHook(HookState, WatchedHandle):
         self._group = process_group
         self._module = ddp_model.module
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
-        # DDP too decides once, when it wraps a model, which parameters it serves.
+        # DDP decides which parameters it serves once, when it wraps a model.
         self._parameters = [
             p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored
         ]
@@ -73,10 +73,10 @@ class CommHook(HookState, WatchedHandle):
         return ((name, parameter) for name, parameter in self._module.named_parameters() if name not in ignored)
 
     def _check_before_step(self, optimizer: Optimizer) -> None:
-        """As ``WatchedHandle._check_before_step``; also raises where DDP does not serve a parameter of the model."""
+        """Also raises RuntimeError if the optimizer steps a parameter of the model that DDP does not serve."""
         super()._check_before_step(optimizer)
         ddp_model = self._ddp_model()
-        if ddp_model is not None and ddp_model.require_backward_grad_sync:  # else it is inside no_sync()
+        if ddp_model is not None and ddp_model.require_backward_grad_sync:  # false inside no_sync()
             self._check_nothing_is_late(optimizer)
 
     def _claimed_parameters(self) -> list[nn.Parameter]:
@@ -87,7 +87,7 @@ class CommHook(HookState, WatchedHandle):
         return self._parameters
 
 
-# Of the hooks that are called for one bucket at a time.
+# The compressions of the hooks that DDP calls for one bucket at a time.
 _COMPRESSIONS = {wire: in_engine([Candidate(Compression(wire))]) for wire in ("none", "fp16", "bf16")}
 
 

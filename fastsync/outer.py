@@ -175,7 +175,7 @@ class DiLoCo:
         return self._step + 1 + (fragment.offset - self._step - 1) % self._sync_every
 
     def _begin(self) -> None:
-        """Before the first step of a block, looks whether other weights were loaded than the sites had in common."""
+        """Looks, before the first step of a block, whether weights were loaded that differ from the common ones."""
         with _on_the_host():
             for tries_left in reversed(range(self._sites.group.size())):
                 try:
@@ -249,16 +249,16 @@ class DiLoCo:
             fragment.merge(alpha)
 
     def _average(self, fragment: Fragment, change: SiteChange, number: int) -> None:
-        """Moves the fragment's outer weights by the mean difference. All ranks give a fragment the same number."""
+        """Moves the fragment's outer weights by the mean difference. The fragment has its number on all ranks."""
         with _on_the_host():
             mean = None
             for tries_left in reversed(range(self._sites.group.size())):
                 try:
-                    if number > self._num_averaged:  # else it has come with another rank's state
+                    if number > self._num_averaged:  # else another rank's state has brought it
                         mean = fragment.average(self._sites.group, change)
                     break
                 except RuntimeError as error:
-                    if tries_left == 0:  # as often as there were ranks to lose
+                    if tries_left == 0:  # each try before has lost a rank
                         raise
                     self._go_on_without_the_lost(fragment, error)
             if mean is not None:
@@ -272,9 +272,10 @@ class DiLoCo:
         return [handle.stats() for handle in handles if isinstance(handle, GradientSynchronizer)]
 
     def _go_on_without_the_lost(self, fragment: Fragment, error: RuntimeError) -> None:
-        """Some of those that are left may have got the last mean, and fail at the next.
+        """Forms a group of the ranks that are left, and makes their outer weights equal.
 
-        So all take over the outer weights of a rank that has come furthest, are equal again, and go on from there.
+        Some of them may have got the last mean before the error, and some not. So all take the outer weights of a rank
+        that has come furthest.
         """
         before = self._sites.ranks
         came = self._sites.go_on_without_the_lost(self._num_averaged, error)
@@ -286,7 +287,7 @@ class DiLoCo:
             )
         furthest = max(came, key=lambda rank: (came[rank], -rank))
         if self._num_averaged < came[furthest] and isinstance(fragment.averager, TopKAverager):
-            fragment.averager.settle()  # the others have got what this rank sent
+            fragment.averager.settle()  # the other ranks have received what this rank sent
         for each in self._fragments:
             each.use_group(self._sites.group)
         if len(set(came.values())) > 1:
@@ -377,7 +378,7 @@ class LocalSGD(DiLoCo):
 
 @contextmanager
 def _on_the_host() -> Iterator[None]:
-    """Lets what is made inside live on the CPU and be written later, whatever the default device and the mode are."""
+    """Makes tensors on the CPU, and outside inference mode, whatever the default device and the mode are."""
     with torch.inference_mode(False), torch.device("cpu"):
         yield
 
@@ -388,19 +389,19 @@ def _check_number(name: str, number: object, least: int, most: int) -> None:
 
 
 def _shapes(state: Mapping[str, Any]) -> list[object]:
-    """What of a state has to be as it is here."""
+    """Returns the keys and shapes that a state must have in common with this one."""
     outer = state.get("outer", [])
     of_weights = [{name: weight.shape for name, weight in each["weights"].items()} for each in outer]
     return [sorted(state), of_weights, [each["buffers"].shape for each in outer]]
 
 
 def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:
-    """Into parts of about equal size, in the model's order, which is the same on all ranks; none is empty."""
+    """Splits the weights into fragments of about equal size, none empty, in the model's order: equal on all ranks."""
     total, before = sum(weight.numel() for weight in named.values()), 0
     parts: list[dict[str, Tensor]] = [{}]
     for index, (name, weight) in enumerate(named.items()):
         is_full = before >= total * len(parts) / fragments
-        must_begin = len(named) - index == fragments - len(parts)  # or there would be too few for the rest
+        must_begin = len(named) - index == fragments - len(parts)  # else a later fragment would be empty
         if parts[-1] and len(parts) < fragments and (is_full or must_begin):
             parts.append({})
         parts[-1][name] = weight

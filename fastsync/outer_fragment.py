@@ -25,16 +25,16 @@ Averager = GradientSynchronizer | TopKAverager
 
 @dataclass(frozen=True)
 class SiteChange:
-    """What a site has changed since it took over the outer weights, and what it tells the others before the mean."""
+    """The changes of a site since it took over the outer weights, and what it tells the others before the mean."""
 
     differences: list[Tensor]
-    """Of each weight: the outer gradient."""
+    """The outer gradient of each weight."""
     buffers: Tensor
     """The site's own buffers, as one vector."""
     others: dict[str, Tensor]
     """The parameters beside the weights that have changed, each as a vector."""
     description: str
-    """The tensors of the model, which have to be alike on all sites."""
+    """Describes the tensors of the model, which have to be alike on all sites."""
     has_ended: bool
     """Whether the site's loop has ended."""
     counts: bool
@@ -43,12 +43,12 @@ class SiteChange:
 
 @dataclass(frozen=True)
 class Mean:
-    """What all sites have found together. The mean of the differences is in ``.grad`` of the outer weights."""
+    """The result of averaging the sites' changes. The mean of the differences is in ``.grad`` of the outer weights."""
 
     num_counting: int
     """The number of sites that count."""
     buffer_changes: Tensor
-    """The sum over the sites of what has changed in their buffers."""
+    """The changes of the buffers, summed over the sites."""
     have_all_ended: bool
 
 
@@ -124,15 +124,15 @@ class Fragment:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Takes the site's own weights, which all sites have to have in common, for the outer ones."""
+        """Sets the outer weights to the site's own weights, which must be equal on all sites."""
         for outer, (_, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
             outer.copy_(own)
 
     @torch.no_grad()
     def differences(self) -> Iterator[Tensor]:
-        """Yields the outer gradient: from the site's own weights to the outer ones, for optimizers go against it."""
+        """Yields the outer gradients: outer weights minus the site's own, as optimizers step against a gradient."""
         for outer, (_, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
-            # From what the site had taken over, so that the rounding of a narrower weight is no movement of its own.
+            # The outer weight is rounded as the site has taken it over, so that this rounding is no movement.
             yield outer.to(own.dtype).to(outer.dtype) - own.to("cpu", outer.dtype)
 
     @torch.no_grad()
@@ -188,7 +188,7 @@ class Fragment:
         if len({description for *_, description in said}) > 1:
             _C.check_agreement(group, change.description, torch.device("cpu"), "the model's parameters and buffers")
         num_counting = sum(counts for _, counts, _, _ in said)
-        # Of what has changed: a buffer that is constant must not be, by roundings, another one after each mean.
+        # A constant buffer has a change of exactly 0, so that roundings do not alter it with each mean.
         has_changed = change.buffers != self.buffers_mean
         buffer_changes = torch.where(has_changed, change.buffers - self.buffers_mean, 0.0)
         self._means_of_others = {}
@@ -203,7 +203,7 @@ class Fragment:
         return Mean(num_counting, buffer_changes, have_all_ended=all(has_ended for has_ended, *_ in said))
 
     def _average_others(self, group: dist.ProcessGroup, change: SiteChange, num_counting: int) -> dict[str, Tensor]:
-        """Returns the means of the parameters that have changed on a site. The others may be large."""
+        """Returns the means of the parameters that have changed on a site. Others are not sent: they may be large."""
         others = self._others()
         have_changed = torch.tensor([name in change.others for name in others], dtype=torch.int32)
         group.allreduce(have_changed).wait()
@@ -222,7 +222,7 @@ class Fragment:
         """Takes an outer step with what ``average`` has found."""
         if mean.num_counting > 0:
             self.buffers_mean = self.buffers_mean + mean.buffer_changes / mean.num_counting
-            if mean.num_counting < num_ranks:  # the others have sent zeros
+            if mean.num_counting < num_ranks:  # sites that do not count have sent zeros
                 for outer in self.outer.values():
                     assert outer.grad is not None
                     outer.grad *= num_ranks / mean.num_counting
@@ -231,11 +231,11 @@ class Fragment:
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
-        """Takes over the outer weights, but for the share ``alpha`` of the site's own."""
+        """Sets the site's weights to the outer ones, and keeps the factor ``alpha`` of its own."""
         for outer, (weight, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
             arrived = outer.detach().to(own.device)
             own.copy_(arrived if alpha == 0 else torch.lerp(arrived, own.to(outer.dtype), alpha))
-            if own is not weight:  # the optimizer steps from its own, and rounds them to the weight
+            if own is not weight:  # the optimizer steps a master, and rounds it to the weight
                 weight.copy_(own)
         first = 0
         for buffer in self._buffers().values():
@@ -263,6 +263,6 @@ def gather(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    """In float64 on the host, one after the other: sums that go on for a whole run are kept in it."""
+    """Joins tensors in one vector on the host, in float64, because sums of a whole run are kept in it."""
     flat = [tensor.detach().to("cpu", torch.float64).reshape(-1) for tensor in tensors]
     return torch.cat([torch.empty(0, dtype=torch.float64), *flat])
