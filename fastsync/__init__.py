@@ -61,7 +61,8 @@ except ImportError as error:
         raise ImportError(_obstacle)
 
 else:
-    from ._handle import GradientHandle, SyncHandle, handle_of
+    from ._handle import GradientHandle, SyncHandle
+    from ._handles_in_use import handle_of
     from .all_reduce import all_reduce_gradients
     from .attach import GradientSynchronizer, attach
     from .autotune.choose import Candidate, GroupProfile

@@ -1,4 +1,4 @@
-"""Checks of what a caller passes, before anything is sent, and parts of messages."""
+"""Checks of arguments, before anything is sent, and text for messages."""
 
 from __future__ import annotations
 
@@ -45,12 +45,16 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
 
 
 def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
-    """Names those that can have gradients. Raises ValueError if none requires one, or one cannot be synchronised."""
+    """Returns the tensors that can have gradients, by name.
+
+    Raises:
+        ValueError: none requires a gradient, or one cannot be synchronised.
+    """
     return with_gradients(named_parameters(module_or_params, argument), argument)
 
 
 def with_gradients(named: Mapping[str, Tensor], argument: str) -> dict[str, Tensor]:
-    """Picks those that can have gradients. Raises ValueError if none requires one."""
+    """Returns the tensors that can have gradients. Raises ValueError if none requires one."""
     able: dict[str, Tensor] = {
         name: p for name, p in named.items() if (p.is_floating_point() or p.is_complex()) and not is_wrapper(p)
     }
@@ -65,7 +69,7 @@ def named_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, ar
     named: dict[str, Tensor]
     if isinstance(module_or_params, nn.Module):
         _check_unwrapped(module_or_params, argument)
-        # torch.compile's wrapper must not show in the names, for checkpoints come from models with and without it.
+        # Checkpoints come from models with and without torch.compile's wrapper, so names must not show it.
         named = {name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters()}
     else:
         named = {}
@@ -104,7 +108,7 @@ def _check_unwrapped(module: nn.Module, argument: str) -> None:
 
 
 def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for complex parameters with a wire that is narrower."""
+    """Raises ValueError for complex parameters with a wire other than "none"."""
     for name, parameter in named.items():
         if wire != "none" and parameter.requires_grad and parameter.is_complex():
             raise ValueError(
@@ -121,7 +125,7 @@ _OF_SHARDED = (
 
 
 def check_not_sharded(named: Mapping[str, Tensor], argument: str, way_out: str = _OF_SHARDED) -> None:
-    """Raises ValueError for parameters of which this rank holds a part only, or might."""
+    """Raises ValueError for tensors that this rank may hold only a shard of, and for trained ones that wrap others."""
     for name, tensor in named.items():
         kind = "parameter" if isinstance(tensor, nn.Parameter) or tensor.requires_grad else "buffer"
         if is_sharded(tensor):
@@ -139,19 +143,19 @@ def check_not_sharded(named: Mapping[str, Tensor], argument: str, way_out: str =
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tells whether this rank holds a part of it only, or may."""
-    # FullyShardedDataParallel's: a flat parameter, or a view of one in the original's place.
+    """Tells whether this rank may hold only a shard of the tensor."""
+    # FullyShardedDataParallel replaces parameters by a flat one, or by views of it.
     is_fsdp1 = getattr(tensor, "_fsdp_flattened", False) or getattr(tensor, "_is_flat_param", False)
     return is_fsdp1 or any(map(_is_dtensor, plain_parts({"": tensor}).values()))
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Tells whether it is of a subclass that wraps other tensors, such as quantised ones, and has no memory itself."""
+    """Tells whether a tensor wraps others and has no memory of its own, as quantised ones do."""
     return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
 
 
 def plain_parts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Takes the tensors that others wrap in place of these: what holds the values, and can be written."""
+    """Replaces tensors that wrap others by the tensors inside, which hold the values and can be written."""
     parts: dict[str, Tensor] = {}
     for name, tensor in named.items():
         if is_wrapper(tensor) and not _is_dtensor(tensor):
@@ -163,12 +167,12 @@ def plain_parts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # takes long to import
+    module = sys.modules.get("torch.distributed.tensor")  # importing it takes long
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def have_a_stage(parameters: Iterable[Tensor]) -> bool:
-    """Looks among all objects for a stage of ``torch.distributed.pipelining`` that has one of the parameters."""
+    """Tells whether a stage of ``torch.distributed.pipelining`` has one of the parameters. It looks at all objects."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         return False
@@ -178,9 +182,9 @@ def have_a_stage(parameters: Iterable[Tensor]) -> bool:
 
 
 def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[nn.Module], object]) -> None:
-    """Raises ValueError where some DistributedDataParallel averages one of these, but for such wrappers.
+    """Raises ValueError if a DistributedDataParallel averages one of these, unless ``but`` is true of the wrapper.
 
-    It looks among all objects. What DDP was told to ignore, or got later, it does not average.
+    It looks at all objects. DDP does not average what it was told to ignore, or what came into the model later.
     """
     names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
 
@@ -189,7 +193,7 @@ def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[
         return [names[id(p)] for ddp in wrappers if not but(ddp) for p in ddp._module_parameters if id(p) in names]
 
     if found():
-        gc.collect()  # DDP is part of reference cycles, and that one may be in use no more
+        gc.collect()  # DDP models are in reference cycles, so one may be garbage that was not collected yet
     for name in found():
         raise ValueError(
             f"{argument}: parameter {name} is in a DistributedDataParallel, which averages gradients itself; use "
@@ -198,7 +202,7 @@ def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[
 
 
 def _alive(kind: type[Any]) -> list[Any]:
-    """Lists the objects of a class and of those derived from it. An object refers to its class."""
+    """Lists the instances of a class and of its subclasses. Each object refers to its class."""
     kinds = [kind]
     for each in kinds:
         kinds += each.__subclasses__()
@@ -206,7 +210,7 @@ def _alive(kind: type[Any]) -> list[Any]:
 
 
 def check_at_least(options: Any, **least: int) -> None:
-    """Raises ValueError for an option below its least; None, where an option has a default of its own, is none."""
+    """Raises ValueError for an option below its least value. None, which stands for a default, is allowed."""
     for name, lowest in least.items():
         value = getattr(options, name)
         if value is not None and value < lowest:
@@ -214,14 +218,14 @@ def check_at_least(options: Any, **least: int) -> None:
 
 
 def did_you_mean(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Asks, at the end of a sentence, for the names most like this one; empty if none is like it."""
+    """Returns the question for the names most like this one, to end a sentence with; empty if none is like it."""
     known = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), known, cutoff=cutoff)
     return f"; did you mean {' or '.join(known[found] for found in near)}?" if near else ""
 
 
 def format_bytes(count: float | None) -> str:
-    """Formats a number of bytes, such as "1.5 MB"; a dash for what was not measured."""
+    """Formats a number of bytes, such as "1.5 MB"; a dash if it was not measured."""
     if count is None or math.isnan(count):
         return "-"
     for unit in ("B", "kB", "MB"):

@@ -1,4 +1,4 @@
-"""Parameters of a model that an optimizer steps, though no rank averages their gradients: they came in too late."""
+"""Parameters that came into a model too late: an optimizer steps them, and no rank averages their gradients."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ _averaged_in_calls = WeakIdKeyDictionary()
 
 
 def note_averaged_in_calls(parameters: Iterable[Tensor]) -> None:
-    """Notes parameters whose gradients no handle averages, but ``all_reduce_gradients``."""
+    """Notes parameters whose gradients ``all_reduce_gradients`` averages, without a handle."""
     for parameter in parameters:
         _averaged_in_calls[parameter] = None
 
 
 class LateParameters:
-    """What optimizers step, of a model's parameters, beside those of these ids, which are averaged."""
+    """Finds the parameters of a model that an optimizer steps, and that are not among the averaged ones.
+
+    Args:
+        ids: the ids of the averaged parameters.
+    """
 
     def __init__(self, ids: frozenset[int]) -> None:
         self._ids = ids
@@ -31,8 +35,8 @@ class LateParameters:
         self._found = WeakKeyDictionary()
 
     def stepped_by(self, optimizer: Optimizer, of_model: Callable[[], Named]) -> Iterator[tuple[str, Tensor]]:
-        """Yields, with its name, each that has a gradient. The model is searched once for an optimizer's parameters."""
-        # Not the ids of all parameters, which take long to compare in each step.
+        """Yields late parameters that have a gradient, with names. It searches the model once for each optimizer."""
+        # Comparing the ids of all parameters in each step would take long.
         lists = [(id(params), len(params), id(params[0])) for g in optimizer.param_groups if (params := g["params"])]
         known, late = self._found.get(optimizer, (None, []))
         if lists != known:
@@ -53,5 +57,5 @@ class LateParameters:
             if id(parameter) in stepped
             and id(parameter) not in self._ids
             and parameter not in _averaged_in_calls
-            and not is_sharded(parameter)  # which FSDP averages
+            and not is_sharded(parameter)  # FSDP averages these
         ]

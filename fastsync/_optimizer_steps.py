@@ -1,4 +1,4 @@
-"""Whose ``Optimizer.step`` runs hooks, and which of their calls are for a step of the training."""
+"""Step hooks of optimizers: which optimizer runs them, and which of their calls belong to a step of the training."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 
 from torch.optim import Optimizer
 
-# PyTorch wraps the step of each class that has an instance in such a function, which calls the hooks.
+# The code of the function that PyTorch puts around ``step`` of each optimizer class. It calls the hooks.
 _CALLS_HOOKS = Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that steps for another one, which shares its groups, such as Accelerate's; else itself.
+    """Returns the optimizer that a wrapper, such as Accelerate's, shares its groups with; else the optimizer itself.
 
-    Wrappers need not have hooks, and a GradScaler may know the inner one alone.
+    Only the inner one is sure to run step hooks, and a GradScaler may know only the inner one.
     """
     inside = (each for each in vars(optimizer).values() if isinstance(each, Optimizer) and each is not optimizer)
     wrapped = next((each for each in inside if each.param_groups is optimizer.param_groups), None)
@@ -21,10 +21,11 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def is_training_step(optimizer: Optimizer) -> bool:
-    """Tells, in a step hook, whether it is called for a step of the training, and by the outermost ``step``.
+    """Tells, in a step hook, whether the outermost ``step`` of a training step has called it.
 
-    A step that calls ``super().step()`` may run the hooks again. ``torch.distributed.checkpoint`` steps a new optimizer
-    with zeros, for its state to load into. Nothing but the stack tells; it is right also after a step that has failed.
+    Two other calls reach the hooks: a step that calls ``super().step()``, and ``torch.distributed.checkpoint``, which
+    steps a new optimizer with zeros to make its state. PyTorch calls the hooks with the same arguments then, so the
+    call stack is the only difference. A counter of nested calls would be wrong after a step that has failed.
     """
     checkpoint = sys.modules.get("torch.distributed.checkpoint.state_dict")
     makes_state = getattr(getattr(checkpoint, "_init_optim_state", None), "__code__", None)

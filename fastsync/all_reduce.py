@@ -1,4 +1,4 @@
-"""One call in place of concatenate → all_reduce → copy back: averages the gradients there are, without hooks."""
+"""Averages gradients by one call, without hooks. It replaces concatenate → all_reduce → copy back."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def all_reduce_gradients(
     if found is None:
         named = trainable_parameters(params, "params")
         engine = GradientSynchronizer(named, chosen, group)._engine
-        # The calls alone decide which engine is forgotten, because they are alike on all ranks: a new engine makes the
-        # ranks agree, and a rank must not be alone with that. Lifetimes are not alike, as garbage is collected here and
-        # not yet there; they decide about memory only.
+        # A new engine makes all ranks agree, so all ranks must forget the same engines. The order of calls, which is
+        # equal on all ranks, decides which. Lifetimes of parameters differ, because garbage is collected at different
+        # times: they only decide when memory is freed.
         del known[: max(0, len(known) + 1 - MAX_ENGINES)]
         for each in known:
             each.free_if_useless()
@@ -79,14 +79,14 @@ MAX_ENGINES = 32  # for one group: more than the models of any one trainer
 
 @dataclass(eq=False)
 class _Kept:
-    """An engine kept between calls, for its buffers, its scales, its residuals, and because its ranks have agreed."""
+    """An engine kept between calls: it has buffers, scales and residuals, and its ranks have agreed."""
 
     given: tuple[weakref.ref[Tensor], ...]
     compression: Compression | Auto
     engine: _C.Synchronizer | None
 
     def serves(self, parameters: Sequence[Tensor]) -> bool:
-        # None in the place of a parameter, as of a missing .grad, is not one that is gone.
+        # A weak reference to a deleted parameter returns None, which a caller may also have passed instead of a tensor.
         return (
             self.engine is not None
             and len(self.given) == len(parameters)
@@ -97,8 +97,8 @@ class _Kept:
 
     def free_if_useless(self) -> None:
         if any(ref() is None for ref in self.given):
-            self.engine = None  # it keeps its place among those to be forgotten
+            self.engine = None  # the entry stays in the list, so that all ranks forget in the same order
 
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Kept]] = weakref.WeakKeyDictionary()
-"""Of each group, the newest last."""
+"""The engines of each group, in the order of their newest calls."""

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._checks import check_not_in_ddp, have_a_stage, named_parameters, resolve_group, with_gradients
-from ._handle import NOBODY, ClippableHandle, begin_use, check_free, end_use, handles_of
+from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
+from ._optimizer_watch import WatchedHandle, watch_optimizers
 from .compression import AnyCompression
 from .distributed import as_bytes
 from .sync_weights import broadcast_named
@@ -26,17 +27,17 @@ from .training_state import TrainingState
 
 BUCKET_CAP_MB = 25.0
 LOOK_SECONDS = 1.0
-"""How often use_group() looks whether ranks are lost that it waits for."""
-LARGEST_WEIGHT = 1e300  # whose sum over any number of ranks is finite
+"""The interval at which use_group() looks whether a rank that it waits for is lost."""
+LARGEST_WEIGHT = 1e300  # the sum over any number of ranks is finite
 
 
-class GradientSynchronizer(ClippableHandle):
+class GradientSynchronizer(WatchedHandle):
     """Averages the gradients of some parameters whenever a backward ends: what ``attach`` returns.
 
     A copy or a pickle of it is None: a copied model is a plain one.
     """
 
-    _taken_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
+    _claimed_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
     _late_reason = (
         "it came into the model after attach(), or could not be averaged then. Call detach() of the handle and attach "
         "the model again, on every rank. If each rank is to have its own, attach the other parameters in place of "
@@ -69,8 +70,8 @@ class GradientSynchronizer(ClippableHandle):
         self._engine: _C.Synchronizer = _C.Synchronizer(
             list(self._named.values()), list(self._named), group, self._bucket_cap_bytes, self._op == "sum"
         )
-        self._accumulated_step = -1  # the newest at whose end no_sync() had let gradients accumulate
-        self._clipped_step = -1
+        self._accumulated_step = -1  # the newest step after which no_sync() let gradients accumulate
+        self._deferred_clip_step = -1
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.compression = compression
 
@@ -140,7 +141,7 @@ class GradientSynchronizer(ClippableHandle):
         finally:
             self._engine.set_joining(False)
             _thread.joins = False
-        # What the first of those that ran out last has goes to all ranks.
+        # All ranks take the parameters of the first rank whose loop ended last.
         size, rank = self._group.size(), self._group.rank()
         device = next(iter(self._named.values())).device
         said = torch.tensor([size - rank if is_last else 0, not is_last], device=device)
@@ -160,7 +161,7 @@ class GradientSynchronizer(ClippableHandle):
             )
 
     def _sync_without_batches(self) -> None:
-        """Takes part in one sync with gradients that count for nothing."""
+        """Takes part in one sync, with gradients that do not count."""
         self._engine.run_out()
         for parameter in self.parameters():
             parameter.grad = None
@@ -256,23 +257,23 @@ class GradientSynchronizer(ClippableHandle):
         self._engine.set_enabled(self._is_enabled)
         self._engine.attach(list(self._named.values()), self._overlaps)
         self._send_buffers()
-        if self._op == "mean":  # what is not sent yet adds as much to it as it would have in the group before
+        if self._op == "mean":  # an unsent value then adds as much to the mean as in the group before
             for residual in state["residuals"].values():
                 residual *= growth
-        self.load_state_dict(state)  # first, so that nothing is lost where rank 0 does not answer
+        self.load_state_dict(state)  # before the broadcast, so that nothing is lost if rank 0 does not answer
         of_rank_0 = [(state["step"], state["scales"])]
         dist.broadcast_object_list(of_rank_0, group=group, group_src=0)
         step, scales = of_rank_0[0]
-        # Others than ours are told to all ranks at the next sync.
+        # The next sync checks the agreement, and reports names that this rank does not have.
         ours = {name: scale for name, scale in scales.items() if name in self._named}
         self.load_state_dict(state | {"step": step, "scales": ours})
         if init_sync:
             self._init_sync()
 
     def _end_interrupted(self) -> None:
-        """Ends a step that failed, whatever becomes of it: the group has another one after it.
+        """Ends a step that failed on the old group. Errors are ignored, because the group is replaced.
 
-        Ranks that have met a lost one may have left that step, and this rank waits for them in vain.
+        Other ranks may have left that step after an error. So connections are closed if the step waits for a lost rank.
         """
         is_over = threading.Event()
 
@@ -309,22 +310,23 @@ class GradientSynchronizer(ClippableHandle):
         broadcast_named(named, self._group, root)
 
     def _keep(self, owner: nn.Module | None) -> None:
-        """Stays attached from now on, for as long as the owner lives; without one until ``detach``."""
+        """Stays attached for as long as the owner lives; without an owner until ``detach``."""
         self._is_attached = True
-        # Each that has parameters keeps it, for the owner may be a container made for this call alone.
+        # Each module with parameters keeps the handle, because the owner may be a container made for this call alone.
         modules = [
             module
             for module in (() if owner is None else owner.modules())
             if module is owner or next(module.parameters(recurse=False), None) is not None
         ]
         begin_use(self, modules, kept_by=modules or [NOBODY])
+        watch_optimizers()
 
     def _send_buffers(self) -> None:
-        """With each sync from now on, where that was asked for."""
+        """Sends the buffers with each sync from now on, if ``broadcast_buffers`` asks for it."""
         if self._buffers is not None and self._buffers.are_sent and self._buffers.named():
             self._engine.set_buffers(self._buffers.description, self._buffers.values, self._buffers.arrive)
 
-    # ---- what clipping and optimizers ask ---------------------------------------------------------------------------
+    # ---- for clipping and optimizers -------------------------------------------------------------------------------
 
     def parameters(self) -> Sequence[Tensor]:
         """The parameters whose gradients are averaged."""
@@ -334,24 +336,24 @@ class GradientSynchronizer(ClippableHandle):
         modules = [module for known in self._modules if (module := known()) is not None]
         return chain.from_iterable(module.named_parameters() for module in modules)  # the owner's names come first
 
-    def taken(self) -> Iterable[Tensor]:
-        """As ``ClippableHandle.taken``: those that are frozen may not stay so."""
+    def _claimed_parameters(self) -> Iterable[Tensor]:
+        """Returns all parameters, because frozen ones may not stay so."""
         return self._named.values()
 
-    def check_before_step(self, optimizer: Optimizer) -> None:
-        """As ``ClippableHandle.check_before_step``; also raises if no sync came since the optimizer's step before.
+    def _check_before_step(self, optimizer: Optimizer) -> None:
+        """Also raises RuntimeError if no sync came since the optimizer's previous step.
 
-        Or if a backward came after the sync, whose gradients are this rank's own; or if the model got the parameter
-        after ``attach``.
+        It raises as well if a backward has added this rank's own gradients after the sync, or if the parameter came
+        into the model after ``attach``.
 
         Raises:
-            ValueError: DDP has been put around the parameters. Or they are a pipeline stage's, which is not averaged as
-                its schedule goes on.
+            ValueError: DDP has been put around the parameters. Or they belong to a pipeline's stage, which does not go
+                with ``overlap``.
         """
-        super().check_before_step(optimizer)
+        super()._check_before_step(optimizer)
         if optimizer not in self._steps_before:
             check_not_in_ddp(self._named, "fastsync.attach", but=handles_of)
-            # Zero-bubble schedules pass the hooks of all stages but the first, so what is checked below may not notice.
+            # Zero-bubble schedules bypass the hooks of all stages but the first, so the checks below may not notice.
             if self._overlaps and have_a_stage(self._named.values()):
                 raise ValueError(
                     "overlap: these are the parameters of a pipeline's stage, whose schedule runs a backward for every "
@@ -361,14 +363,14 @@ class GradientSynchronizer(ClippableHandle):
             self._steps_before[optimizer] = 0
         if not self._is_enabled:
             return
-        self.check_nothing_is_late(optimizer)
+        self._check_nothing_is_late(optimizer)
         own = set(map(id, self._engine.with_own_gradients()))  # before Python sees any gradient
-        stepped = next((parameter for parameter in self.stepped_by(optimizer) if parameter.grad is not None), None)
+        stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
         if stepped is None:
             return
         num_steps = self._engine.num_steps()
         if self._steps_before[optimizer] != num_steps:
-            stepped = next((p for p in self.stepped_by(optimizer) if id(p) in own), None) if own else None
+            stepped = next((p for p in self._stepped_by(optimizer) if id(p) in own), None) if own else None
         if stepped is not None and not self._engine.is_captured():
             name = next(name for name, parameter in self._named.items() if parameter is stepped)
             way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
@@ -447,14 +449,14 @@ def attach(
 
 
 _thread = threading.local()
-"""``joins`` is true inside of a ``join()`` of this thread."""
+"""``joins`` is true inside a ``join()`` of this thread."""
 
 
 class _Buffers:
-    """A module's buffers, which travel beside the gradients as bytes. The module is not kept alive.
+    """The buffers of a module, which are sent as bytes beside the gradients. It does not keep the module alive.
 
-    They are looked up in each step, because a module may replace them. All become rank 0's. Inside of ``join`` the
-    first rank that still has batches takes rank 0's place.
+    The buffers are looked up in each step, because a module may replace them. All ranks take those of rank 0. Inside
+    ``join`` they take those of the first rank that still has batches.
     """
 
     def __init__(self, owner: nn.Module, are_sent: bool) -> None:
@@ -463,19 +465,19 @@ class _Buffers:
         self._modules = [(prefix, weakref.ref(module)) for prefix, module in owner.named_modules() if module._buffers]
 
     def named(self) -> dict[str, Tensor]:
-        """Returns what is there by now, by name; what modules share by the first."""
+        """Returns the buffers that the module has now, by name. A shared buffer has its first name."""
         alive = [(prefix, module) for prefix, known in self._modules if (module := known()) is not None]
         named = [each for prefix, module in alive for each in module.named_buffers(prefix, recurse=False)]
         first_name = {id(buffer): name for name, buffer in reversed(named)}
         return {name: buffer for name, buffer in named if name == first_name[id(buffer)]}
 
     def description(self) -> str:
-        """Returns what the ranks have to agree on."""
+        """Returns the text that has to be equal on all ranks."""
         lines = [f"buffer of shape {list(buffer.shape)}, {buffer.dtype}" for buffer in self.named().values()]
         return "\n".join(["broadcast_buffers True", *lines, ""])
 
     def values(self, is_first: Tensor) -> Tensor:
-        """Returns the bytes that travel, as float32, with a 1 behind them. Ranks but the first send zeros."""
+        """Returns the bytes to send, as float32, and a 1 at the end. All ranks except the first send zeros."""
         self._sent = list(self.named().values())
         all_bytes = torch.cat([as_bytes(buffer).to(is_first.device, non_blocking=True) for buffer in self._sent])
         return torch.cat(
@@ -483,7 +485,7 @@ class _Buffers:
         )
 
     def arrive(self, sums: Tensor) -> None:
-        """Writes the buffers. They stay as they are if a rank has failed, or none has batches."""
+        """Writes the buffers. They stay as they are if a rank has failed, or if no rank has batches."""
         have_come = sums[-1] > 0
         of_each = sums[:-1].to(torch.uint8).split([buffer.nbytes for buffer in self._sent])
         for buffer, of_buffer in zip(self._sent, of_each, strict=True):

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fastsync", description="Gradient synchronisation for PyTorch.")
     parser.add_argument("--version", action="version", version=f"fastsync {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    # No help of their own: `fastsync train --help` shows the settings.
+    # These subcommands have no help here: `fastsync train --help` shows the settings.
     commands.add_parser("train", help="train a policy with PPO on several ranks", add_help=False)
     commands.add_parser(
         "launch", help="write the file by which Slurm, Kubernetes or SkyPilot starts ranks", add_help=False
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("eval", help="play episodes with a trained policy", add_help=False)
     commands.add_parser("doctor", help="tell what works on this machine, and what does not")
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # The words behind the subcommand are its own, even if they look like options of this parser.
+    # Words after the subcommand belong to it, even if they look like options of this parser.
     options, rest = parser.parse_known_args(words[:1])
     rest += words[1:]
     if options.command != "doctor":
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
-    """Runs what has options of its own. What the user got wrong is told in one sentence."""
+    """Runs a subcommand that reads its own options. It tells a user's mistake in one sentence."""
     try:
         main = {"train": _train, "launch": _launch, "eval": _eval}[command]()
     except ImportError as error:  # the extension is not built
@@ -78,7 +78,7 @@ def _eval() -> Callable[[Sequence[str]], int]:
 
 
 def _launch() -> Callable[[Sequence[str]], int]:
-    from .launch import jobs  # for a script of one's own it needs no extra
+    from .launch import jobs  # it needs no extra for a user's own script
 
     return jobs.main
 

@@ -5,8 +5,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ._handle import ClippableHandle, GradientHandle, has_unscaled, loss_scale
+from ._grad_scaler import has_unscaled, loss_scale
+from ._handle import GradientHandle
 from ._optimizer_steps import innermost
+from ._optimizer_watch import WatchedHandle
 
 
 def clip_grad_norm_(
@@ -43,7 +45,7 @@ def clip_grad_norm_(
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
-    if not isinstance(sync, ClippableHandle):
+    if not isinstance(sync, WatchedHandle):
         raise ValueError(
             f"sync: expected what attach or register_comm_hook returned, got {type(sync).__name__}; for parameters and "
             "models under fully_shard use torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
@@ -55,7 +57,7 @@ def clip_grad_norm_(
             "scaler: pass optimizer= too, the one that scaler.step() gets: a scaler knows for each optimizer "
             "whether its gradients are scaled"
         )
-    if sync.is_clipped() and sync.clips_in_next_step:
+    if sync._deferred_clip_step == sync._engine.num_steps() and not sync._engine.is_captured():
         raise RuntimeError(
             "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step; clip "
             "once after each synchronised backward, or leave optimizer out both times"
@@ -69,35 +71,43 @@ def clip_grad_norm_(
         )
     divisor = (grad_norm + 1e-6).div_(max_norm).clamp_(min=1.0)
     if optimizer is not None and _takes_grad_scale(optimizer, sync):
-        sync.note_clip(in_next_step=True)
+        sync._deferred_clip_step = sync._engine.num_steps()
         _scale_next_step(optimizer, divisor, sync)
     else:
-        sync.note_clip(in_next_step=False)
         _multiply(_gradients(sync), divisor.reciprocal())
     return grad_norm
 
 
-def _norm(sync: ClippableHandle, norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
-    """The norm of the gradients, without the scaler's scale."""
+def _norm(sync: WatchedHandle, norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
+    """Returns the norm of the gradients, without the scaler's scale."""
     is_unscaled = False
     if scaler is not None:
         assert optimizer is not None
         is_unscaled = has_unscaled(scaler, optimizer)
-    known = sync.known_norm() if norm_type == 2.0 else None  # None after unscale_
+    known = _known_norm(sync) if norm_type == 2.0 else None  # None after unscale_
     norm = torch.nn.utils.get_total_norm(_gradients(sync), norm_type).float() if known is None else known
     if scaler is None or is_unscaled:
         return norm
     return norm / loss_scale(scaler).to(norm.device, non_blocking=True)
 
 
-def _gradients(sync: ClippableHandle) -> list[Tensor]:
+def _known_norm(sync: WatchedHandle) -> Tensor | None:
+    """Returns the newest ``GradStats.grad_norm`` if the gradients are still those that unpacking has written.
+
+    That is known where Python has seen none of them since backward made them, and no later backward has added to them.
+    """
+    is_known = sync._engine.num_steps() == 0 or sync._engine.gradients_are_unchanged()
+    return sync.grad_stats().grad_norm if is_known else None
+
+
+def _gradients(sync: WatchedHandle) -> list[Tensor]:
     return [parameter.grad for parameter in sync.parameters() if parameter.grad is not None]
 
 
-def _takes_grad_scale(optimizer: Optimizer, sync: ClippableHandle) -> bool:
-    """Tells whether its step divides all of the handle's gradients, and no others, by ``optimizer.grad_scale``.
+def _takes_grad_scale(optimizer: Optimizer, sync: WatchedHandle) -> bool:
+    """Tells whether the optimizer's step divides exactly the handle's gradients by ``optimizer.grad_scale``.
 
-    GradScaler makes use of it, too.
+    Fused optimizers have this attribute for GradScaler.
     """
     clipped = {id(parameter) for parameter in sync.parameters() if parameter.grad is not None}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
@@ -108,14 +118,14 @@ def _takes_grad_scale(optimizer: Optimizer, sync: ClippableHandle) -> bool:
     )
 
 
-def _scale_next_step(optimizer: Optimizer, divisor: Tensor, sync: ClippableHandle) -> None:
-    """For one step: the attribute would stay for the steps after. GradScaler multiplies its own scale into it."""
+def _scale_next_step(optimizer: Optimizer, divisor: Tensor, sync: WatchedHandle) -> None:
+    """Lets the optimizer's next step divide the gradients. GradScaler multiplies its own scale into the attribute."""
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
 
     def forget(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if not hasattr(optimizer, "found_inf"):  # GradScaler, which sets it, deletes both itself
+        if not hasattr(optimizer, "found_inf"):  # else GradScaler has set it, and deletes both attributes itself
             vars(optimizer).pop("grad_scale", None)
-        sync.clips_in_next_step = False
+        sync._deferred_clip_step = -1
         handle.remove()
 
     handle = optimizer.register_step_post_hook(forget)

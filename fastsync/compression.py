@@ -1,4 +1,4 @@
-"""Compression: the form that gradients travel in between ranks, who adds them, and how it is asked for."""
+"""Compression: the form in which gradients are sent, who adds them, and the words for it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Reduce = Literal["wire", "fp32"]
 Algorithm = Literal["one_shot", "two_shot"]
 
 BLOCKS: tuple[Wire, ...] = ("int8", "int4")
-"""Wires of whole numbers, blocks of which share a scale."""
+"""Wires that send blocks of whole numbers, each with a scale."""
 LOSSIER: tuple[Wire, ...] = ("int8",)
-"""Wires that are chosen only where they are allowed."""
+"""Wires that ``Auto`` chooses only if they are allowed."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Compression:
             raise ValueError(f"compression: {why}")
 
     def _why_not(self) -> str | None:
-        """Says which two values do not go together."""
+        """Returns which two values do not go together, and why; None if all do."""
         if self.error_feedback and self.wire == "none":
             return "error_feedback needs a wire that loses something, and 'none' does not"
         if self.ranks_per_node > 1 and self.algorithm is not None:
@@ -87,7 +87,7 @@ class Compression:
         return None
 
     def __str__(self) -> str:
-        """In a few words, such as ``int8, error feedback, two_shot``."""
+        """Returns a few words, such as ``int8, error feedback, two_shot``."""
         words: list[str] = [self.wire]
         if self.error_feedback:
             words.append("error feedback")
@@ -158,7 +158,7 @@ def parse_compression(text: str) -> Compression | Auto:
     wires = get_args(Wire)
     if wire not in wires or any(option not in _OPTIONS for option in options):
         names = [*wires, *_AUTOS]
-        # What has options, or a mistyped plus sign, is most like a word that has some.
+        # A text with a plus sign, or another sign in its place, is compared with words that have options.
         known = names if text.isalnum() else [*names, *(f"{wire}+{option}" for wire in wires for option in _OPTIONS)]
         raise ValueError(
             f"compression: expected one of {', '.join(names)}, or a wire with options such as int8+ef "
@@ -171,7 +171,7 @@ def parse_compression(text: str) -> Compression | Auto:
 
 
 def _no_wire(wire: object) -> ValueError:
-    """Makes the error for a Compression of a word that stands for another object. Raises that for what is no word."""
+    """Returns the error for a wire that is a word for another object. Raises ValueError if it is no word either."""
     meant = as_compression(wire)  # type: ignore[arg-type]  # anything
     return ValueError(
         f"compression: {wire!r} is no wire, but a word for {_as_written(meant)}; write that, or pass the word itself "
@@ -180,7 +180,7 @@ def _no_wire(wire: object) -> ValueError:
 
 
 def _as_written(compression: Compression | Auto) -> str:
-    """Writes the call that makes it, without what it would have by default."""
+    """Returns the call that makes the object, without default values."""
     if isinstance(compression, Auto):
         return f"Auto(allow={compression.allow!r})" if compression.allow else "Auto()"
     plain = Compression(compression.wire)

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._checks import check_not_sharded, resolve_group
-from ._handle import ClippableHandle, SyncHandle, begin_use, check_free, handles_of, warn_of_generic_kernels
+from ._handle import SyncHandle, warn_of_generic_kernels
+from ._handles_in_use import begin_use, check_free, handles_of
+from ._optimizer_watch import WatchedHandle, watch_optimizers
 from .autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
 
@@ -29,14 +31,15 @@ class HookState(SyncHandle):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        # The group itself is the engine's alone: _states would keep it for good if a state had it, too.
+        # The state must not refer to the group: _states would then keep the group alive for good.
         self._engine: _C.HookState = _C.HookState(resolve_group(process_group))
 
 
-class CommHook(HookState, ClippableHandle):
+class CommHook(HookState, WatchedHandle):
     """The handle of a hook that ``register_comm_hook`` put into a DDP model."""
 
-    _taken_by = (
+    _engine: _C.HookState
+    _claimed_by = (
         "by register_comm_hook on a DistributedDataParallel that has it; leave one of the two out. To attach a model "
         "that was wrapped, drop the wrapper first"
     )
@@ -53,7 +56,7 @@ class CommHook(HookState, ClippableHandle):
         self._group = process_group
         self._module = ddp_model.module
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
-        # DDP too decides once, when it wraps a model, which parameters it serves.
+        # DDP decides which parameters it serves once, when it wraps a model.
         self._parameters = [
             p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored
         ]
@@ -69,15 +72,14 @@ class CommHook(HookState, ClippableHandle):
         ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
         return ((name, parameter) for name, parameter in self._module.named_parameters() if name not in ignored)
 
-    def check_before_step(self, optimizer: Optimizer) -> None:
-        """As ``ClippableHandle.check_before_step``; also raises where DDP does not serve a parameter of the model."""
-        super().check_before_step(optimizer)
+    def _check_before_step(self, optimizer: Optimizer) -> None:
+        """Also raises RuntimeError if the optimizer steps a parameter of the model that DDP does not serve."""
+        super()._check_before_step(optimizer)
         ddp_model = self._ddp_model()
-        if ddp_model is not None and ddp_model.require_backward_grad_sync:  # else it is inside no_sync()
-            self.check_nothing_is_late(optimizer)
+        if ddp_model is not None and ddp_model.require_backward_grad_sync:  # false inside no_sync()
+            self._check_nothing_is_late(optimizer)
 
-    def taken(self) -> list[nn.Parameter]:
-        """As ``ClippableHandle.taken``."""
+    def _claimed_parameters(self) -> list[nn.Parameter]:
         return [] if self._ddp_model() is None else self._parameters
 
     def parameters(self) -> list[nn.Parameter]:
@@ -85,7 +87,7 @@ class CommHook(HookState, ClippableHandle):
         return self._parameters
 
 
-# Of the hooks that are called for one bucket at a time.
+# The compressions of the hooks that DDP calls for one bucket at a time.
 _COMPRESSIONS = {wire: in_engine([Candidate(Compression(wire))]) for wire in ("none", "fp16", "bf16")}
 
 
@@ -143,6 +145,7 @@ def register_comm_hook(
     check_free(named, "ddp_model")
     hook = CommHook(ddp_model, compression, group)
     begin_use(hook, [ddp_model], kept_by=[ddp_model])
+    watch_optimizers()
     return hook
 
 

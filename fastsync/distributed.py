@@ -1,4 +1,4 @@
-"""Process groups: set-up and tear-down, what a rank knows of itself, and small reductions of metrics over ranks."""
+"""Process groups: set-up and tear-down, broadcasts, checks, and small reductions of metrics over ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from . import _C
 from ._checks import check_not_sharded, plain_parts, resolve_group
 from .launch.environment import Rank, this_rank
 
-_BROADCAST_BYTES = 250 * 2**20  # of a flat buffer of several tensors
-_num_opened = 0  # default groups of several ranks so far, which may share a store
-# Of ranks that srun or MPI has started. It is kept, so that the next group can meet though a rank is still ending.
+_BROADCAST_BYTES = 250 * 2**20  # the size of the buffers that tensors are broadcast in
+_num_opened = 0  # how many default groups of several ranks were opened so far; they may share a store
+# The store of ranks that srun or MPI has started. The next group meets in it while ranks of this one may still end.
 _store: Store | None = None
 
 
@@ -59,15 +59,15 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
             raise ValueError(f"backend={backend!r}: a process group of {opened} is open already; leave backend out")
         yield torch.device("cpu") if backend == "gloo" else device_of(resolve_group(None))
         return
-    # Optimizers import it. Imported while a group is open, it keeps that group alive for good, and Gloo's threads with
-    # it; a thread that then drops a tensor while the interpreter shuts down aborts the process.
+    # Optimizers import this module. If that happens while a group is open, it keeps the group and Gloo's threads alive.
+    # A thread that drops a tensor while the interpreter shuts down would then abort the process.
     importlib.import_module("torch._dynamo")
 
     this = this_rank()
     with this.variables():
         device = _open(this, backend, timedelta(seconds=timeout))
-        # After an error the group ends with the process: ended here, other ranks might be the first to report a
-        # failure, and NCCL would keep the error back until what is in flight is done.
+        # After an error the group ends with the process. If it ended here, other ranks might report a failure first,
+        # and NCCL would hold the error back until the collectives in flight are done.
         yield device
         dist.destroy_process_group()
         gc.collect()  # DDP is part of reference cycles and holds the group
@@ -99,9 +99,9 @@ def _open(this: Rank, backend: Literal["nccl", "gloo"] | None, limit: timedelta)
 
 
 def _meet(this: Rank, limit: timedelta) -> tuple[Store, int, int]:
-    """Waits for the other ranks. Returns the store in which they meet, the rank and the world size."""
+    """Waits for the other ranks. Returns the store that they share, the rank and the world size."""
     if this.launcher is None:
-        # In a batch script, and in the shell that salloc opens, only srun starts tasks.
+        # A batch script, or a shell of salloc, is one process: only srun starts the tasks.
         if (num_tasks := int(os.environ.get("SLURM_NTASKS", "1"))) > 1:
             warnings.warn(
                 f"this process trains alone, in a Slurm job of {num_tasks} tasks (SLURM_NTASKS). Put srun before the "
@@ -116,7 +116,7 @@ def _meet(this: Rank, limit: timedelta) -> tuple[Store, int, int]:
         store, rank, world_size = next(rendezvous("env://", timeout=limit))
     except RuntimeError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = str(error).splitlines()[0].rstrip(".")  # the others are C++'s stack
+        reason = str(error).splitlines()[0].rstrip(".")  # the other lines are a C++ stack
         raise RuntimeError(
             f"rank {this.rank} of {this.world_size}, by the variables of {this.launcher}, did not meet the others at "
             f"{place} within {limit.total_seconds():g} s: {reason}. All of them have to run this script. If rank 0 is "
@@ -126,15 +126,15 @@ def _meet(this: Rank, limit: timedelta) -> tuple[Store, int, int]:
     if this.launcher != "torchrun":
         _store = store
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # Ranks that torchrun starts again meet in the same store, which still holds the addresses of those before, and
-        # of groups before. Elsewhere the store is new, and machines that have joined later count their attempts anew.
+        # torchrun's agent keeps one store for all attempts. It still holds the addresses of earlier ranks and groups.
+        # Other stores are new in each attempt, and machines that joined later have counted fewer attempts.
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         store = PrefixStore(f"attempt{attempt}/group{_num_opened}", store)
     return store, rank, world_size
 
 
 def _backend_for(num_gpus: int, this: Rank) -> Literal["nccl", "gloo"]:
-    """Returns what rank 0 chooses, which sees so many GPUs."""
+    """Returns the backend that rank 0 chooses if it sees ``num_gpus`` GPUs."""
     num_ranks = num_gpus if this.local_world_size is None else this.local_world_size
     is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if num_gpus > 0 and (is_shared or num_ranks <= max(num_gpus, this.num_gpus)):
@@ -150,13 +150,13 @@ def _backend_for(num_gpus: int, this: Rank) -> Literal["nccl", "gloo"]:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Returns what a group serves: this rank's GPU if it has NCCL, else the CPU."""
+    """Returns the device that a group serves: this rank's GPU if the group has NCCL, else the CPU."""
     has_nccl = "nccl" in dist.get_backend_config(group)
     return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
 
 
 def group_of_this_rank(device: torch.device) -> dist.ProcessGroup:
-    """Returns the default group, if there is one and it serves the device, or else a group of this rank alone."""
+    """Returns the default group if it serves the device, else a group of this rank alone."""
     if dist.is_initialized():
         default = resolve_group(None)
         try:
@@ -174,7 +174,7 @@ def group_of_this_rank(device: torch.device) -> dist.ProcessGroup:
 
 
 def _serve(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Gives a group that torch does not list what its rank's device needs. Attaching says so where there is none."""
+    """Adds the device's backend to a group that torch does not list. Attaching raises an error if there is none."""
     name = dist.Backend.default_device_backend_map.get(device.type, "")
     store, limit = HashStore(), timedelta(minutes=1)
     if name == "nccl":
@@ -188,12 +188,12 @@ def _serve(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, name: str) -> dist.ProcessGroup:
-    """Forms a group that torch does not list: its name counts no other groups, and it ends with its last reference.
+    """Forms a group that torch does not list. It ends with its last reference.
 
-    Call its own methods: after an error, functions of ``torch.distributed`` look for a group in that list.
+    Call the group's own methods: after an error, functions of ``torch.distributed`` look for the group in that list.
 
     Args:
-        store: which the ranks meet by. No other group may use it.
+        store: the store that the ranks meet in. No other group may use it.
     """
     kind = dist.ProcessGroup.BackendType.GLOO
     group = dist.ProcessGroup(store, rank, world_size)
@@ -206,7 +206,7 @@ def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, nam
 def dist_sum(values: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Adds ``values`` over the ranks, into a new tensor. Every rank must call it, with the same shape and dtype."""
     group, total = resolve_group(process_group), values.detach().clone()
-    if group.size() > 1:  # alone it would only wake a thread
+    if group.size() > 1:  # on one rank it would only wake a thread
         dist.all_reduce(total, group=group)
     return total
 
@@ -218,9 +218,9 @@ def dist_mean(values: Tensor, *, process_group: dist.ProcessGroup | None = None)
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, root: int = 0) -> None:
-    """Gives all ranks of the group the tensors of one, in place. The ranks must have agreed on them."""
+    """Gives all ranks of the group the tensors of rank ``root``, in place. All ranks must have the same ones."""
     tensors = [tensor.detach() for tensor in tensors]
-    flat = [as_bytes(tensor) for tensor in tensors]  # for Gloo knows few dtypes
+    flat = [as_bytes(tensor) for tensor in tensors]  # Gloo supports few dtypes
     dist._broadcast_coalesced(group, flat, _BROADCAST_BYTES, root)  # type: ignore[attr-defined]  # as DDP does
     for tensor, values in zip(tensors, flat, strict=True):
         if values.data_ptr() != tensor.data_ptr():
@@ -228,7 +228,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, root:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the values of a tensor, row by row, as uint8: in its own memory if they lie there that way."""
+    """Returns the values of a tensor, row by row, as uint8: a view if the tensor is contiguous, else a copy."""
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
@@ -271,7 +271,7 @@ def check_consistency(
 
 @contextmanager
 def every_rank_calls(function: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Says, if an error of the group comes out of the block, that every rank has to call the function."""
+    """Adds to an error of the group in the ``with`` block that every rank has to call the function."""
     try:
         yield
     except RuntimeError as error:

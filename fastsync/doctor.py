@@ -32,7 +32,7 @@ def load(extension: str) -> ModuleType:
         ImportError: it is not built, or not for this torch and Python; the message says what to run.
     """
     try:
-        # Up to the build, such as "+cpu".
+        # Compares versions without the build, such as "+cpu".
         if built_for().split("+")[0] != torch.__version__.split("+")[0]:
             raise ImportError(f"it was built for torch {built_for()}")
         return importlib.import_module(f"fastsync.{extension}")
@@ -41,12 +41,12 @@ def load(extension: str) -> ModuleType:
 
 
 def built_for() -> str:
-    """The version of torch that the extensions were built for, as setup.py notes it; this torch's if it is unknown."""
+    """Returns the version of torch that setup.py has noted for the extensions; if it is unknown, this torch's."""
     return next(iter(_note()), torch.__version__)
 
 
 def cuda_left_out() -> str:
-    """Why the extension was built without its CUDA kernels, and how to get them; empty where it was built with them."""
+    """Returns why the extension has no CUDA kernels, and how to get them; empty if it has them."""
     if is_a_wheel_for_others() and _note()[1:]:
         return "this wheel was made without them; the version of one that has them ends in cu and CUDA's version"
     return "".join(f"{reason}; to build again: {rebuild_command()}" for reason in _note()[1:])
@@ -59,19 +59,19 @@ def _note() -> list[str]:
 
 
 def rebuild_command() -> str:
-    """The command that builds this copy of fastsync again, and where to run it."""
+    """Returns the command that builds this copy of fastsync again, and where to run it."""
     if (HERE.parent / "setup.py").exists():
         return f"`pip install --no-build-isolation --no-deps -e {shlex.quote(str(HERE.parent))}`"
     return "`pip install --no-build-isolation --no-deps --force-reinstall .` in fastsync's source tree"
 
 
 def is_a_wheel_for_others() -> bool:
-    """Whether this copy is from a wheel that goes with one torch, as its version says, and not from a source tree."""
+    """Tells whether this copy is from a wheel for one version of torch, and not from a source tree."""
     return "+torch" in _version() and not (HERE.parent / "setup.py").exists()
 
 
 def _way_to_another() -> str:
-    """How to get an extension for this torch."""
+    """Returns how to get an extension for this torch."""
     if not is_a_wheel_for_others():
         return f"run {rebuild_command()}"
     version, _, made_for = _version().partition("+")
@@ -81,7 +81,7 @@ def _way_to_another() -> str:
 
 
 def _version() -> str:
-    """What is installed, as pip knows it; nothing where pip has not installed it."""
+    """Returns the version that pip has installed; empty if pip has not installed it."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -89,13 +89,13 @@ def _version() -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs what an extra of fastsync brings, wherever fastsync itself came from."""
+    """Returns the command that installs the packages of an extra, wherever fastsync itself came from."""
     packages = _packages_of(extra)
     return shlex.join(["pip", "install", *(packages or ["--no-build-isolation", "-e", f".[{extra}]"])])
 
 
 def _packages_of(extra: str) -> list[str]:
-    """What pip would install for an extra; nothing where fastsync was not installed by pip."""
+    """Returns the packages that pip installs for an extra; nothing if pip has not installed fastsync."""
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -118,8 +118,8 @@ def main() -> int:
     """Prints the report.
 
     Returns:
-        0 if all works that was asked for, also if it could be faster; 1 if the engine does not load, if this torch has
-        no Gloo, or if FASTSYNC_CUDA=1 asks for fused CUDA kernels and there are none.
+        0 if everything works that was asked for, even if it could be faster. 1 if the engine does not load, if this
+        torch has no Gloo, or if FASTSYNC_CUDA=1 asks for fused CUDA kernels and there are none.
     """
     extension: ModuleType | None = None
     obstacles = []
@@ -191,7 +191,7 @@ def _devices(extension: ModuleType | None) -> Facts:
 
 
 def _kernels(extension: ModuleType, device_type: str) -> str:
-    """Which kernels the engine runs on such a device, in words."""
+    """Returns in words which kernels the engine runs on a type of device."""
     if extension.kernels(device_type) == "fused":
         return f"fused {'CUDA' if device_type == 'cuda' else 'C++'}"
     advice = "" if extension.built_with_cuda() else "; install nvcc and build again for fused ones"
@@ -199,12 +199,12 @@ def _kernels(extension: ModuleType, device_type: str) -> str:
 
 
 def _has_nvidia_gpu() -> bool:
-    """As torch sees it, or the system, where torch is built without CUDA."""
+    """Tells whether torch sees an NVIDIA GPU, or whether the system has one that this torch cannot use."""
     return (torch.version.cuda is not None and torch.cuda.is_available()) or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _limits(has_nccl: bool) -> list[str]:
-    """Lists what does not work, though the engine does, beside the engine's kernels."""
+    """Lists what does not work although the engine does, without the engine's kernels."""
     limits = []
     if not has_nccl or not torch.cuda.is_available():
         limits.append(f"NCCL: {'torch sees no GPU' if has_nccl else 'this torch has none'}; use Gloo")
@@ -214,7 +214,7 @@ def _limits(has_nccl: bool) -> list[str]:
 
 
 def _why_no_kernels(*, are_wanted: bool) -> str:
-    """Why there are no fused CUDA kernels, and what to do."""
+    """Returns why there are no fused CUDA kernels, and what to do."""
     if torch.version.cuda is not None:
         return cuda_left_out() or "not built, and the build has noted no reason"
     reason = f"torch {torch.__version__} is built without CUDA"
@@ -224,7 +224,7 @@ def _why_no_kernels(*, are_wanted: bool) -> str:
 
 
 def missing_train_packages() -> list[str]:
-    """Lists what training needs and this Python lacks."""
+    """Lists the packages that training needs and that this Python lacks."""
     names = [re.split("[<>=]", package)[0] for package in _packages_of("train")]
     return [name for name in names if not any(metadata.distributions(name=name))]
 

@@ -1,4 +1,4 @@
-"""Files that nobody ever sees half written."""
+"""Writing files so that nobody reads one half written."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file. A crash at any moment leaves it whole, or as it was before. The disk has it when this returns.
+    """Writes a file. After a crash the file is either whole or as it was before. When this returns, it is on the disk.
 
-    Several processes may do so at once, also on hosts that share the folder: the last one wins.
+    Several processes may write it at once, also on hosts that share the folder: the last one wins.
     """
     unfinished = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
@@ -21,7 +21,7 @@ def write_whole(path: Path, content: bytes) -> None:
     except Exception:
         unfinished.unlink(missing_ok=True)
         raise
-    descriptor = os.open(path.parent, os.O_RDONLY)  # which has the new name
+    descriptor = os.open(path.parent, os.O_RDONLY)  # the folder holds the new name
     try:
         os.fsync(descriptor)
     finally:

@@ -14,16 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._checks import resolve_group
-from ._handle import GradientHandle, begin_use, end_use
+from ._handle import GradientHandle
+from ._handles_in_use import begin_use, end_use
 from .compression import AnyCompression, Auto, Compression
 
 
 @dataclass(frozen=True, eq=False)
 class _Unit:
-    """Parameters that ``fully_shard`` communicates together: those of one call of it."""
+    """The parameters of one call of ``fully_shard``, which it communicates together."""
 
     name: str
-    """Of the module, as the model's ``named_modules`` has it; empty for the model itself."""
+    """The module's name in the model's ``named_modules``; empty for the model itself."""
     module: Any
     """PyTorch's FSDPModule."""
     group: Any
@@ -33,7 +34,7 @@ class _Unit:
         return f"module {self.name!r}" if self.name else "the model itself"
 
     def key(self, numel: int) -> str:
-        """Names this rank's state of so many values that travel together: some parameters may have no gradient."""
+        """Names this rank's state for ``numel`` values sent together. Parameters without a gradient are not sent."""
         return f"{self.name}[{numel}] of rank {dist.get_rank()}"
 
     def parameters(self) -> list[nn.Parameter]:
@@ -41,7 +42,7 @@ class _Unit:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """None where parameters are replicated only."""
+        """The group that the parameters are sharded over; None if they are only replicated."""
         return getattr(self.group.mesh_info, "shard_process_group", None) and self.group._reduce_scatter_process_group
 
 
@@ -87,10 +88,10 @@ class ShardedGradients(GradientHandle):
         return [parameter for unit in self._units for parameter in unit.parameters() if parameter.requires_grad]
 
     def _own(self, name: str) -> str:
-        return name  # which ends in the rank
+        return name  # it ends in the rank already
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``GradientHandle.load_state_dict``, with what the same rank has saved."""
+        """Loads what ``state_dict()`` has returned on the same rank. See ``GradientHandle.load_state_dict``."""
         parts = [state_dict.get(name) for name in ("scales", "residuals")] if isinstance(state_dict, dict) else []
         residuals = parts[1] if parts and isinstance(parts[1], dict) else {}
         for key in (str(key) for part in parts if isinstance(part, dict) for key in part):
@@ -100,12 +101,12 @@ class ShardedGradients(GradientHandle):
                 self._identify(key, int(numel[1]), dtype)
         super().load_state_dict(state_dict)
 
-    def reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
-        """Gives this rank its shard; on a CPU when it returns, else on the current stream."""
+    def _reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
+        """Writes this rank's shard of the mean or sum. On a GPU it is ready on the current stream."""
         self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op)
 
-    def all_reduce(self, unit: _Unit, values: Tensor) -> None:
-        """Averages them in place, likewise."""
+    def _all_reduce(self, unit: _Unit, values: Tensor) -> None:
+        """Averages values in place. On a GPU they are ready on the current stream."""
         self._engine.all_reduce(self._identity_of(unit, values), str(unit), values)
 
     def _identity_of(self, unit: _Unit, values: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class ShardedGradients(GradientHandle):
         return self._identify(unit.key(values.numel()), values.numel(), torch.float64 if is_wide else torch.float32)
 
     def _identify(self, key: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns the tensor, without memory, by which the engine knows such values. It has their residuals' dtype."""
+        """Returns a tensor without memory that stands for such values in the engine. It has the dtype of residuals."""
         identity = self._identities.get(key)
         if identity is None or identity.dtype != dtype:
             identity = torch.empty(numel, dtype=dtype, device="meta")
@@ -127,11 +128,11 @@ class ShardedGradients(GradientHandle):
         return {f"{index} of {unit}": p for unit in self._units for index, p in enumerate(unit.parameters())}
 
     def _follow(self, compression: Compression | Auto) -> None:
-        super()._follow(_of_reduce_scatter(compression) if self._scatters else compression)
+        super()._follow(_for_reduce_scatter(compression) if self._scatters else compression)
 
 
 class _EngineReduceScatter:
-    """A ``ReduceScatter`` of PyTorch's, which ``fully_shard`` calls in place of the process group's."""
+    """Implements PyTorch's ``ReduceScatter``, so that ``fully_shard`` calls the engine instead of the process group."""
 
     def __init__(self, handle: ShardedGradients, unit: _Unit) -> None:
         self._handle = handle
@@ -149,7 +150,7 @@ class _EngineReduceScatter:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        self._handle.reduce_scatter(self._unit, output_tensor, input_tensor, op)
+        self._handle._reduce_scatter(self._unit, output_tensor, input_tensor, op)
 
 
 def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "none") -> ShardedGradients:
@@ -244,13 +245,13 @@ def register_all_reduce_hook(
         )
     handle = ShardedGradients(units, compression, group, scatters=False)
     for unit in units:
-        unit.module.set_all_reduce_hook(lambda values, unit=unit: handle.all_reduce(unit, values))
+        unit.module.set_all_reduce_hook(lambda values, unit=unit: handle._all_reduce(unit, values))
     begin_use(handle, [model])
     return handle
 
 
 def _units_of(model: nn.Module) -> list[_Unit]:
-    from torch.distributed.fsdp import FSDPModule  # takes long to import
+    from torch.distributed.fsdp import FSDPModule  # importing it takes long
 
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: expected a model that went through fully_shard, got {type(model).__name__}")
@@ -282,7 +283,11 @@ def _units_of(model: nn.Module) -> list[_Unit]:
 
 
 def _shard_group_of(units: Sequence[_Unit]) -> dist.ProcessGroup | None:
-    """Returns the one group that all are sharded over; None where none is."""
+    """Returns the group that all units are sharded over; None if they are not sharded.
+
+    Raises:
+        ValueError: there are several such groups.
+    """
     by_ranks: dict[tuple[int, ...], _Unit] = {}
     for unit in units:
         by_ranks.setdefault(_ranks_of(unit.shard_group), unit)
@@ -299,8 +304,8 @@ def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
-def _of_reduce_scatter(compression: Compression | Auto) -> Compression:
-    """Returns the same with sums in float32, which a reduce-scatter always has."""
+def _for_reduce_scatter(compression: Compression | Auto) -> Compression:
+    """Returns the compression with sums in float32, which a reduce-scatter always has."""
     if isinstance(compression, Auto):
         raise ValueError(
             f"compression: {compression} measures all-reduces, and this is a reduce-scatter; name a Compression"

@@ -1,4 +1,4 @@
-"""Weights that an optimizer keeps for itself, such as float32 masters of a bfloat16 model, which it steps from."""
+"""Copies of the weights that an optimizer keeps and steps from, such as float32 masters of a bfloat16 model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ._optimizer_steps import innermost
 
-_DEPTH = 4  # of lists, dicts and optimizers within each other that are looked through
+_DEPTH = 4  # how deep the search goes into nested lists, dicts and optimizers
 
 
 @torch.no_grad()
@@ -20,8 +20,8 @@ def masters_of(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str,
     """Finds the optimizer's own copies of these weights, between its steps, by their values.
 
     Note [Which tensors are masters]
-    A state of one name, such as ``state[p]["master"]``, or a list of tensors that the optimizer holds. Each of its
-    tensors has to be within one rounding of a weight of its shape, and not all may be zeros: moments are not like that.
+    Masters have one name in the state, such as ``state[p]["master"]``, or are in a list that the optimizer holds. Each
+    has to be within one rounding of a weight of its shape, and not all may be zeros. Moments do not pass.
     """
     found: dict[str, Tensor] = {}
     for family in _families(optimizer, weights):
@@ -30,7 +30,7 @@ def masters_of(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns the rank's part of it, in the same memory."""
+    """Returns this rank's shard of the tensor, in the same memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -48,7 +48,7 @@ _OF_TORCH = ("state", "param_groups", "defaults")
 def _lists(value: Any, depth: int) -> Iterator[list[Tensor]]:
     if depth == 0:
         return
-    if isinstance(value, Optimizer):  # one that steps the masters, and has them in its groups
+    if isinstance(value, Optimizer):  # it steps the masters, so they are in its groups
         yield [parameter for group in value.param_groups for parameter in group["params"]]
     items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
     if tensors := [item for item in items if isinstance(item, Tensor)]:
@@ -58,7 +58,7 @@ def _lists(value: Any, depth: int) -> Iterator[list[Tensor]]:
 
 
 def _matched(family: list[Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the family by the names of the weights that its tensors are copies of; none unless all are."""
+    """Returns the tensors by the names of the weights that they are copies of; nothing unless all are copies."""
     found: dict[str, Tensor] = {}
     is_nonzero = False
     for tensor in family:
@@ -78,5 +78,5 @@ def _is_copy(tensor: Tensor, weight: Tensor) -> bool:
     if is_same_memory or torch.promote_types(own.dtype, theirs.dtype) != own.dtype:
         return False
     wide = theirs.to(own.device, own.dtype)
-    narrow = torch.finfo(theirs.dtype)  # below its smallest normal number values lie evenly
+    narrow = torch.finfo(theirs.dtype)  # below its smallest normal number, values are evenly spaced
     return bool(((own - wide).abs() <= narrow.eps * wide.abs().clamp(min=narrow.smallest_normal)).all())

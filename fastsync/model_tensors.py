@@ -1,4 +1,4 @@
-"""What of a model ``DiLoCo`` averages, looked up anew for each mean: training unfreezes, adds and replaces tensors."""
+"""The tensors of a model that ``DiLoCo`` averages. Each mean looks them up anew, because training may change them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 class ModelTensors:
-    """A model's weights, which an outer optimizer moves, and what else of it is averaged."""
+    """A model's weights, which an outer optimizer moves, and its other tensors that are averaged."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model = model
@@ -33,13 +33,13 @@ class ModelTensors:
         return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
 
     def plain(self) -> dict[str, Tensor]:
-        """Returns this rank's part of each parameter and buffer, and in place of those that wrap others, these."""
+        """Returns this rank's shard of each parameter and buffer. Tensors that wrap others are replaced by these."""
         named = {**self._parameters(), **dict(self._model.named_buffers())}
         return plain_parts({name: local(each) for name, each in named.items()})
 
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:
-        """Gives all ranks the first one's parameters and buffers, by way of the host. They must have agreed on them."""
+        """Gives all ranks the first one's parameters and buffers, through the host. All must have the same ones."""
         plain = self.plain().values()
         on_host = [each.cpu() for each in plain]
         masters = masters_of(self._optimizer, self.weights)
@@ -52,7 +52,7 @@ class ModelTensors:
                 local(master).copy_(local(self.weights[name]))
 
     def own(self, names: Iterable[str]) -> list[tuple[Tensor, Tensor]]:
-        """Returns this rank's part of each weight, and of what the optimizer steps for it, which may be the same.
+        """Returns pairs: this rank's shard of each weight, and of the tensor that the optimizer steps for it.
 
         Raises:
             RuntimeError: the model has no such parameter any more.
@@ -69,7 +69,7 @@ class ModelTensors:
         return [(weight, weight if master is None else local(master)) for weight, master in pairs]
 
     def others(self) -> dict[str, Tensor]:
-        """Returns this rank's part of the floating parameters that were frozen, or not there, at the start."""
+        """Returns this rank's shard of the floating parameters that were frozen or missing at the start."""
         return {
             name: torch.view_as_real(local(parameter)) if parameter.is_complex() else local(parameter)
             for name, parameter in self._parameters().items()
@@ -89,7 +89,7 @@ class ModelTensors:
         return found
 
     def describe(self) -> str:
-        """Returns what the ranks have to agree on."""
+        """Returns the text that has to be equal on all ranks."""
         parameters = {name: self._at_start.get(name, each) for name, each in self._parameters().items()}
         return "\n".join(
             f"{name} {each.dtype} {list(local(each).shape)}" for name, each in (parameters | self.buffers()).items()
@@ -101,7 +101,7 @@ class ModelTensors:
         return fingerprint(str(marks({name: local(now[name]) for name in self.weights if name in now})))
 
     def _parameters(self) -> dict[str, Tensor]:
-        # While fully_shard has gathered a parameter, the model has the whole one in place of the shard.
+        # While fully_shard has gathered a parameter, the model holds the whole one instead of the shard.
         return {
             name: first if isinstance(first := self._at_start.get(name), DTensor) else parameter
             for name, parameter in self._model.named_parameters()
@@ -109,7 +109,7 @@ class ModelTensors:
 
 
 def marks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns a number for each tensor, which is another one once its values have changed."""
+    """Returns a number for each tensor. It differs once the values have changed."""
     words = {name: as_bytes(each).view(_WORDS[each.element_size()]) for name, each in tensors.items()}
     return {name: int(each.sum(dtype=torch.int64)) for name, each in words.items()}
 

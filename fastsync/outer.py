@@ -10,11 +10,9 @@ from __future__ import annotations
 import atexit
 import copy
 import sys
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -25,24 +23,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from ._checks import resolve_group
-from ._optimizer_steps import innermost, is_training_step
+from ._optimizer_steps import innermost
 from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
 from .model_tensors import ModelTensors
-from .outer_fragment import Fragment, OuterOptimizer, gather
+from .outer_background import BackgroundCalls
+from .outer_fragment import Fragment, OuterOptimizer, SiteChange, UnderWay, gather
+from .outer_steps import BlockSteps
 from .stats import SyncStats
 from .surviving_group import SurvivingGroup
 from .topk import TopK, TopKAverager
 
-PATIENCE = 16
-"""Steps of another optimizer that may come before the first of the one that counts."""
-END_SECONDS = 1.0
-"""How long the end of the process waits for an outer step, once that has been ended."""
 DEFAULT_COMPRESSION = Compression("int8", error_feedback=True)
 DEFAULT_OPTIMIZER = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -116,42 +110,41 @@ class DiLoCo:
         self._delay = fragment_sync_delay
         self._alpha = fragment_update_alpha
         self._sync_every = sync_every
-        self._compression = compression if isinstance(compression, TopK) else as_compression(compression)
         self._step = 0
-        self._num_averaged = 0  # of fragments, in all
-        self._num_begun = 0
-        self._num_final = 0  # of the newest, after all loops had ended
-        self._newest: Future[None] | None = None  # of those that are on their way
-        atexit.register(_end_step, weakref.ref(self))
-        self._hooks: list[RemovableHandle] = []
-        self._has_begun = self._is_resumed = False
-        self._num_steps = self._num_steps_of_others = 0  # in this block
+        self._num_sent = 0  # fragments so far; all ranks give a fragment that they send the same number
+        self._num_averaged = 0  # the number of the fragment that was averaged last
+        self._num_final = 0  # how many fragments were averaged in a row after all loops had ended
+        self._is_resumed = False
+        self._block: BlockSteps | None = None
+        self._background = BackgroundCalls()
+        atexit.register(_end_background_calls, weakref.ref(self))
+        averaged_with = compression if isinstance(compression, TopK) else as_compression(compression)
         make = outer_optimizer or (partial(SGD, lr=1.0) if isinstance(compression, TopK) else DEFAULT_OPTIMIZER)
         parts = _split(named, fragments)
         settings = f"{sync_every=}, {fragments=}, {fragment_sync_delay=}, {fragment_update_alpha=}"
         with _on_the_host():
             self._sites = SurvivingGroup(resolve_group(process_group), timedelta(seconds=timeout))
             trial = make([torch.zeros(1, requires_grad=True)])
-            lines = [f"{settings}, {self._compression}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
+            lines = [f"{settings}, {averaged_with}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
             lines += [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.plain().items()]
             _C.check_agreement(self._sites.group, "\n".join(lines), torch.device("cpu"))
             tensors.broadcast(self._sites.group)
             self._fragments = [
-                Fragment(tensors, part, make, (place + 1) * sync_every // fragments % sync_every, is_first=place == 0)
-                for place, part in enumerate(map(list, parts))
-            ]
-            self._make_averagers()
+                Fragment(
+                    tensors, list(part), make, averaged_with, self._sites.group,
+                    offset=(index + 1) * sync_every // fragments % sync_every, is_first=index == 0,
+                )
+                for index, part in enumerate(parts)
+            ]  # fmt: skip
 
     # ---- the block --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> DiLoCo:
-        self._has_begun = False
-        self._num_final = self._num_steps = self._num_steps_of_others = 0
-        self._hooks = [
-            register_optimizer_step_pre_hook(lambda stepping, *_: self._begin_before(stepping)),
-            self._optimizer.register_step_post_hook(self._count_step),
-            register_optimizer_step_post_hook(self._note_step_of_another),
-        ]
+        self._num_final = 0
+        self._block = BlockSteps(
+            self._optimizer, self._tensors, begin=self._begin, step=self.step, patience=self._sync_every,
+            owner=type(self).__name__,
+        )  # fmt: skip
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -162,12 +155,13 @@ class DiLoCo:
         Raises:
             RuntimeError: the optimizer has never stepped, and another one has.
         """
-        for hook in self._hooks:
-            hook.remove()
+        block, self._block = self._block, None
+        assert block is not None
+        block.stop_counting()
         if error is not None:
             self._is_resumed = True
             return
-        self._begin()
+        block.begin()
         for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
             if fragment.due is not None:
                 self._receive(fragment)
@@ -175,20 +169,13 @@ class DiLoCo:
             fragment = min(self._fragments, key=self._next_step_of)
             self._step = self._next_step_of(fragment)
             self._send(fragment, has_ended=True)
-        if self._num_steps == 0:
-            self._check_nobody_else_stepped(at_most=0)
+        block.check_that_ours_stepped()
 
     def _next_step_of(self, fragment: Fragment) -> int:
-        return self._step + 1 + (fragment.place - self._step - 1) % self._sync_every
-
-    def _begin_before(self, optimizer: Optimizer) -> None:
-        if not self._has_begun and is_training_step(optimizer) and self._tensors.are_stepped_by(optimizer):
-            self._begin()
+        return self._step + 1 + (fragment.offset - self._step - 1) % self._sync_every
 
     def _begin(self) -> None:
-        """Before the first step of a block, looks whether other weights were loaded than the sites had in common."""
-        if self._has_begun:
-            return
+        """Looks, before the first step of a block, whether weights were loaded that differ from the common ones."""
         with _on_the_host():
             for tries_left in reversed(range(self._sites.group.size())):
                 try:
@@ -198,7 +185,7 @@ class DiLoCo:
                     if tries_left == 0:
                         raise
                     self._go_on_without_the_lost(self._fragments[0], error)
-        self._has_begun, self._is_resumed = True, False
+        self._is_resumed = False
 
     def _take_over_loaded_weights(self) -> None:
         have_moved = not self._is_resumed and any(
@@ -223,28 +210,6 @@ class DiLoCo:
                 stacklevel=5,
             )
 
-    def _count_step(self, optimizer: Optimizer, *_: object) -> None:
-        if is_training_step(optimizer):
-            self._num_steps += 1
-            self.step()
-
-    def _note_step_of_another(self, optimizer: Optimizer, *_: object) -> None:
-        """Looks only while the right one has not stepped; it may be one of several, each with parameters of its own."""
-        if self._num_steps > 0 or optimizer is self._optimizer or not is_training_step(optimizer):
-            return
-        if not self._tensors.are_stepped_by(optimizer):
-            return
-        self._num_steps_of_others += 1
-        self._check_nobody_else_stepped(at_most=max(self._sync_every, PATIENCE))
-
-    def _check_nobody_else_stepped(self, at_most: int) -> None:
-        if self._num_steps_of_others > at_most:
-            raise RuntimeError(
-                f"fastsync: the {type(self._optimizer).__name__} that the {type(self).__name__} was given has not "
-                f"stepped, and another optimizer has stepped the model's parameters {self._num_steps_of_others} times, "
-                "which count for nothing; pass the optimizer that steps, which a trainer may make only when it begins"
-            )
-
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -257,45 +222,49 @@ class DiLoCo:
             if fragment.due == self._step:
                 self._receive(fragment)
         for fragment in self._fragments:
-            if self._step % self._sync_every == fragment.place:
+            if self._step % self._sync_every == fragment.offset:
                 self._send(fragment)
 
     def _send(self, fragment: Fragment, *, has_ended: bool = False) -> None:
         with _on_the_host():
-            fragment.take_differences(has_ended=has_ended)
-        self._num_begun += 1
-        fragment.due = self._step + self._delay
+            change = fragment.take_change(has_ended=has_ended)
+        self._num_sent += 1
         if self._delay == 0 or has_ended:
-            self._average(fragment, self._num_begun)
-            self._receive(fragment, alpha=0.0 if has_ended else self._alpha)
-            return
-        fragment.arrival = self._newest = _after(self._newest, partial(self._average, fragment, self._num_begun))
+            self._average(fragment, change, self._num_sent)
+            self._merge(fragment, alpha=0.0 if has_ended else self._alpha)
+        else:
+            arrival = self._background.start(partial(self._average, fragment, change, self._num_sent))
+            fragment.under_way = UnderWay(self._step + self._delay, arrival)
 
-    def _receive(self, fragment: Fragment, alpha: float | None = None) -> None:
-        if fragment.arrival is not None:
-            fragment.arrival.result()  # waits no longer than the group does, and raises what went wrong
-            fragment.arrival = None
-        fragment.due = None
-        with _on_the_host():
-            fragment.merge(self._alpha if alpha is None else alpha)
+    def _receive(self, fragment: Fragment) -> None:
+        """Merges a fragment that is under way. Waits for it no longer than the group does, and raises its error."""
+        assert fragment.under_way is not None
+        if fragment.under_way.arrival is not None:
+            fragment.under_way.arrival.result()
+        fragment.under_way = None
+        self._merge(fragment, self._alpha)
 
-    def _average(self, fragment: Fragment, number: int) -> None:
-        """Moves the fragment's outer weights by the mean difference. The numbers are those of its turn on all ranks."""
+    def _merge(self, fragment: Fragment, alpha: float) -> None:
         with _on_the_host():
-            have_all_ended = False
+            fragment.merge(alpha)
+
+    def _average(self, fragment: Fragment, change: SiteChange, number: int) -> None:
+        """Moves the fragment's outer weights by the mean difference. The fragment has its number on all ranks."""
+        with _on_the_host():
+            mean = None
             for tries_left in reversed(range(self._sites.group.size())):
                 try:
-                    if number > self._num_averaged:  # else it has come with another rank's state
-                        have_all_ended = fragment.average(self._sites.group)
+                    if number > self._num_averaged:  # else another rank's state has brought it
+                        mean = fragment.average(self._sites.group, change)
                     break
                 except RuntimeError as error:
-                    if tries_left == 0:  # as often as there were ranks to lose
+                    if tries_left == 0:  # each try before has lost a rank
                         raise
                     self._go_on_without_the_lost(fragment, error)
-            if number > self._num_averaged:
-                fragment.step(self._sites.group.size())
+            if mean is not None:
+                fragment.step(mean, self._sites.group.size())
                 self._num_averaged = number
-                self._num_final = self._num_final + 1 if have_all_ended else 0
+                self._num_final = self._num_final + 1 if mean.have_all_ended else 0
 
     def stats(self) -> list[SyncStats]:
         """Returns what each fragment's synchronisations took, since the newest site was lost. ``TopK`` has none."""
@@ -303,9 +272,10 @@ class DiLoCo:
         return [handle.stats() for handle in handles if isinstance(handle, GradientSynchronizer)]
 
     def _go_on_without_the_lost(self, fragment: Fragment, error: RuntimeError) -> None:
-        """Some of those that are left may have got the last mean, and fail at the next.
+        """Forms a group of the ranks that are left, and makes their outer weights equal.
 
-        So all take over the outer weights of a rank that has come furthest, are equal again, and go on from there.
+        Some of them may have got the last mean before the error, and some not. So all take the outer weights of a rank
+        that has come furthest.
         """
         before = self._sites.ranks
         came = self._sites.go_on_without_the_lost(self._num_averaged, error)
@@ -317,24 +287,14 @@ class DiLoCo:
             )
         furthest = max(came, key=lambda rank: (came[rank], -rank))
         if self._num_averaged < came[furthest] and isinstance(fragment.averager, TopKAverager):
-            fragment.averager.settle()  # the others have got what this rank sent
-        self._make_averagers()
+            fragment.averager.settle()  # the other ranks have received what this rank sent
+        for each in self._fragments:
+            each.use_group(self._sites.group)
         if len(set(came.values())) > 1:
             state = (self._outer_state(), self._num_final) if dist.get_rank() == furthest else None
             outer_state, self._num_final = self._sites.broadcast_object(state, furthest)
             self._load_outer_state(outer_state)
             self._num_averaged = came[furthest]
-
-    def _make_averagers(self) -> None:
-        compression, group = self._compression, self._sites.group
-        for fragment in self._fragments:
-            before = getattr(fragment, "averager", None)
-            if isinstance(compression, TopK):
-                fragment.averager = TopKAverager(fragment.outer, compression, group)
-            else:
-                fragment.averager = GradientSynchronizer(fragment.outer, compression, group, overlap=False)
-            if before is not None:  # steps and scales may differ by now: all begin anew
-                fragment.averager.load_state_dict(before.state_dict() | {"step": 0, "scales": {}})
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on bit for bit, beside the model's and the optimizer's own states.
@@ -342,8 +302,7 @@ class DiLoCo:
         Waits for the fragments that are on their way. Save the state of every rank: what compression has not sent yet
         is each rank's own.
         """
-        if self._newest is not None:
-            self._newest.result()  # they arrive one after the other
+        self._background.wait()
         return {
             "step": self._step,
             "due": [fragment.due for fragment in self._fragments],
@@ -369,10 +328,12 @@ class DiLoCo:
     def _load(self, state: dict[str, Any]) -> None:
         for fragment, due, unsent in zip(self._fragments, state["due"], state["unsent"], strict=True):
             fragment.averager.load_state_dict(unsent)
-            fragment.due, fragment.arrival = due, None
+            fragment.under_way = None if due is None else UnderWay(due)
         self._step = state["step"]
         self._load_outer_state(state["outer"])
-        self._has_begun = self._is_resumed = True
+        self._is_resumed = True
+        if self._block is not None:
+            self._block.has_begun = True
 
     def _outer_state(self) -> list[dict[str, Any]]:
         return [
@@ -417,7 +378,7 @@ class LocalSGD(DiLoCo):
 
 @contextmanager
 def _on_the_host() -> Iterator[None]:
-    """Lets what is made inside live on the CPU and be written later, whatever the default device and the mode are."""
+    """Makes tensors on the CPU, and outside inference mode, whatever the default device and the mode are."""
     with torch.inference_mode(False), torch.device("cpu"):
         yield
 
@@ -428,19 +389,19 @@ def _check_number(name: str, number: object, least: int, most: int) -> None:
 
 
 def _shapes(state: Mapping[str, Any]) -> list[object]:
-    """What of a state has to be as it is here."""
+    """Returns the keys and shapes that a state must have in common with this one."""
     outer = state.get("outer", [])
     of_weights = [{name: weight.shape for name, weight in each["weights"].items()} for each in outer]
     return [sorted(state), of_weights, [each["buffers"].shape for each in outer]]
 
 
 def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:
-    """Into parts of about equal size, in the model's order, which is the same on all ranks; none is empty."""
+    """Splits the weights into fragments of about equal size, none empty, in the model's order: equal on all ranks."""
     total, before = sum(weight.numel() for weight in named.values()), 0
     parts: list[dict[str, Tensor]] = [{}]
-    for place, (name, weight) in enumerate(named.items()):
+    for index, (name, weight) in enumerate(named.items()):
         is_full = before >= total * len(parts) / fragments
-        must_begin = len(named) - place == fragments - len(parts)  # or there would be too few for the rest
+        must_begin = len(named) - index == fragments - len(parts)  # else a later fragment would be empty
         if parts[-1] and len(parts) < fragments and (is_full or must_begin):
             parts.append({})
         parts[-1][name] = weight
@@ -448,32 +409,7 @@ def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor
     return parts
 
 
-def _end_step(known: weakref.ref[DiLoCo]) -> None:
-    """Ends an outer step that is under way when the process ends.
-
-    Before Python 3.14 a daemon thread that comes back from C++ later would abort the process.
-    """
+def _end_background_calls(known: weakref.ref[DiLoCo]) -> None:
     sync = known()
-    if sync is not None and sync._newest is not None and not sync._newest.done():
-        sync._sites.close()
-        wait([sync._newest], timeout=END_SECONDS)
-
-
-def _after(previous: Future[None] | None, call: Callable[[], None]) -> Future[None]:
-    """Calls it in a thread once the previous one has ended well: all ranks send in one order.
-
-    The thread is a daemon, for a process that an error ends must not wait for a site that is gone. See ``_end_step``.
-    """
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            if previous is not None:
-                previous.result()
-            call()
-            done.set_result(None)
-        except BaseException as error:  # it is raised where the fragment is due
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="fastsync outer step", daemon=True).start()
-    return done
+    if sync is not None:
+        sync._background.end(interrupt=sync._sites.close)

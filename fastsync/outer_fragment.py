@@ -1,9 +1,10 @@
-"""A part of the weights that ``DiLoCo`` averages at once, and what travels for it between sites."""
+"""A part of the weights that ``DiLoCo`` averages at once, and what sites send each other for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -13,34 +14,82 @@ from torch.optim import Optimizer
 
 from . import _C
 from .attach import GradientSynchronizer
+from .compression import Auto, Compression
 from .master_weights import local
 from .model_tensors import ModelTensors, fingerprint, marks
-from .topk import TopKAverager
+from .topk import TopK, TopKAverager
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 Averager = GradientSynchronizer | TopKAverager
 
 
+@dataclass(frozen=True)
+class SiteChange:
+    """The changes of a site since it took over the outer weights, and what it tells the others before the mean."""
+
+    differences: list[Tensor]
+    """The outer gradient of each weight."""
+    buffers: Tensor
+    """The site's own buffers, as one vector."""
+    others: dict[str, Tensor]
+    """The parameters beside the weights that have changed, each as a vector."""
+    description: str
+    """Describes the tensors of the model, which have to be alike on all sites."""
+    has_ended: bool
+    """Whether the site's loop has ended."""
+    counts: bool
+    """Whether the site counts in the mean."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The result of averaging the sites' changes. The mean of the differences is in ``.grad`` of the outer weights."""
+
+    num_counting: int
+    """The number of sites that count."""
+    buffer_changes: Tensor
+    """The changes of the buffers, summed over the sites."""
+    have_all_ended: bool
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A fragment's mean between the step that sends it and the step that merges it."""
+
+    due: int
+    """The step that merges it."""
+    arrival: Future[None] | None = None
+    """Done once the outer weights have moved; None where they have already."""
+
+
 class Fragment:
-    """Some weights, their outer weights in float32 or wider on the host, and what is on its way for them.
+    """Some weights, and their outer weights in float32 or wider on the host.
 
     Note [What sites say before a mean]
     Before each mean every site says four numbers: whether its loop has ended, whether it counts, whether parameters
-    beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes on, and
-    afterwards once more if it has moved since the mean before.
+    beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes on. After
+    that it counts where it has moved since the mean before.
     """
 
+    averager: Averager
+
     def __init__(
-        self, tensors: ModelTensors, names: Sequence[str], make: OuterOptimizer, place: int, *, is_first: bool
+        self,
+        tensors: ModelTensors,
+        names: Sequence[str],
+        make: OuterOptimizer,
+        compression: Compression | Auto | TopK,
+        group: dist.ProcessGroup,
+        *,
+        offset: int,
+        is_first: bool,
     ) -> None:
-        self.place = place  # among the steps of a round
-        self.due: int | None = None  # the step at which it arrives, while it is on its way
-        self.arrival: Future[None] | None = None
-        self.averager: Averager  # of the group
-        self._means_of_others: dict[str, Tensor] = {}
+        self.offset = offset  # the step of a round that sends it
+        self.under_way: UnderWay | None = None
         self._tensors = tensors
         self._names = list(names)
-        self._is_first = is_first  # of all fragments, with which travels what is no weight
+        self._is_first = is_first  # of all fragments; buffers and other parameters travel with it
+        self._compression = compression
         self.outer: dict[str, Tensor] = {}
         for name in names:
             own = local(tensors.weights[name])
@@ -49,45 +98,70 @@ class Fragment:
         self.take_over()
         buffers = self._buffers()
         self._shapes = {name: buffer.shape for name, buffer in buffers.items()}
-        self.buffers_mean = _flat(buffers.values())  # as all sites had them last
+        self.buffers_mean = _flat(buffers.values())  # as of the newest mean
+        self._means_of_others: dict[str, Tensor] = {}  # of the newest mean, until they are merged
         self._marks = marks(self._others())
         for outer in self.outer.values():
             outer.requires_grad_()
         self.optimizer = make(list(self.outer.values()))
+        self.averager = self._averager_over(group)
+
+    @property
+    def due(self) -> int | None:
+        """The step that merges what is under way; None where nothing is."""
+        return None if self.under_way is None else self.under_way.due
+
+    def use_group(self, group: dist.ProcessGroup) -> None:
+        """Averages over another group from now on. Steps and scales begin anew, because ranks may differ in them."""
+        state = self.averager.state_dict() | {"step": 0, "scales": {}}
+        self.averager = self._averager_over(group)
+        self.averager.load_state_dict(state)
+
+    def _averager_over(self, group: dist.ProcessGroup) -> Averager:
+        if isinstance(self._compression, TopK):
+            return TopKAverager(self.outer, self._compression, group)
+        return GradientSynchronizer(self.outer, self._compression, group, overlap=False)
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Takes the site's own weights, which all sites have to have in common, for the outer ones."""
+        """Sets the outer weights to the site's own weights, which must be equal on all sites."""
         for outer, (_, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
             outer.copy_(own)
 
     @torch.no_grad()
     def differences(self) -> Iterator[Tensor]:
-        """Yields the outer gradient: from the site's own weights to the outer ones, for optimizers go against it."""
+        """Yields the outer gradients: outer weights minus the site's own, as optimizers step against a gradient."""
         for outer, (_, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
-            # From what the site had taken over, so that the rounding of a narrower weight is no movement of its own.
+            # The outer weight is rounded as the site has taken it over, so that this rounding is no movement.
             yield outer.to(own.dtype).to(outer.dtype) - own.to("cpu", outer.dtype)
 
     @torch.no_grad()
-    def take_differences(self, *, has_ended: bool) -> None:
-        """Takes what the next mean is of, and what this site says before it."""
-        self._differences = list(self.differences())
-        self._take_buffers()
+    def take_change(self, *, has_ended: bool) -> SiteChange:
+        """Returns what this site has changed, for the next mean."""
+        differences = list(self.differences())
+        buffers = self._buffers()
+        self._fit_means_to(buffers)
         others = self._others()
         now = marks(others)
-        self._changed_others = {name: _flat([others[name]]) for name in now if now[name] != self._marks.get(name)}
-        self._description = self._tensors.describe()
+        changed_others = {name: _flat([others[name]]) for name in now if now[name] != self._marks.get(name)}
         has_moved = (
-            any(bool(difference.any()) for difference in self._differences)
-            or self._buffers_have_moved
-            or bool(self._changed_others)
+            any(bool(difference.any()) for difference in differences)
+            or self._have_moved(buffers)
+            or bool(changed_others)
         )
-        self._says = [has_ended, not has_ended or has_moved, bool(self._changed_others)]
+        return SiteChange(
+            differences=differences,
+            buffers=_flat(buffers.values()),
+            others=changed_others,
+            description=self._tensors.describe(),
+            has_ended=has_ended,
+            counts=not has_ended or has_moved,
+        )
 
-    def _take_buffers(self) -> None:
-        buffers = self._buffers()
+    def _fit_means_to(self, buffers: Mapping[str, Tensor]) -> None:
+        """Gives new buffers a mean of zeros, so that the mean of their changes is that of their values."""
         shapes = {name: buffer.shape for name, buffer in buffers.items()}
-        if shapes != self._shapes:  # the mean of the changes of those that are new is that of their values
+        if shapes != self._shapes:
             numels = [prod(shape) for shape in self._shapes.values()]
             before = dict(zip(self._shapes, self.buffers_mean.split(numels), strict=True))
             means = [
@@ -95,77 +169,73 @@ class Fragment:
                 for name, shape in shapes.items()
             ]
             self.buffers_mean, self._shapes = _flat(means), shapes
-        self._own_buffers = _flat(buffers.values())
+
+    def _have_moved(self, buffers: Mapping[str, Tensor]) -> bool:
         as_merged = self.buffers_mean.split([buffer.numel() for buffer in buffers.values()])
-        self._buffers_have_moved = any(
+        return any(
             not torch.equal(buffer.detach().cpu().reshape(-1), mean.to(buffer.dtype))
             for buffer, mean in zip(buffers.values(), as_merged, strict=True)
         )
 
-    def average(self, group: dist.ProcessGroup) -> bool:
-        """Averages the differences, and returns whether all loops have ended.
-
-        What it begins with stays, for another try.
+    def average(self, group: dist.ProcessGroup, change: SiteChange) -> Mean:
+        """Averages the changes of all sites. After an error it can be tried again with the same change.
 
         Raises:
             ValueError: the sites have other parameters or buffers by now.
         """
-        said = gather(group, [*self._says, fingerprint(self._description)])
+        says = [change.has_ended, change.counts, bool(change.others), fingerprint(change.description)]
+        said = gather(group, says)
         if len({description for *_, description in said}) > 1:
-            _C.check_agreement(group, self._description, torch.device("cpu"), "the model's parameters and buffers")
-        self._num_counting = sum(counts for _, counts, _, _ in said)
+            _C.check_agreement(group, change.description, torch.device("cpu"), "the model's parameters and buffers")
+        num_counting = sum(counts for _, counts, _, _ in said)
+        # A constant buffer has a change of exactly 0, so that roundings do not alter it with each mean.
+        has_changed = change.buffers != self.buffers_mean
+        buffer_changes = torch.where(has_changed, change.buffers - self.buffers_mean, 0.0)
         self._means_of_others = {}
-        if self._num_counting > 0:
-            self._average(group, any(have_changed for _, _, have_changed, _ in said))
-        return all(has_ended for has_ended, *_ in said)
+        if num_counting > 0:
+            if buffer_changes.numel() > 0:
+                group.allreduce(buffer_changes).wait()
+            if any(have_changed for _, _, have_changed, _ in said):
+                self._means_of_others = self._average_others(group, change, num_counting)
+            for outer, difference in zip(self.outer.values(), change.differences, strict=True):
+                outer.grad = difference.clone()
+            self.averager.synchronize()
+        return Mean(num_counting, buffer_changes, have_all_ended=all(has_ended for has_ended, *_ in said))
 
-    def _average(self, group: dist.ProcessGroup, others_have_changed: bool) -> None:
-        # Of what has changed: a buffer that is constant must not be, by roundings, another one after each mean.
-        has_changed = self._own_buffers != self.buffers_mean
-        self._changes = torch.where(has_changed, self._own_buffers - self.buffers_mean, 0.0)
-        if self._changes.numel() > 0:
-            group.allreduce(self._changes).wait()
-        if others_have_changed:
-            self._means_of_others = self._average_others(group)
-        for outer, difference in zip(self.outer.values(), self._differences, strict=True):
-            outer.grad = difference.clone()
-        self.averager.synchronize()
-
-    def _average_others(self, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """Returns the means of those parameters that have changed on a site. The others may be large."""
+    def _average_others(self, group: dist.ProcessGroup, change: SiteChange, num_counting: int) -> dict[str, Tensor]:
+        """Returns the means of the parameters that have changed on a site. Others are not sent: they may be large."""
         others = self._others()
-        have_changed = torch.tensor([name in self._changed_others for name in others], dtype=torch.int32)
+        have_changed = torch.tensor([name in change.others for name in others], dtype=torch.int32)
         group.allreduce(have_changed).wait()
         means = {}
         for name, number in zip(others, have_changed.tolist(), strict=True):
             if number > 0:
-                value = self._changed_others.get(name)
+                value = change.others.get(name)
                 mean = _flat([others[name]]) if value is None else value.clone()
-                if not self._says[1]:
+                if not change.counts:
                     mean.zero_()
                 group.allreduce(mean).wait()
-                means[name] = mean / self._num_counting
+                means[name] = mean / num_counting
         return means
 
-    def step(self, num_ranks: int) -> None:
+    def step(self, mean: Mean, num_ranks: int) -> None:
         """Takes an outer step with what ``average`` has found."""
-        if self._num_counting > 0:
-            self.buffers_mean = self.buffers_mean + self._changes / self._num_counting
-            if self._num_counting < num_ranks:  # the others have sent zeros
+        if mean.num_counting > 0:
+            self.buffers_mean = self.buffers_mean + mean.buffer_changes / mean.num_counting
+            if mean.num_counting < num_ranks:  # sites that do not count have sent zeros
                 for outer in self.outer.values():
                     assert outer.grad is not None
-                    outer.grad *= num_ranks / self._num_counting
+                    outer.grad *= num_ranks / mean.num_counting
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self._differences.clear()
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
-        """Takes over the outer weights, but for the share ``alpha`` of the site's own."""
+        """Sets the site's weights to the outer ones, and keeps the factor ``alpha`` of its own."""
         for outer, (weight, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
             arrived = outer.detach().to(own.device)
             own.copy_(arrived if alpha == 0 else torch.lerp(arrived, own.to(outer.dtype), alpha))
-            if own is not weight:  # the optimizer steps from its own, and rounds them to the weight
+            if own is not weight:  # the optimizer steps a master, and rounds it to the weight
                 weight.copy_(own)
         first = 0
         for buffer in self._buffers().values():
@@ -193,6 +263,6 @@ def gather(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    """In float64 on the host, one after the other: sums that go on for a whole run are kept in it."""
+    """Joins tensors in one vector on the host, in float64, because sums of a whole run are kept in it."""
     flat = [tensor.detach().to("cpu", torch.float64).reshape(-1) for tensor in tensors]
     return torch.cat([torch.empty(0, dtype=torch.float64), *flat])

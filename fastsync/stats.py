@@ -8,7 +8,7 @@ from torch import Tensor
 from ._checks import format_bytes
 
 SUM_OF_SQUARES, NUM_NONFINITE, NUM_SATURATED = range(3)
-"""Places in the engine's statistics."""
+"""Indices in the engine's statistics."""
 
 Transport: TypeAlias = Literal["process_group", "shared_memory", "two_level"]
 
@@ -21,7 +21,7 @@ class GradStats:
     """
 
     def __init__(self, sums: Tensor) -> None:
-        self._sums = sums  # over buckets, float64 [4]
+        self._sums = sums  # [4] float64: the engine's statistics, summed over buckets
 
     def __repr__(self) -> str:
         return (
@@ -57,24 +57,24 @@ class BucketStats:
     num_syncs: int
     wire_bytes: int
     """Bytes this rank handed to the process group, with what is piggybacked; or wrote for others in shared memory, or
-    sent to other hosts or nodes. Alone on a CPU it hands over nothing."""
+    sent to other hosts or nodes. A single rank on a CPU sends nothing."""
     pack_time: float
     """In the pass before the collective: scale, cast, gather."""
     collective_time: float
-    """From the moment a bucket is with the process group until it is reduced, summed over buckets (they overlap)."""
+    """From handing a bucket to the process group until it is reduced, summed over buckets (they overlap)."""
     unpack_time: float
     """In the pass after the collective: cast, unscale, scatter, statistics. Where ranks add themselves, this is a large
-    bucket's last piece: the others are unpacked while there is something to wait for."""
+    bucket's last chunk: the other chunks are unpacked during waits."""
     transport: Transport | None = None
-    """How the newest sync's gradients got to other ranks: through ``"shared_memory"`` of one host, by the
+    """How gradients got to other ranks in the newest sync: through ``"shared_memory"`` of one host, by the
     ``"process_group"``, or ``"two_level"``: shared memory inside each host, the process group between them. None before
     the first step."""
     num_hosts: int = 1
-    """Hosts between which a sum travels; more than 1 only where ranks share memory inside each."""
+    """Hosts that exchange sums; more than 1 only if ranks share memory inside each host."""
     transport_reason: str = ""
-    """Why CPU ranks do not share memory; empty where they do, or where it does not apply."""
+    """The reason why CPU ranks do not share memory; empty if they do, or if it does not apply."""
     kernels: str = ""
-    """What packs and unpacks: "fused" kernels, or "generic" ones of torch's operations; empty before the first step."""
+    """The kernels that pack and unpack: "fused", or "generic" for torch's operations; empty before the first step."""
 
     def describe_transport(self) -> str:
         """Says in words how gradients get to other ranks."""
@@ -91,7 +91,7 @@ class SyncStats(BucketStats):
     num_steps: int
     """Backward passes that were synchronised."""
     exposed_time: float
-    """From the moment the last bucket of a step was on its way until all were unpacked: what backward did not hide."""
+    """From sending the last bucket of a step until all buckets were unpacked: the time that backward did not hide."""
     buckets: tuple[BucketStats, ...]
     """The buckets of the newest step, in the order they are sent."""
 

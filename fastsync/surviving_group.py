@@ -1,4 +1,4 @@
-"""A process group that goes on with the ranks that are left where one is lost."""
+"""A process group that goes on with the ranks that are left when one is lost."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from . import _C
 from .distributed import gloo_group
 
 POLL_SECONDS = 0.1
-MOST_SILENCES = 2  # in a row, of a rank that is given up; each takes some seconds
+MOST_SILENCES = 2  # a rank is given up after so many looks in a row without a heartbeat; each takes some seconds
 GRACE_SECONDS = 2.0
 
 
 class SurvivingGroup:
-    """A Gloo group over the ranks of another one, for what travels beside its calls.
+    """A Gloo group over the ranks of another group, independent of that group's calls.
 
-    Its name comes from the first rank, so that ranks may have made different numbers of groups before.
+    The first rank chooses its name, because ranks may have made different numbers of groups before.
     """
 
     group: dist.ProcessGroup
-    """It is another one after a loss. Call its own methods; see ``gloo_group``."""
+    """The current group, replaced after each loss. Call its own methods; see ``gloo_group``."""
     ranks: list[int]
-    """Of the group, by their numbers in the default group."""
+    """The members of the group, as ranks of the default group."""
 
     def __init__(self, process_group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -50,12 +50,11 @@ class SurvivingGroup:
     def go_on_without_the_lost(self, progress: int, error: Exception) -> dict[int, int]:
         """Forms a group of the ranks that are left, once an error of the newest has shown that some are lost.
 
-        Each writes to the store how far it has come, and waits for the others to do so. A rank that sends no heartbeat
-        is given up after some seconds. One that does is waited for until twice the time-out, for who only waits in a
-        collective of the old group meets its error later. So is every rank where the store is neither a ``TCPStore``
-        nor a ``FileStore``, for then there are no heartbeats. The first list of ranks that is written then
-        is everybody's. The store has to be alive: it lives with the launcher, or with rank 0. The old group ends when
-        nothing holds it any more.
+        Each rank writes to the store how far it has come, and waits until the others have done so. A rank without a
+        heartbeat is given up after some seconds. A rank with one is waited for until twice the time-out, because it may
+        still wait in a collective of the old group. Without a ``TCPStore`` or ``FileStore`` there are no heartbeats, so
+        every rank is waited for that long. The first list of ranks that is written to the store holds for all. The
+        store has to be alive: it lives with the launcher, or with rank 0. The old group ends with its last reference.
 
         Args:
             progress: how far this rank has come.
@@ -91,18 +90,18 @@ class SurvivingGroup:
 
     def _wait_for_the_others(self, store: Store) -> None:
         deadline = time.monotonic() + 2 * self._timeout.total_seconds() + GRACE_SECONDS
-        silences = dict.fromkeys(self.ranks, 0)  # of each rank, in a row
+        silences = dict.fromkeys(self.ranks, 0)  # looks in a row without a heartbeat, for each rank
         while absent := [each for each in self.ranks if not store.check([str(each)])]:
             if self._is_closed or time.monotonic() >= deadline:
                 return
             if all(silences[each] >= MOST_SILENCES for each in absent):
                 return
             time.sleep(POLL_SECONDS)
-            silent = [self.ranks[place] for place in self._liveness.silent_ranks()]
+            silent = [self.ranks[index] for index in self._liveness.silent_ranks()]
             silences = {each: silences[each] + 1 if each in silent else 0 for each in self.ranks}
 
     def close(self) -> None:
-        """Lets whoever waits in the group fail now, in another thread too, and not go on: for the process's end."""
+        """Ends all waits in the group with an error, in other threads too, and forms no new group: the process ends."""
         self._is_closed = True
         if self.group.size() > 1:
             _C.close_connections(self.group)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._checks import check_not_sharded, plain_parts, resolve_group
-from ._handle import groups_of
+from ._handles_in_use import groups_of
 from .distributed import broadcast_tensors, every_rank_calls
 
 
@@ -39,7 +39,7 @@ def sync_weights(module: nn.Module, *, process_group: dist.ProcessGroup | Device
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module: expected a module, got {type(module).__name__}; put several into an nn.ModuleList")
-    # Without the marks of torch.compile's wrapper, which ranks may differ in.
+    # Only some ranks may have compiled the model, so the names leave out torch.compile's wrapper.
     named: dict[str, Tensor] = {
         name.replace("_orig_mod.", ""): tensor for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
@@ -62,10 +62,10 @@ def _group_of(module: nn.Module) -> dist.ProcessGroup:
 def broadcast_named(
     named: Mapping[str, Tensor], group: dist.ProcessGroup, root: int = 0, *, what: str = "what to synchronise"
 ) -> None:
-    """Gives all ranks of the group the tensors of one, in place; of tensors that wrap others, those.
+    """Gives all ranks of the group the tensors of rank ``root``, in place. It writes inside tensors that wrap others.
 
     Raises:
-        ValueError: on every rank, before anything is sent: ranks have other ones, by name, shape, strides or dtype.
+        ValueError: on every rank, before anything is sent, if names, shapes, strides or dtypes differ.
     """
     named = plain_parts(named)
     lines = [

@@ -13,7 +13,7 @@ from torch import Tensor
 BLOCK = 4096
 """Values among which the largest are chosen, so that 12 bits say where one lies."""
 LEVELS = 4
-"""Magnitudes of a block that a value can have."""
+"""The number of magnitudes that the sent values of a block can have."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class TopK:
     """
 
     fraction: float = 1 / 64
-    """Of the values that are sent, above 0 and at most 1; a block sends a multiple of 8 values."""
+    """The fraction of the values that is sent, above 0 and at most 1. A block sends a multiple of 8 values."""
     decay: float = 0.95
-    """The share of an unsent value that stays when the next difference is added, above 0 and at most 1."""
+    """The factor of an unsent value when the next difference is added to it, above 0 and at most 1."""
 
     def __post_init__(self) -> None:
         for name, value in (("fraction", self.fraction), ("decay", self.decay)):
@@ -76,7 +76,7 @@ class TopKAverager:
             first += tensor.numel()
 
     def settle(self) -> None:
-        """The newest message has arrived, as another rank may know where this one met an error."""
+        """Counts the newest message as received. After an error another rank may know that it was."""
         self._unsent = self._unsent_then
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,17 +104,17 @@ def encode(values: Tensor, values_a_block: int) -> Tensor:
     levels = magnitudes.view(-1, LEVELS, values_a_block // LEVELS).mean(dim=2)
     signs = blocks.gather(1, index) < 0
     even, odd = index[:, 0::2], index[:, 1::2]
-    places = torch.stack([even & 0xFF, even >> 8 | (odd & 0xF) << 4, odd >> 4], dim=2)
+    packed = torch.stack([even & 0xFF, even >> 8 | (odd & 0xF) << 4, odd >> 4], dim=2)
     bits = signs.view(-1, values_a_block // 8, 8) << torch.arange(8, device="cpu")
-    parts = (levels.view(torch.uint8), places.flatten(1).to(torch.uint8), bits.sum(dim=2).to(torch.uint8))
+    parts = (levels.view(torch.uint8), packed.flatten(1).to(torch.uint8), bits.sum(dim=2).to(torch.uint8))
     return torch.cat(parts, dim=1).flatten()
 
 
 def decode(message: Tensor, values_a_block: int, numel: int) -> Tensor:
     """Decodes what ``encode`` made of ``numel`` values, into a new vector that is 0 where nothing was sent."""
     sizes = [4 * LEVELS, values_a_block * 3 // 2, values_a_block // 8]
-    levels, places, bits = message.view(-1, sum(sizes)).split(sizes, dim=1)
-    first, second, third = places.long().view(-1, values_a_block // 2, 3).unbind(dim=2)
+    levels, packed, bits = message.view(-1, sum(sizes)).split(sizes, dim=1)
+    first, second, third = packed.long().view(-1, values_a_block // 2, 3).unbind(dim=2)
     index = torch.stack([first | (second & 0xF) << 8, second >> 4 | third << 4], dim=2).flatten(1)
     magnitudes = (
         levels.flatten().view(torch.float32).view(-1, LEVELS).repeat_interleave(values_a_block // LEVELS, dim=1)

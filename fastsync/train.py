@@ -21,9 +21,9 @@ def require_extra() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the settings from the command line and trains.
 
-    Where a signal has stopped the training, rank 0 exits with status 143, which srun and mpirun pass on. Under torchrun
-    it exits with 0, for torchrun takes everything else for a failure; it has had the signal itself, and answers for the
-    job. Settings that cannot work end rank 0 with one sentence and status 2.
+    If a signal has stopped the training, rank 0 exits with status 143, which srun and mpirun pass on. Under torchrun it
+    exits with 0, because torchrun takes any other status for a failure. torchrun has received the signal itself, and
+    reports it. Settings that cannot work end rank 0 with one sentence and status 2.
     """
     require_extra()
     from .launch.environment import this_rank

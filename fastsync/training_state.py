@@ -1,4 +1,4 @@
-"""What optimizers, their schedulers and GradScalers know: from one rank to others that have taken fewer steps."""
+"""Sends the states of optimizers, schedulers and GradScalers from one rank to ranks that have taken fewer steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .distributed import broadcast_tensors
 
 @dataclass(frozen=True)
 class _Sent:
-    """Stands for a tensor that is sent apart."""
+    """Stands in the pickled state for a tensor that is sent by itself."""
 
     index: int
     shape: torch.Size
@@ -34,38 +34,41 @@ class _Sent:
 
 
 class TrainingState:
-    """The optimizers of some parameters, the schedulers of these optimizers, and all GradScalers in use, by a search.
+    """The optimizers of some parameters, the schedulers of these optimizers, and all GradScalers in use.
 
-    A rank that has had no batch has stepped none of them, so nothing but the search would find them.
+    It searches all objects for them, because a rank that has had no batch has stepped none of them.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
-        gc.collect()  # those of before may be in use no more
+        gc.collect()  # unused ones of earlier trainings must not be found
         objects = gc.get_objects()
         self._alike: list[str] = []
-        optimizers = [each for each in _of(Optimizer, objects) if any(self._indices(each))]
+        optimizers = [each for each in _instances(Optimizer, objects) if any(self._indices(each))]
         self._optimizers = self._distinct(optimizers, lambda each: f"{type(each).__name__} of {self._indices(each)}")
-        places = {id(optimizer): place for place, optimizer in enumerate(self._optimizers)}
-        schedulers = [each for each in _of(LRScheduler, objects) if id(getattr(each, "optimizer", None)) in places]
-        inside = {id(each) for outer in schedulers for each in getattr(outer, "_schedulers", ())}  # whose state it has
+        indices = {id(optimizer): index for index, optimizer in enumerate(self._optimizers)}
+        schedulers = [
+            each for each in _instances(LRScheduler, objects) if id(getattr(each, "optimizer", None)) in indices
+        ]
+        # The state of a scheduler includes those of the schedulers inside it.
+        inside = {id(each) for outer in schedulers for each in getattr(outer, "_schedulers", ())}
         self._schedulers = self._distinct(
             [each for each in schedulers if id(each) not in inside],
-            lambda each: f"{type(each).__name__} of optimizer {places[id(each.optimizer)]}",
+            lambda each: f"{type(each).__name__} of optimizer {indices[id(each.optimizer)]}",
         )
-        scalers = [each for each in _of(GradScaler, objects) if each.is_enabled()]
+        scalers = [each for each in _instances(GradScaler, objects) if each.is_enabled()]
         self._scalers = self._distinct(scalers, lambda each: type(each).__name__)
 
     def _distinct(self, objects: list[Any], name_of: Callable[[Any], str]) -> list[Any]:
-        """Returns those that nothing is named like, in the order of names: a search has no order for all ranks."""
+        """Returns the objects that have a name of their own, sorted by name: the order of a search differs by rank."""
         named = sorted(((name_of(each), each) for each in objects), key=itemgetter(0))
         counts = Counter(name for name, _ in named)
         self._alike += [f"{number} times {name}" for name, number in counts.items() if number > 1]
         return [each for name, each in named if counts[name] == 1]
 
     def share(self, group: dist.ProcessGroup, root: int) -> None:
-        """Gives all ranks of the group what one rank has. Warns, on all, where they have different optimizers."""
+        """Gives all ranks of the group the states of rank ``root``. All ranks warn if their optimizers differ."""
         device = self._parameters[0].device
         try:
             _C.check_agreement(group, self._describe(), device, "their optimizers, schedulers and GradScalers")
@@ -95,14 +98,14 @@ class TrainingState:
         def take(value: Any) -> Any:
             if not isinstance(value, Tensor) or hasattr(value, "__tensor_flatten__"):
                 return value
-            place = _Sent(len(sent), value.shape, value.dtype, value.device.type == "cpu")
-            sent.append(place)
+            marker = _Sent(len(sent), value.shape, value.dtype, value.device.type == "cpu")
+            sent.append(marker)
             tensors.append(value.detach().to(device).contiguous())
-            return place
+            return marker
 
         try:
             return pickle.dumps(tree_map(take, self._state())), sent, None
-        except Exception as error:  # what a scheduler of the user's holds may not travel, and all have to know
+        except Exception as error:  # a user's scheduler may hold what cannot be pickled; all ranks have to be told
             return b"", [], f"the state of rank {dist.get_rank()} cannot be sent ({error})"
 
     def _state(self) -> list[Any]:
@@ -133,7 +136,7 @@ class TrainingState:
         return "\n".join([*optimizers, *others, *self._alike])
 
     def _indices(self, optimizer: Optimizer) -> list[list[int]]:
-        """Returns which of the parameters are in each of its groups."""
+        """Returns, for each group of the optimizer, the indices of its parameters."""
         groups = optimizer.param_groups if "param_groups" in dir(optimizer) else []
         return [[self._index[id(each)] for each in group["params"] if id(each) in self._index] for group in groups]
 
@@ -141,8 +144,8 @@ class TrainingState:
         return (index for indices in self._indices(optimizer) for index in indices)
 
 
-def _of(kind: type, objects: Iterable[object]) -> list[Any]:
-    # By their types, for some objects compute their class.
+def _instances(kind: type, objects: Iterable[object]) -> list[Any]:
+    # Asks for the type, because some objects compute their __class__.
     return [each for each in objects if issubclass(type(each), kind)]
 
 
@@ -157,7 +160,7 @@ def _with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _assign(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
-    """In place where a tensor of the same kind is there, which a CUDA graph may hold."""
+    """Assigns values. A tensor is copied into one of the same kind, because a CUDA graph may hold that one."""
     for key, value in values.items():
         there = target.get(key)
         if isinstance(there, Tensor) and isinstance(value, Tensor) and _kind(there) == _kind(value):

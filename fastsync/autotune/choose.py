@@ -1,4 +1,4 @@
-"""Choosing by measurement: the candidates, the time each is predicted to take, which one is picked, and why."""
+"""Choosing a compression by measurement: candidates, their predicted times, the choice, and the reason for it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .. import _C
 from ..compression import LOSSIER, Algorithm, Compression, Wire
 
 TOLERANCE = 1.03
-"""Times within this factor of the least are as good, for repetitions differ by as much."""
+"""Times within this factor of the shortest count as equal, because repetitions differ by as much."""
 SIZES = sorted({round(2 ** (step / 32)) for step in range(40 * 32 + 1)})
-"""Gradient values. What is chosen in the middle of two sizes holds between them, and what holds up to the last goes on.
-They are so near that each choice stays within 5 % of the fastest. That takes syncs of eight times as many values to
-last at most 13 times as long."""
+"""Numbers of gradient values. The choice for the middle of two sizes holds between them, and the last one beyond.
+Sizes are so close that each choice stays within 5 % of the fastest, if a sync of eight times as many values takes at
+most 13 times as long."""
 WIRES: tuple[Wire, ...] = ("none", "fp16", "bf16", *LOSSIER)
-"""From the one that loses least to the one that loses most."""
+"""The wires, from the one that loses least to the one that loses most."""
 _BYTES: dict[Wire, float] = {"fp16": 2, "bf16": 2, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}
-"""Of a value. 128 of int8 or int4 share a scale of 4 bytes."""
+"""Bytes of a value on the wire. 128 values of int8 or int4 have one scale of 4 bytes."""
 
 
 UNTRIED = (
@@ -33,20 +33,20 @@ UNTRIED = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A compression, and the seconds that whole syncs with it take, as measured."""
+    """A compression, and the measured seconds of whole syncs with it."""
 
     compression: Compression
     points: tuple[tuple[int, float], ...] = ()
-    """(gradient values, seconds), the first rising, the second not falling. A single candidate needs none."""
+    """Pairs of gradient values and seconds: the first rise, the second do not fall. A single candidate needs none."""
     noise: tuple[tuple[int, float], ...] = ()
-    """(gradient values, by what part of them the seconds are uncertain either way), as repetitions differed."""
+    """Pairs of gradient values and the relative uncertainty of the seconds, from how repetitions differed."""
 
     def predict(self, numel: float | NDArray[np.float64]) -> NDArray[np.float64]:
         """Estimates the seconds of a sync of so many values, on the line through the points beside it."""
         return _between(self.points, numel)
 
     def uncertainty(self, numel: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        """Estimates the part of ``predict`` that its measurement is uncertain by, either way; 0 if that is unknown."""
+        """Estimates the relative uncertainty of ``predict``; 0 if it is unknown."""
         return _between(self.noise, numel)
 
 
@@ -66,22 +66,22 @@ class GroupProfile:
     def choose(self, numel: int) -> Compression:
         """Picks the compression for a bucket of ``numel`` values: the least lossy of those that are as fast.
 
-        As fast are those within 3 % of the fastest, or within the noise of the measurement if that is more.
+        A compression is as fast if it is within 3 % of the fastest, or within the noise of measuring if that is more.
         """
         return choose(self.candidates, numel).compression
 
 
 def choose(candidates: Sequence[Candidate], numel: int) -> Candidate:
-    """Looks up what a bucket of so many values travels with, as the engine does."""
+    """Returns the candidate that the engine takes for a bucket of so many values."""
     rows = choices(candidates)
     return next((candidate for most, candidate in rows if numel <= most), rows[-1][1])
 
 
 def choices(candidates: Sequence[Candidate]) -> list[tuple[int, Candidate]]:
-    """Lays out what is chosen: (up to so many values, candidate), the first rising.
+    """Returns pairs of a number of values, rising, and the candidate that is chosen up to that number.
 
-    It is of the first wire that is as fast as the fastest, so that a lossier one has to earn its place: by more than
-    ``TOLERANCE``, and by more than the noise of the measurement. Of that wire it is the first one that is as fast.
+    The first wire that is as fast as the fastest is chosen. So a lossier wire must gain more than ``TOLERANCE``, and
+    more than the noise of measuring. Among the candidates of that wire, the first that is as fast is chosen.
     """
     middles = (np.array([1, *SIZES[:-1]]) + SIZES) // 2
     seconds = np.stack([candidate.predict(middles) for candidate in candidates])
@@ -91,7 +91,7 @@ def choices(candidates: Sequence[Candidate]) -> list[tuple[int, Candidate]]:
     is_as_fast = seconds <= np.maximum(limit, (1 + np.hypot(noise, of_fastest)) * fastest)
     wires = [candidate.compression.wire for candidate in candidates]
     of_wire = np.array([[wire == other for other in wires] for wire in wires])
-    first = of_wire[is_as_fast.argmax(axis=0)].T  # [candidates, sizes]: those of the first wire
+    first = of_wire[is_as_fast.argmax(axis=0)].T  # [candidates, sizes]: whether a candidate has the first wire
     best = np.where(first, seconds, np.inf).min(axis=0)
     chosen = (first & (seconds <= np.maximum(limit, best))).argmax(axis=0)
     last_of_each = [*np.flatnonzero(np.diff(chosen)), len(SIZES) - 1]
@@ -99,10 +99,10 @@ def choices(candidates: Sequence[Candidate]) -> list[tuple[int, Candidate]]:
 
 
 def in_engine(candidates: Sequence[Candidate]) -> _C.CompressionTable:
-    """Converts the choices to the engine's own type, by which it takes one for each bucket."""
+    """Converts the choices to the engine's own type, in which it looks up each bucket."""
     rows = choices(candidates)
     words = [*(f"{each.compression} up to {numel} values" for numel, each in rows[:-1]), str(rows[-1][1].compression)]
-    description = f"compression {' or '.join(words)}"  # what ranks compare
+    description = f"compression {' or '.join(words)}"  # ranks compare it
     return _C.CompressionTable([(numel, _in_engine(each.compression)) for numel, each in rows], description)
 
 
@@ -112,10 +112,10 @@ def _in_engine(each: Compression) -> _C.Compression:
 
 
 def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:
-    """The candidates of these wires: from least to most lossy, and of one wire from the simplest algorithm on.
+    """Returns the candidates of these wires, from least to most lossy, and the simplest algorithm of a wire first.
 
-    Between two ranks two_shot is none: it sends as much as one_shot, in two steps, and rounds once more. Nor is bf16
-    beside fp16 where ranks add in float32: it takes as long, and loses more. Raises ValueError for other names.
+    Two ranks do not use two_shot: it sends as much as one_shot, in two steps, and rounds once more. If ranks add in
+    float32, bf16 is left out beside fp16: it takes as long, and loses more. Raises ValueError for other names.
     """
     wanted = set(wires)
     if not wanted or not wanted <= set(WIRES):
@@ -137,13 +137,13 @@ def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:
 
 
 def volume(compression: Compression, world_size: int, itemsize: int = 4) -> float:
-    """Bytes that each rank sends of every value, if gradients have ``itemsize``."""
+    """Returns the bytes that each rank sends for a value, if a gradient value has ``itemsize`` bytes."""
     copies = world_size - 1 if compression.algorithm == "one_shot" else 2 * (world_size - 1) / world_size
     return copies * (itemsize if compression.wire == "none" else _BYTES[compression.wire])
 
 
 def explain(candidates: Sequence[Candidate], numels: Sequence[int], transport: str) -> str:
-    """Says what each bucket travels with and why, given their numbers of values in the order they are sent."""
+    """Says which compression each bucket gets, and why. ``numels`` are their sizes in the order they are sent."""
     lines = [f"through: {transport}"]
     first = 0
     for numel, same in groupby(numels):
@@ -158,7 +158,7 @@ def _explain(candidates: Sequence[Candidate], numel: int) -> str:
     chosen = choose(candidates, numel)
     if len(candidates) == 1:
         return f"{chosen.compression}; given"
-    if not chosen.points:  # of one rank
+    if not chosen.points:  # one rank measures nothing
         return f"{chosen.compression}; nothing travels on one rank"
     fastest = min(candidates, key=lambda candidate: float(candidate.predict(numel)))
     reason = "the fastest"

@@ -1,7 +1,7 @@
-"""Measuring a process group with whole syncs of artificial gradients, and what the engine follows from it.
+"""Measures a process group with whole syncs of artificial gradients, for the choice of a compression.
 
-Sizes rise by factors of eight for as long as the time allows, so that a slow link is measured with small messages and a
-fast one with large ones. Candidates take turns, so that what changes on the machine meanwhile meets all of them alike.
+Sizes rise by factors of eight as long as the time allows. So a slow link is measured with small messages, and a fast
+one with large messages. Candidates take turns, so that a change on the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..distributed import device_of
 from .choose import SIZES, WIRES, Candidate, GroupProfile, compressions, in_engine, volume
 
 BUDGET = 0.7
-"""Seconds that measuring may take, connecting the ranks not counted."""
+"""Seconds that measuring may take, without the time to connect ranks."""
 SMALLEST, LARGEST = 2**12, 2**21
-"""Gradient values. More than the largest would tell nothing new: all is bandwidth there."""
+"""Numbers of gradient values. Beyond the largest only bandwidth counts, so it would tell nothing new."""
 FACTOR = 8
-"""From one size to the next."""
+"""The factor between one size and the next."""
 MIN_TURNS, MAX_TURNS = 3, 15
 SHARE = 0.1
-"""Of the budget, for more than ``MIN_TURNS`` of a size that is not the last one."""
+"""The fraction of the budget for turns beyond ``MIN_TURNS`` at a size that is not the last one."""
 UNUSUAL = 2.0
-"""Beyond the measured sizes, bytes of all candidates cost alike but for this factor each way: more is noise."""
+"""Beyond the measured sizes, the time for a byte differs between candidates by this factor at most: more is noise."""
 
 _Profiles: TypeAlias = dict[tuple[object, ...], GroupProfile]
 _profiles: weakref.WeakKeyDictionary[dist.ProcessGroup, _Profiles] = weakref.WeakKeyDictionary()
@@ -67,10 +67,10 @@ def measure_group(
     try:
         _C.check_agreement(group, f"measuring {dtype} on {where.type} with {named}", where)
         num_hosts = len(_C.hosts(group)) if where.type == "cpu" else 1
-        # Hosts add over the slowest links; ranks do where there is one host.
+        # The slowest links count: those between hosts, or those between ranks on a single host.
         members = num_hosts if num_hosts > 1 else group.size()
         volumes = {each: volume(each, members, dtype.itemsize) for each in compressions(wires, members)}
-        # Alone nothing travels, so nothing can be gained.
+        # A single rank sends nothing, so nothing is measured.
         alone = [Candidate(each) for each in volumes]
         measured = alone if group.size() == 1 else Survey(volumes, _Turns(group, where, dtype, volumes)).candidates()
     except RuntimeError as error:
@@ -84,7 +84,7 @@ def measure_group(
 def candidates_of(
     compression: Compression | Auto, group: dist.ProcessGroup, named: Mapping[str, Tensor]
 ) -> tuple[Candidate, ...]:
-    """Returns what these parameters' gradients may travel with. Measures the group if that is needed and not done yet.
+    """Returns the candidates for the gradients of these parameters. It measures the group if that is not done yet.
 
     Raises:
         ValueError: the compression cannot carry one of the parameters, or nodes do not divide the group.
@@ -112,7 +112,7 @@ def _allowed(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) ->
     device = trained[0].device
     wires = tuple(wire for wire in WIRES if wire not in LOSSIER or wire in auto.allow)
     if any(parameter.is_complex() for parameter in trained):
-        wires = ("none",)  # nothing else carries them
+        wires = ("none",)  # no other wire carries complex values
     dtype = max(trained, key=torch.Tensor.numel).dtype.to_real()
     known, case = _profiles.setdefault(group, {}), (wires, device.type, dtype)
     if case not in known:
@@ -121,7 +121,7 @@ def _allowed(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) ->
 
 
 class _Turns:
-    """``TakeTurn`` on a process group."""
+    """Takes turns on a process group: a ``TakeTurn``."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, measured: Iterable[Compression]
@@ -137,7 +137,7 @@ class _Turns:
         if numel != self._parameter.numel():
             self._prepare(numel)
         if self._began is None:
-            # Backends connect ranks when they first talk to each other: a part of starting, not of a sync.
+            # Backends connect ranks in their first collective, which does not belong to the time of a sync.
             for engine in self._engines:
                 self._time_sync(engine)
             self._began = time.perf_counter()
@@ -158,10 +158,10 @@ class _Turns:
         return seconds, elapsed
 
     def _prepare(self, numel: int) -> None:
-        # Another one on each rank: that all have the same in a first step is what engines warn of.
+        # Each rank has other values, because engines warn if all ranks have the same gradients in the first step.
         last = 1.0 + self._group.rank() / self._group.size()
         self._gradient = torch.linspace(-1.0, last, numel, dtype=torch.float32, device=self._device).to(self._dtype)
-        self._parameter = torch.empty_like(self._gradient).requires_grad_()  # engines do not keep it alive
+        self._parameter = torch.empty_like(self._gradient).requires_grad_()  # engines do not keep parameters alive
         self._parameter.grad = torch.empty_like(self._gradient)
         self._engines = []
         for compression in self._compressions:
@@ -171,7 +171,7 @@ class _Turns:
             self._engines.append(engine)
 
     def _time_sync(self, engine: _C.Synchronizer) -> float:
-        """Times one sync. Each but an engine's first is of gradients that are means already, which change little."""
+        """Times one sync. After an engine's first sync the gradients are means already, and change little."""
         if engine.num_steps() == 0:
             self._parameter.grad.copy_(self._gradient)  # type: ignore[union-attr]  # it has one
         start = time.perf_counter()
@@ -182,18 +182,19 @@ class _Turns:
 
 
 TakeTurn = Callable[[int], tuple[list[float], float]]
-"""Syncs so many values once with each candidate. Seconds of each, and since measuring began: the same on all ranks."""
+"""Syncs so many values once with each candidate. Returns the seconds of each, and the seconds since measuring began:
+equal on all ranks."""
 
 
 class Survey:
     """Measures whole syncs at rising sizes, and extends them by a cost model: a latency, and a time for each byte.
 
-    The first two sizes take a turn each, whatever the budget: the cost model needs them. A size after them is begun if
-    ``MIN_TURNS`` are expected to fit.
+    The first two sizes take at least one turn each, whatever the budget, because the cost model needs them. A later
+    size is begun if ``MIN_TURNS`` are expected to fit.
 
     Args:
         volumes: bytes that a rank sends of each value, with each of the candidates.
-        take_turn: what measures. Nothing else decides, so that all ranks decide alike.
+        take_turn: measures. Decisions depend on its results alone, so that all ranks decide alike.
     """
 
     def __init__(self, volumes: Mapping[Compression, float], take_turn: TakeTurn) -> None:
@@ -202,10 +203,10 @@ class Survey:
         self._points: dict[Compression, dict[int, float]] = {compression: {} for compression in volumes}
         self._noise: dict[Compression, dict[int, float]] = {compression: {} for compression in volumes}
         self._samples: list[list[float]] = []
-        """Of the newest size, for each turn the seconds of each candidate."""
+        """The seconds of each candidate in each turn of the newest size."""
 
     def candidates(self) -> list[Candidate]:
-        """Measures them."""
+        """Measures the candidates."""
         numel = SMALLEST
         while True:
             self._samples = []
@@ -213,7 +214,7 @@ class Survey:
             if numel >= LARGEST or (numel > SMALLEST and not self._fits(FACTOR * numel)):
                 break
             numel *= FACTOR
-        # The time that is left goes into the size that decides about all larger ones.
+        # The rest of the time goes into the last size, because it decides about all larger ones.
         self._take_turns(numel, BUDGET)
         beyond = self._expected(SIZES[-1])
         return [
@@ -226,7 +227,7 @@ class Survey:
         ]
 
     def _take_turns(self, numel: int, until: float) -> None:
-        """One at least, ``MIN_TURNS`` if the budget allows them, and more until so much time is spent."""
+        """Takes at least one turn, ``MIN_TURNS`` if the budget allows, and more until ``until`` seconds are spent."""
         while not self._samples or (
             len(self._samples) < MAX_TURNS
             and self._spent + sum(self._samples[-1]) <= (BUDGET if len(self._samples) < MIN_TURNS else until)
@@ -240,7 +241,7 @@ class Survey:
         return self._spent + MIN_TURNS * sum(self._expected(numel).values()) <= BUDGET
 
     def _expected(self, numel: int) -> dict[Compression, float]:
-        """Seconds of each at a larger size, by its latency and what its bytes cost."""
+        """Predicts the seconds of each candidate at a larger size, from its latency and its time for a byte."""
         newest = {compression: _steady(points)[-2:] for compression, points in self._points.items()}
         per_byte = {
             compression: (longer - seconds) / (more - less) / self._volumes[compression]
@@ -255,18 +256,18 @@ class Survey:
 
 
 def lower_quartile(samples: Sequence[float]) -> tuple[float, float]:
-    """Returns the lower quartile, for what disturbs a turn only ever adds to it, and how uncertain it is, as a part.
+    """Returns the lower quartile and its relative uncertainty. The quartile is used because disturbances only add time.
 
-    The latter is half the distance of the order statistics that lie two standard deviations of its rank away, some 95 %
-    (H. A. David and H. N. Nagaraja, Order Statistics, 2003, section 7.1), but not beyond the median: a few turns that
-    were disturbed say nothing of the others. It is 0 of a single sample.
+    The uncertainty is half the distance between two order statistics: those two standard deviations of its rank away,
+    which is an interval of some 95 % (H. A. David and H. N. Nagaraja, Order Statistics, 2003, section 7.1). The upper
+    one is at most the median, because a few disturbed turns say nothing about the others. For one sample it is 0.
     """
     ordered, rank = sorted(samples), (len(samples) - 1) // 4
-    places = max(1, round(2 * math.sqrt(3 * len(samples)) / 4))
-    low, high = ordered[max(0, rank - places)], ordered[min(len(ordered) // 2, rank + places)]
+    distance = max(1, round(2 * math.sqrt(3 * len(samples)) / 4))
+    low, high = ordered[max(0, rank - distance)], ordered[min(len(ordered) // 2, rank + distance)]
     return ordered[rank], (high - low) / 2 / ordered[rank]
 
 
 def _steady(points: Mapping[int, float]) -> list[tuple[int, float]]:
-    """Fewer values never take longer: where they seemed to, something else was in the way."""
+    """Corrects times so that fewer values never take longer. Where they seemed to, the machine was disturbed."""
     return [(numel, min(seconds for size, seconds in points.items() if size >= numel)) for numel in points]

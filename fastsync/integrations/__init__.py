@@ -1,1 +1,1 @@
-"""One line in trainers that wrap models, or place ranks, themselves."""
+"""One line for trainers that wrap models or start ranks themselves."""

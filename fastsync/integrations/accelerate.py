@@ -1,4 +1,4 @@
-"""One line for trainers that wrap models themselves, in DDP or by ``fully_shard``, as Accelerate does."""
+"""One line for trainers that wrap models in DDP or by ``fully_shard`` themselves, as Accelerate does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..fsdp import register_reduce_scatter
 
 
 def register_prepared(model: nn.Module, compression: AnyCompression = "none") -> GradientHandle:
-    """Averages the gradients of a model by the engine, whichever way the model is wrapped.
+    """Averages the gradients of a model by the engine, however the model is wrapped.
 
     Call it on every rank, on what ``accelerator.prepare`` returned, before the first backward. It calls
     ``register_comm_hook`` for a model in DistributedDataParallel, ``register_reduce_scatter`` for one under

@@ -1,4 +1,4 @@
-"""Starting ranks with Ray Train: workers that Ray places on its cluster, and starts again when one is lost."""
+"""Starting ranks with Ray Train: Ray chooses the machines of its cluster, and starts ranks again when one is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def launch_on_ray(fn: Callable[..., Any], nproc: int, *args: Any, max_restarts: 
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths mean what they mean here
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths then mean the same as in this process
     if not ray.is_initialized():
         ray.init()
     use_gpu = ray.cluster_resources().get("GPU", 0) >= nproc

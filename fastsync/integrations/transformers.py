@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: the callback that has its gradients go through the engine. Needs transformers."""
+"""A callback that averages the gradients of Hugging Face's Trainer by the engine. It needs transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..compression import AnyCompression
 from .accelerate import register_prepared
 
 
-class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # nothing is checked of transformers
+class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Calls ``register_prepared`` once Trainer has wrapped its model.
 
     Use it as ``trainer.add_callback(FastsyncCallback(trainer))``. ``handle`` is None before training begins.
@@ -32,6 +32,6 @@ class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # nothing is che
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         model = self._trainer.model_wrapped
-        if model is not self._model:  # where training goes on it is the same
+        if model is not self._model:  # a training that is continued keeps its model
             self._model = model
             self.handle = register_prepared(model, self._compression)

@@ -1,6 +1,6 @@
-"""Which rank this process is, by the environment variables of what has started it.
+"""Finds out which rank this process is, from the environment variables of its launcher.
 
-torchrun, Slurm's srun, and the launchers of MPI each have names of their own for it. All other code asks here.
+torchrun, Slurm's srun and the launchers of MPI have different variables. All other code asks here.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _NAMING_HOSTS = {
     "MPI's Hydra": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ...",
 }
 _NOT_READ = ("PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
-"""What other launchers set. They do not all tell how many ranks there are."""
+"""Variables of other launchers, which do not all tell how many ranks there are."""
 _FIRST_PORT, _NUM_PORTS = 20000, 12000  # below those that Linux gives to connections, from 32768 on
 _PORT = 29500
-"""torchrun's, where no job has a number."""
+"""torchrun's port, for launchers that tell no number of the job."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among those that were started together."""
+    """The rank of this process among those that were started together."""
 
     launcher: str | None = None
-    """What has started them, or None: this process is the only one."""
+    """The launcher that has started the ranks; None if this process is the only one."""
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = 0
     local_world_size: int | None = 1
-    """Ranks of this host, and which of them this is; None where the launcher does not tell."""
+    """The number of ranks on this host; ``local_rank`` counts them. Both are None if the launcher does not tell."""
     first_host: str | None = None
-    """Where rank 0 is, as far as the launcher tells."""
+    """The host of rank 0; None if the launcher does not tell."""
     port: int = _PORT
-    """Where rank 0 listens, unless MASTER_PORT names another."""
+    """The port that rank 0 listens on, unless MASTER_PORT names another."""
     num_gpus: int = 0
-    """GPUs that the ranks of this host have together, of which each may see its own only; 0 if nobody tells."""
+    """GPUs of all ranks of this host. Each rank may see only its own. 0 if the launcher does not tell."""
 
     @contextmanager
     def variables(self) -> Iterator[None]:
@@ -92,21 +92,21 @@ class Rank:
 def this_rank() -> Rank:
     """Finds out which rank this process is.
 
-    RANK, which torchrun sets, comes first: torchrun runs inside steps of Slurm, too. Launchers of MPI come before
-    Slurm, by whose steps they start their daemons; but srun may set PMI's variables itself.
+    RANK, which torchrun sets, is looked at first, because torchrun may run inside a step of Slurm. MPI's launchers come
+    before Slurm, because they start their daemons as steps of Slurm. But srun may set PMI's variables itself.
 
     Raises:
         ValueError: a launcher has started this process, and does not tell how many ranks there are.
     """
     if "RANK" in os.environ:
         return _rank("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if _is_task_of_slurm():
-        return _alone_or(_of_slurm())
+    if _is_task_slurm_rank():
+        return _alone_or(_slurm_rank())
     for launcher, names in _MPI.items():
         if all(name in os.environ for name in names):
             return _alone_or(replace(_rank(launcher, *names), port=_port_of_open_mpi()))
     if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-        return _alone_or(_of_slurm())
+        return _alone_or(_slurm_rank())
     if "PMI_RANK" in os.environ and "PMI_SIZE" in os.environ:
         return _alone_or(_rank("PMI", "PMI_RANK", "PMI_SIZE"))
     for name in _NOT_READ:
@@ -119,20 +119,20 @@ def this_rank() -> Rank:
     return Rank()
 
 
-def _is_task_of_slurm() -> bool:
-    """Whether PMI's variables are srun's own."""
+def _is_task_slurm_rank() -> bool:
+    """Tells whether srun itself has set PMI's variables."""
     pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     return all(os.environ.get(pmi, "") == os.environ.get(slurm) for pmi, slurm in pairs)
 
 
 def first_host(hosts: str) -> str:
-    """Returns the first of a list of Slurm's, such as rack[0-1]node[08-15,17],login1."""
+    """Returns the first host of Slurm's list, such as rack[0-1]node[08-15,17],login1."""
     (first,) = re.findall(r"^(?:\[[^]]*\]|[^,[])+", hosts)
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first)
 
 
 def tasks_of_node(node: int, tasks_per_node: str) -> int:
-    """Returns how many tasks a node has by a list of Slurm's, such as 4(x2),1 for three nodes."""
+    """Returns the number of tasks of a node, from Slurm's list, such as 4(x2),1 for three nodes."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(times or 1)
@@ -140,7 +140,7 @@ def tasks_of_node(node: int, tasks_per_node: str) -> int:
 
 
 def _rank(launcher: str, rank: str, world_size: str, local_rank: str = "", local_world_size: str = "") -> Rank:
-    """Reads the variables of these names. The local ones may be missing."""
+    """Reads a rank from the variables of these names. The local variables may be missing."""
     return Rank(
         launcher,
         int(os.environ[rank]),
@@ -156,33 +156,33 @@ def _number(name: str) -> int | None:
 
 
 def _alone_or(rank: Rank) -> Rank:
-    """One rank needs no others, such as a shell that srun has opened."""
+    """Takes a single rank, such as a shell that srun has opened, for a process without a launcher."""
     return rank if rank.world_size > 1 else Rank()
 
 
 def _port_of_open_mpi() -> int:
-    """Of each job another one, so that two jobs on a host do not meet."""
+    """Returns a port that differs between jobs, so that two jobs on a host do not meet."""
     job = os.environ.get("PMIX_NAMESPACE")
     return _PORT if job is None else _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 
-def _of_slurm() -> Rank:
-    """Reads the variables of the step: those of the job may say what other steps have."""
+def _slurm_rank() -> Rank:
+    """Reads the variables of Slurm's step, because those of the job may describe other steps."""
 
-    def of_step(name: str) -> int:
+    def step_number(name: str) -> int:
         return int(os.environ[f"SLURM_{name}"])
 
-    rank, node = of_step("PROCID"), of_step("NODEID")
-    # By --distribution=arbitrary rank 0 may be elsewhere, which only rank 0 sees.
+    rank, node = step_number("PROCID"), step_number("NODEID")
+    # With --distribution=arbitrary rank 0 may be on another node than the first, which only rank 0 knows.
     host = first_host(os.environ["SLURM_STEP_NODELIST"]) if rank > 0 or node == 0 else None
     return Rank(
         "Slurm",
         rank,
-        of_step("STEP_NUM_TASKS"),
-        of_step("LOCALID"),
+        step_number("STEP_NUM_TASKS"),
+        step_number("LOCALID"),
         tasks_of_node(node, os.environ["SLURM_STEP_TASKS_PER_NODE"]),
         host,
-        # Jobs of one host, and steps of one job, have numbers that follow each other.
-        _FIRST_PORT + (of_step("JOB_ID") + 1009 * of_step("STEP_ID")) % _NUM_PORTS,
+        # Numbers of jobs, and of steps in a job, are consecutive, so the factor keeps their ports apart.
+        _FIRST_PORT + (step_number("JOB_ID") + 1009 * step_number("STEP_ID")) % _NUM_PORTS,
         int(os.environ.get("SLURM_GPUS_ON_NODE", "0")),
     )

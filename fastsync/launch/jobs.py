@@ -1,7 +1,7 @@
-"""``fastsync launch``: writes files by which Slurm, Kubernetes and SkyPilot start the trainer or one's own script.
+"""``fastsync launch``: writes files with which Slurm, Kubernetes and SkyPilot start the trainer or a user's script.
 
-Templates lie beside this module. Options of the command that submits a file, such as ``sbatch --partition`` and ``sky
-launch --infra``, are none here.
+The templates are beside this module. Options of the command that submits a file, such as ``sbatch --partition`` and
+``sky launch --infra``, are not options here.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ Each kind has options: fastsync launch slurm --help
 Options of sbatch, kubectl and sky go to these, such as sbatch --partition.
 """
 RUNS = "/runs"
-"""Where a pod mounts the claim."""
+"""The folder where a pod mounts the claim."""
 SLURM_RUN = '"$SLURM_JOB_NAME-$SLURM_JOB_ID"'
-"""Name of a run, for the shell. A requeued job keeps its number, so it finds its run."""
+"""The name of a run, for the shell. A requeued job keeps its number, so it finds its run."""
 SKYPILOT_SETUP = """\
 # Install fastsync here, by commands such as these, or by: fastsync launch skypilot --setup '...'
 # pip install torch ninja 'setuptools>=77.0.3'
 # pip install --no-build-isolation ./fastsync
 python -c 'import fastsync'"""
-_PLACE = re.compile(r"{{(\w+)}}")
-"""Of a template, such as ``{{nodes}}``."""
+_PLACEHOLDER = re.compile(r"{{(\w+)}}")
+"""A placeholder of a template, such as ``{{nodes}}``."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Script:
     words: Sequence[str]
     own: ClassVar[str | None] = ""
     resumes: ClassVar[str | None] = None
-    """For places behind which nothing stands: the lines of a template that are for it, and those that are not."""
+    """``own`` and ``resumes`` are placeholders that mark lines of a template: for a user's script, and for the trainer.
+    An empty string keeps a line, and None leaves it out."""
 
     def __post_init__(self) -> None:
         first = self.words[0] if self.words else ""
@@ -79,11 +80,11 @@ class Script:
             raise ValueError("nothing stands behind --: name a script, or -m and a module, as for torchrun")
 
     def command(self, run_name: str, runs_dir: str | None = None) -> list[str]:
-        """Returns the words behind torchrun's options. Where a run is kept is for the trainer."""
+        """Returns the words after torchrun's options. The arguments are for the trainer alone."""
         return list(self.words)
 
     def check_file(self) -> None:
-        """Raises ValueError where a script is to be in this folder, and is not. An absolute path may be elsewhere."""
+        """Raises ValueError if a relative path is no file here. An absolute one may be on another machine."""
         script = Path(self.words[0])
         if script.name == "-m" or script.exists():
             return
@@ -105,7 +106,7 @@ class Trainer:
             raise ValueError(f"resume={self.settings.resume!r}: jobs always use resume=auto; set run_name instead")
 
     def command(self, run_name: str, runs_dir: str | None = None) -> list[str]:
-        """Returns the words behind torchrun's options. A run that has a name of its own keeps it."""
+        """Returns the words after torchrun's options. A name in the settings comes before ``run_name``."""
         from ..ppo.cli import option_words
 
         asked = self.settings
@@ -113,12 +114,12 @@ class Trainer:
         return ["-m", "fastsync.train", *option_words(settings, "resume"), "--resume", "auto"]
 
     def check_file(self) -> None:
-        """The trainer is installed."""
+        """Does nothing, because the trainer is installed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run on machines, and on how many."""
+    """The options that all kinds of jobs have."""
 
     template: ClassVar[str]
     submit: ClassVar[str]
@@ -156,11 +157,11 @@ class Slurm(Job):
     """How often the job comes back from its last checkpoint when a rank is lost."""
 
     def values(self, work: Script | Trainer) -> dict[str, object]:
-        """Returns the values of the template's places."""
+        """Returns the values of the template's placeholders."""
         work.check_file()
         words = [word if word == SLURM_RUN else shlex.quote(word) for word in work.command(SLURM_RUN)]
         setup = _activation() if self.setup is None else self.setup
-        cpus = self.cpus_per_node or self.nproc  # the task of a machine, which has all its ranks, would have one
+        cpus = self.cpus_per_node or self.nproc  # Slurm's default is one for the task, which has all ranks of a machine
         return vars(self) | {"command": " ".join(words), "setup": setup, "cpus_per_node": cpus}
 
 
@@ -191,7 +192,7 @@ class Kubernetes(Job):
     """PersistentVolumeClaim, which pods see as /runs. By it a training that is started again goes on."""
 
     def values(self, work: Script | Trainer) -> dict[str, object]:
-        """Returns the values of the template's places. Raises ValueError where no image is said."""
+        """Returns the values of the template's placeholders. Raises ValueError if no image is named."""
         if self.image is None:
             raise ValueError("image is missing: say which container image has fastsync-torch and what you run")
         asked = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
@@ -224,7 +225,7 @@ class SkyPilot(Job):
     """Shell commands that install fastsync-torch, for the PPO trainer with the extra train."""
 
     def values(self, work: Script | Trainer) -> dict[str, object]:
-        """Returns the values of the template's places."""
+        """Returns the values of the template's placeholders."""
         work.check_file()
         setup = SKYPILOT_SETUP if self.setup is None else self.setup.strip()
         texts = {"name": self.name, "cpus": f"{self.cpus_per_node or self.nproc}+", "accelerators": self.accelerators}
@@ -266,10 +267,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read(name: str, words: Sequence[str]) -> tuple[Slurm | Kubernetes | SkyPilot, Script | Trainer]:
-    """Reads the words behind the name of a kind: its options, and what is to run. Errors of tyro's end the process.
+    """Reads the words after the name of a kind: its options, and what is to run. Errors of tyro end the process.
 
     Raises:
-        ValueError: an option is not known here, or what stands behind ``--`` cannot run.
+        ValueError: an option is not known here, or the words after ``--`` cannot run.
     """
     kind, prog = KINDS[name], f"fastsync launch {name}"
     if "--" in words:
@@ -297,17 +298,17 @@ def read(name: str, words: Sequence[str]) -> tuple[Slurm | Kubernetes | SkyPilot
 
 
 def content(job: Slurm | Kubernetes | SkyPilot, work: Script | Trainer) -> str:
-    """Fills the template of a job. Its lines with a place that has None are left out."""
+    """Fills the template of a job. It leaves out lines with a placeholder whose value is None."""
     values = job.values(work) | {"own": work.own, "resumes": work.resumes}
     lines = Path(__file__).with_name(job.template).read_text().splitlines(keepends=True)
-    kept = [line for line in lines if all(values[name] is not None for name in _PLACE.findall(line))]
-    return _PLACE.sub(lambda place: str(values[place[1]]), "".join(kept))
+    kept = [line for line in lines if all(values[name] is not None for name in _PLACEHOLDER.findall(line))]
+    return _PLACEHOLDER.sub(lambda found: str(values[found[1]]), "".join(kept))
 
 
 def _check_options(
     prog: str, kind: type[Slurm | Kubernetes | SkyPilot], words: Sequence[str], known: Iterable[Field[Any]]
 ) -> None:
-    """Says where words belong that are not known here: to the command that submits, or behind ``--``."""
+    """Raises ValueError for unknown words. It says where they belong: to the submitting command, or after ``--``."""
     names = {option.name for option in known} | {"h", "help"}
     unknown: list[str] = []
     is_known = False
@@ -339,10 +340,10 @@ def _submitting(
 
 
 def _activation() -> str | None:
-    """The command that activates the virtual environment of this process, if it has one."""
+    """Returns the command that activates the virtual environment of this process, if it has one."""
     return None if sys.prefix == sys.base_prefix else f"source {shlex.quote(f'{sys.prefix}/bin/activate')}"
 
 
 def _as_json(values: Mapping[str, object]) -> dict[str, object]:
-    """YAML is a superset of JSON. What a template has no place for need not be a value of JSON."""
+    """Returns values as JSON, of which YAML is a superset. Unused values may be of any type."""
     return {name: value if value is None else json.dumps(value, default=str) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Signals: handlers for the time of a ``with`` block, and a training that notes that it is told to stop."""
+"""Signals: handlers for the time of a ``with`` block, and a note that a training was told to stop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 def handling(
     handler: Callable[[int, FrameType | None], Any], numbers: Iterable[int], restored: Iterable[int] = ()
 ) -> Iterator[None]:
-    """Handles signals inside a ``with`` block, and puts the handlers from before back at its end.
+    """Handles signals inside a ``with`` block, and restores the previous handlers at its end.
 
-    Python delivers signals to the main thread only: in any other thread it does nothing.
+    Python delivers signals to the main thread only. In any other thread this does nothing.
 
     Args:
         handler: the handler of these signals.
         numbers: the signals.
-        restored: further signals, whose handlers something inside the block may leave behind.
+        restored: more signals whose previous handlers are restored, because code in the block may replace them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -40,14 +40,14 @@ def handling(
         yield
     finally:
         for number, handler_before in before.items():
-            # None: the handler was not set by Python, and cannot be by it.
+            # None means that Python has not set the handler, so it cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler_before is None else handler_before)
 
 
 class StopSignals:
-    """Inside its ``with`` block SIGTERM and SIGUSR1 are only noted. A second one ends the process at once.
+    """Notes SIGTERM and SIGUSR1 inside its ``with`` block. A second signal ends the process at once.
 
-    In any but the main thread it listens to nothing, see ``handling``.
+    It works in the main thread only, as ``handling``.
 
     Args:
         same_within: seconds within which another signal counts as the same request. Who stops a job may signal its

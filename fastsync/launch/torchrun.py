@@ -27,10 +27,10 @@ LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a launch. The launcher sets handlers for them and leaves them behind."""
 
 END_SECONDS = 5
-"""How long ranks have to end at once, before they are killed: those that still import do not listen."""
+"""How long ranks have to end, before they are killed. Ranks that still import do not react to signals."""
 
 PATIENCE = 1
-"""Seconds of these after which ranks that still run are named."""
+"""After so many of these seconds, ranks that still run are named."""
 
 
 def launch_ranks(
@@ -63,7 +63,7 @@ def launch_ranks(
         ChildFailedError: a rank raised or died. Its traceback has been logged.
         SignalException: a signal ended the launch before there were ranks, or they did not end in time.
     """
-    # Older launchers have 30 seconds.
+    # Older versions of the launcher have no such setting, and take 30 seconds.
     ending: dict[str, Any] = {"shutdown_timeout": END_SECONDS} if "shutdown_timeout" in vars(LaunchConfig) else {}
     config = LaunchConfig(
         min_nodes=1,
@@ -78,7 +78,7 @@ def launch_ranks(
         signals_to_handle=",".join(number.name for number in LAUNCHERS),
         **ending,
     )
-    # multiprocessing's helper, which a batch system may signal too, inherits what is blocked.
+    # A batch system may also signal multiprocessing's helper process, which inherits the blocked signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
@@ -87,7 +87,7 @@ def launch_ranks(
             results = elastic_launch(config, run_rank)(fn, args)
         except ChildFailedError as error:
             if received and error.get_first_failure()[1].exitcode == -signal.SIGTERM:
-                # It was told to stop before it could listen.
+                # The rank was told to stop before it could react.
                 raise SignalException(f"ended by {received[0].name}", sigval=signal.SIGTERM) from None
             raise
     return [results[rank] for rank in sorted(results)]
@@ -97,7 +97,7 @@ def launch_ranks(
 def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
     """Passes signals on to the ranks. Yields a list that holds the first signal once it came.
 
-    The launcher's own way is to stop waiting for the ranks. But a rank that has returned stays until the launcher has
+    The launcher itself would stop waiting for the ranks. But a rank that has returned ends only when the launcher has
     read its result, so the launcher would kill ranks that end in order.
     """
     first: list[signal.Signals] = []
@@ -121,14 +121,16 @@ def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
 
 @contextmanager
 def _ended_soon(say: Callable[[str], None], killed: list[str]) -> Iterator[None]:
-    """When a rank has failed, the others have END_SECONDS. The launcher gives them 30, for which it has no setting."""
+    """Ends the other ranks within END_SECONDS after one has failed. Older launchers give them 30 seconds."""
     join = ProcessContext.join
 
     def end_first(context: Any, *args: Any, **kwargs: Any) -> Any:
         failed = [rank for rank, process in enumerate(context.processes) if process.exitcode]
         if failed:
             killed[:] = _end(context.processes, failed[0], say)
-            context.sentinels = {context.processes[failed[0]].sentinel: failed[0]}  # else it might blame one of these
+            context.sentinels = {
+                context.processes[failed[0]].sentinel: failed[0]
+            }  # so that it blames no rank that was ended
         return join(context, *args, **kwargs)
 
     ProcessContext.join = end_first  # type: ignore[method-assign, assignment]
@@ -139,9 +141,9 @@ def _ended_soon(say: Callable[[str], None], killed: list[str]) -> Iterator[None]
 
 
 def _end(ranks: Sequence[BaseProcess], failed: int, say: Callable[[str], None]) -> list[str]:
-    """Ends the ranks that still run after one of them has failed. Returns descriptions of those that had to be killed.
+    """Ends the ranks that still run after one has failed. Returns descriptions of those that had to be killed.
 
-    One that the kernel does not let die yet is left to the launcher.
+    A rank that the kernel does not let die yet is left to the launcher.
     """
     running = {rank: process for rank, process in enumerate(ranks) if process.is_alive()}
     for process in running.values():
@@ -168,14 +170,14 @@ def _wait(processes: Iterable[BaseProcess], seconds: float) -> None:
 
 def _described(rank: int, process: BaseProcess) -> str:
     state = ""
-    with suppress(OSError):  # it has just ended
+    with suppress(OSError):  # the process may have just ended
         state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
     return f"rank {rank} (process {process.pid}{', which is stopped' if state == 'T' else ''})"
 
 
 def run_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls ``fn(*args)`` as a rank. torchrun's report has this name."""
-    # From here on Ctrl-C ends it, also where it waits for others in C++, and without a traceback.
+    # Ctrl-C then ends the rank without a traceback, even while C++ waits for other ranks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does

@@ -234,9 +234,8 @@ class Session:
             if ppo.reward_normalizer is not None and "discounted_return" in mine:
                 ppo.reward_normalizer.carried.copy_(mine["discounted_return"])
         notes = []
-        if lost := [
-            rank for rank, goes_on in enumerate(ppo.exchange.all_gather(observation is not None)) if not goes_on
-        ]:
+        go_on = ppo.exchange.all_gather([observation is not None])
+        if lost := [rank for rank, (goes_on,) in enumerate(go_on) if not goes_on]:
             notes.append(
                 f"the environments of ranks {lost} could not be restored exactly, and begin new episodes: this run is "
                 f"not bitwise what it would have been without the interruption"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fastsync
 from tests.engine.entry_points import average
+from tests.engine.wrappers import OptimizerWrapper
 from tests.models import (
     Given,
     assert_all_bitwise_equal,
@@ -282,17 +283,6 @@ def test_handles_that_share_an_optimizer_are_clipped_apart(name: str, scales: bo
             torch.testing.assert_close(model.weights[0], expected.weights[0], rtol=1e-5, atol=1e-6)
 
 
-class _Wrapper(torch.optim.Optimizer):
-    """Steps another one, which the scaler knows, as Accelerate's does."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-
 @pytest.mark.parametrize("unscales_first", [True, False])
 @pytest.mark.parametrize("name", ["SGD", "SGD, not fused"])
 def test_a_wrapped_optimizer_clips_as_the_one_inside(name: str, unscales_first: bool) -> None:
@@ -301,7 +291,7 @@ def test_a_wrapped_optimizer_clips_as_the_one_inside(name: str, unscales_first: 
     _backward(model, [torch.full((4,), 2.0)], scaler)
     if unscales_first:
         scaler.unscale_(optimizer)
-    wrapper = _Wrapper(_Wrapper(optimizer))
+    wrapper = OptimizerWrapper(OptimizerWrapper(optimizer))
     assert fastsync.clip_grad_norm_(sync, 1.0, optimizer=wrapper, scaler=scaler).item() == 4.0
     scaler.step(optimizer)
     torch.testing.assert_close(model.weights[0].detach(), torch.full((4,), -0.1 * 0.5))

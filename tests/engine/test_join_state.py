@@ -139,18 +139,26 @@ def test_several_optimizers_groups_and_schedulers(rank: int, world_size: int) ->
         assert_equal_on_ranks(torch.tensor([rate for each in schedulers for rate in each.get_last_lr()]), world_size)
 
 
-@on_ranks(2)
-def test_ranks_with_other_optimizers_are_warned(rank: int, world_size: int) -> None:
-    model = make_model()
-    sync = fastsync.attach(model)
-    optimizer = Adam(model.parameters()) if rank else AdamW(model.parameters())
+def warned_where_rank_1_steps_more(
+    sync: fastsync.GradientSynchronizer, model: nn.Module, optimizer: Optimizer, rank: int
+) -> list[str]:
+    """Takes a step more on rank 1, inside ``join()``, and returns the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with sync.join():
             for step in range(1 + rank):
                 model(inputs_of(rank, step)).square().mean().backward()
                 optimizer.step()
-    assert any("ranks keep their optimizers' states, which differ" in str(each.message) for each in caught)
+    return [str(each.message) for each in caught]
+
+
+@on_ranks(2)
+def test_ranks_with_other_optimizers_are_warned(rank: int, world_size: int) -> None:
+    model = make_model()
+    sync = fastsync.attach(model)
+    optimizer = Adam(model.parameters()) if rank else AdamW(model.parameters())
+    warned = warned_where_rank_1_steps_more(sync, model, optimizer, rank)
+    assert any("ranks keep their optimizers' states, which differ" in each for each in warned)
     assert_equal_on_ranks(flat(model), world_size)
 
 
@@ -160,13 +168,8 @@ def test_what_nobody_can_tell_apart_stays_each_ranks_own(rank: int, world_size: 
     sync = fastsync.attach(model)
     optimizer = Adam(model.parameters())
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 * rank + power)) for power in (1, 2)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with sync.join():
-            for step in range(1 + rank):
-                model(inputs_of(rank, step)).square().mean().backward()
-                optimizer.step()
-    assert any("nobody can tell apart 2 times GradScaler" in str(each.message) for each in caught)
+    warned = warned_where_rank_1_steps_more(sync, model, optimizer, rank)
+    assert any("nobody can tell apart 2 times GradScaler" in each for each in warned)
     assert [scaler.get_scale() for scaler in scalers] == [2.0 ** (8 * rank + power) for power in (1, 2)]
     assert_equal_on_ranks(optimizer.state[model[0].weight]["exp_avg"], world_size)
 
@@ -178,13 +181,8 @@ def test_what_cannot_be_sent_is_told_on_all_ranks(rank: int, world_size: int) ->
     optimizer = SGD(model.parameters(), lr=0.1)
     scheduler = StepLR(optimizer, 2)
     scheduler.file = open(__file__)  # type: ignore[attr-defined]  # noqa: SIM115
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with sync.join():
-            for step in range(1 + rank):
-                model(inputs_of(rank, step)).square().mean().backward()
-                optimizer.step()
-    assert any("the state of rank 1 cannot be sent" in str(each.message) for each in caught)
+    warned = warned_where_rank_1_steps_more(sync, model, optimizer, rank)
+    assert any("the state of rank 1 cannot be sent" in each for each in warned)
 
 
 @on_ranks(2)

@@ -30,6 +30,7 @@ from fastsync.surviving_group import SurvivingGroup
 from fastsync.topk import BLOCK, decode, encode
 from tests.engine.same_data import same_data_is_meant
 from tests.engine.sites import make_model, make_optimizer, train_step, weights
+from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import on_ranks, run_ranks
 
 NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -130,25 +131,8 @@ class _Halved(SGD):
         return super().step(closure)
 
 
-class _Wrapper(torch.optim.Optimizer):
-    """Has no hooks of its own, as Accelerate's."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
-
-
-def _wrapped(parameters: Any, lr: float) -> _Wrapper:
-    return _Wrapper(SGD(parameters, lr))
+def _wrapped(parameters: Any, lr: float) -> OptimizerWrapper:
+    return OptimizerWrapper(SGD(parameters, lr))
 
 
 @pytest.mark.parametrize("kind", [_Halved, _wrapped], ids=["super", "wrapper"])

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
-from torch.utils._pytree import tree_map
 
 from fastsync import DiLoCo, LocalSGD, TopK
 from fastsync.master_weights import masters_of
 from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step, weights
+from tests.engine.wrappers import Quantised
 from tests.ranks import on_ranks
 
 SITES = pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
@@ -199,31 +199,6 @@ def test_masters_of_weights_that_are_almost_zero_are_found(dtype: torch.dtype) -
 # ---- wrappers, modes and defaults -----------------------------------------------------------------------------------
 
 
-class Quantised(torch.Tensor):
-    """A frozen weight in 8 bits, made of two tensors."""
-
-    @staticmethod
-    def __new__(cls, quantised: Tensor, scale: Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, quantised.shape, dtype=torch.float32)
-
-    def __init__(self, quantised: Tensor, scale: Tensor) -> None:
-        self.quantised, self.scale = quantised, scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["quantised", "scale"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> Any:
-        return Quantised(inner["quantised"], inner["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return Quantised(args[0].quantised, args[0].scale)
-        plain = tree_map(lambda each: each.quantised * each.scale if isinstance(each, Quantised) else each, args)
-        return function(*plain, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("holds", ["parameter", "buffer"])
 @on_ranks(2)
 def test_frozen_wrappers_become_rank_0s(rank: int, world_size: int, holds: str) -> None:
@@ -240,7 +215,7 @@ def test_frozen_wrappers_become_rank_0s(rank: int, world_size: int, holds: str) 
             model[4](model[3](model[2](model[1](model[0](inputs))))).square().sum().backward()
             optimizer.step()
     plain = model.base.data if holds == "parameter" else model.base
-    assert int(plain.quantised[0, 0]) == 1
+    assert int(plain.q[0, 0]) == 1
     assert float(plain.scale) == 0.5
 
 

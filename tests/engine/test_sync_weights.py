@@ -39,7 +39,7 @@ class Model(nn.Module):
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
     optimizer.zero_grad()
     model(torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * number + rank))).backward()
-    if not isinstance(model, DistributedDataParallel) and not fastsync._handle.groups_of(model.parameters()):
+    if not isinstance(model, DistributedDataParallel) and not fastsync._handles_in_use.groups_of(model.parameters()):
         fastsync.all_reduce_gradients(model, "int8+ef")
     optimizer.step()
 

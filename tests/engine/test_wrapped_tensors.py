@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 
 import fastsync
 from tests.engine.entry_points import AVERAGING, average
+from tests.engine.wrappers import Quantised
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks
-
-
-class Quantised(torch.Tensor):
-    """8 bits and a scale. It has no memory of its own."""
-
-    q: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls: Any, q: Tensor, scale: Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.float32)
-
-    def __init__(self, q: Tensor, scale: Tensor) -> None:
-        self.q, self.scale = q, scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["q", "scale"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, size: Any, stride: Any) -> Tensor:
-        return Quantised(inner["q"], inner["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Quantised(args[0].q, args[0].scale)
-        return func(*tree_map(lambda t: t.q.float() * t.scale if isinstance(t, Quantised) else t, args), **kwargs or {})
 
 
 class Lora(nn.Module):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
+from itertools import chain, islice
+from zlib import crc32
 
 import numpy as np
 
@@ -46,6 +48,30 @@ class RankReport:
     stop_requested: bool = False  # Whether this rank was asked to stop.
     checkpoint_due: bool = False  # Whether it is time for a checkpoint.
 
+    def numbers(self) -> list[float]:
+        """Returns the report as numbers, for ``from_numbers``. The first one tells lists of metrics' names apart."""
+        own = [self.gradients_seconds, self.wire_bytes, self.stop_requested, self.checkpoint_due]
+        return [_mark(self.metrics), *astuple(self.times), *own, *self.metrics.values(), *chain(*self.episodes)]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float], names: Collection[str]) -> RankReport:
+        """Returns the report that ``numbers()`` has told, of metrics of these names."""
+        rest = iter(numbers[1:])
+        times = PhaseTimes(*islice(rest, len(PHASES)))
+        gradients_seconds, wire_bytes, stop_requested, checkpoint_due = islice(rest, 4)
+        metrics = dict(zip(names, islice(rest, len(names)), strict=True))
+        columns = list(rest)
+        environments, lengths, rows = (map(int, columns[index :: len(Episode._fields)]) for index in (0, 2, 3))
+        episodes = list(map(Episode, environments, columns[1 :: len(Episode._fields)], lengths, rows))
+        return cls(
+            times, gradients_seconds, wire_bytes, episodes, metrics, bool(stop_requested), bool(checkpoint_due)
+        )  # fmt: skip
+
+
+def _mark(names: Iterable[str]) -> int:
+    """Returns a number that tells one list of names from another."""
+    return crc32("\n".join(names).encode())
+
 
 def add_infos(values: Mapping[str, list[float]], step: Step) -> None:
     """Adds the numbers of these names in the environments' ``info`` to the lists. Restarts do not count."""
@@ -61,11 +87,11 @@ def gather_reports(mine: RankReport, exchange: Exchange) -> list[RankReport]:
     Raises:
         RuntimeError: on every rank, if ranks report metrics of different names.
     """
-    reports = exchange.all_gather(replace(mine, episodes=list(mine.episodes[-WINDOW:])))
-    others = [rank for rank, report in enumerate(reports) if list(report.metrics) != list(reports[0].metrics)]
+    of_rank = exchange.all_gather(replace(mine, episodes=mine.episodes[-WINDOW:]).numbers())
+    others = [rank for rank, numbers in enumerate(of_rank) if numbers[0] != of_rank[0][0]]
     if others:
         raise RuntimeError(f"ranks {others} report other metrics than rank 0; this rank reports {list(mine.metrics)}")
-    return reports
+    return [RankReport.from_numbers(numbers, mine.metrics) for numbers in of_rank]
 
 
 @dataclass(frozen=True)

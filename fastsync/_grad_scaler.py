@@ -1,0 +1,41 @@
+"""Asks a GradScaler about gradients, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+
+def loss_scale(scaler: GradScaler) -> Tensor:
+    """Returns the tensor that ``update()`` writes the scale to, on its own device.
+
+    Raises:
+        RuntimeError: the scaler has scaled no loss yet.
+    """
+    scale: Tensor | None = scaler._scale
+    if scale is None:
+        raise RuntimeError(
+            "scaler: it has scaled no loss yet, so these gradients are not its; call scaler.scale(loss).backward(), "
+            "or leave scaler out"
+        )
+    return scale
+
+
+def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Tells whether ``unscale_`` has divided the optimizer's gradients by the scale.
+
+    Raises:
+        RuntimeError: the optimizer has stepped since the scaler's last ``update()``.
+    """
+    states: Mapping[int, dict[str, Any]] = scaler._per_optimizer_states
+    stage = states[id(optimizer)]["stage"] if id(optimizer) in states else OptState.READY
+    if stage is OptState.STEPPED:
+        raise RuntimeError(
+            "scaler: it has stepped with these gradients already; clip between backward() and scaler.step(optimizer)"
+        )
+    return stage is OptState.UNSCALED

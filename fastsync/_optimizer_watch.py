@@ -1,0 +1,97 @@
+"""Watches the steps of optimizers: refuses steps that would let ranks drift apart, and tells the engine of the rest."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from . import _C
+from ._handle import GradientHandle
+from ._handles_in_use import in_use
+from ._late_parameters import LateParameters
+from ._optimizer_steps import is_training_step
+
+
+class WatchedHandle(GradientHandle):
+    """A handle of whole gradients. It refuses an optimizer's step with gradients that no rank has averaged."""
+
+    _engine: _C.HookState | _C.Synchronizer
+    _deferred_clip_step = -1
+    """The step whose gradients ``clip_grad_norm_`` leaves to the optimizer's next step to clip; -1 if there is none."""
+    _late_reason: ClassVar[str]
+    """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
+    _ids: frozenset[int]
+    """The ids of the parameters whose gradients are averaged, or would be if they were not frozen."""
+
+    def _stepped_by(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Yields the parameters of an optimizer whose gradients this handle averages."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._ids and parameter.requires_grad:
+                    yield parameter
+
+    def _check_before_step(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if an optimizer is about to step inside backward."""
+        if torch._C._current_graph_task_id() == -1:
+            return
+        for parameter in self._stepped_by(optimizer):
+            raise RuntimeError(
+                f"fastsync: {type(optimizer).__name__} stepped inside backward() with a parameter of shape "
+                f"{list(parameter.shape)} whose gradients are averaged over ranks when backward() ends, so it "
+                "would use this rank's own gradients and ranks would drift apart; let one optimizer step after "
+                "backward() has returned, or do not attach these parameters"
+            )
+
+    @abstractmethod
+    def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
+        """Returns the parameters that the model has now, with names, except those meant to be each rank's own."""
+
+    @cached_property
+    def _late(self) -> LateParameters:
+        return LateParameters(self._ids)
+
+    def _check_nothing_is_late(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if an optimizer is about to step a parameter of the model that nobody averages."""
+        for name, parameter in self._late.stepped_by(optimizer, self._parameters_of_model):
+            if not any(each is parameter for handle in in_use() for each in handle._claimed_parameters()):
+                raise RuntimeError(
+                    f"fastsync: {type(optimizer).__name__} was about to step {name}, whose gradient no rank has "
+                    f"averaged, because {self._late_reason}"
+                )
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        """Tells the engine that the parameters were updated. Version counters do not show it for fused optimizers."""
+        if any(True for _ in self._stepped_by(optimizer)):
+            self._engine.note_update()
+
+
+@cache  # The hooks stay for the rest of the process. Without handles they do nothing.
+def watch_optimizers() -> None:
+    """Lets the handles in use check and note the steps of all optimizers."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    handles = _watched()
+    if handles and is_training_step(optimizer):
+        for handle in handles:
+            handle._check_before_step(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    handles = _watched()
+    if handles and is_training_step(optimizer):
+        for handle in handles:
+            handle._note_step(optimizer)
+
+
+def _watched() -> list[WatchedHandle]:
+    return [handle for handle in in_use() if isinstance(handle, WatchedHandle)]

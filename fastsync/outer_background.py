@@ -1,0 +1,51 @@
+"""Outer steps that run beside the training, one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+END_SECONDS = 1.0
+"""How long the end of the process waits for a call, once that has been interrupted."""
+
+
+class BackgroundCalls:
+    """Makes calls in threads, each once the one before has ended well: so all ranks send in one order.
+
+    The threads are daemons, because a process that an error ends must not wait for a site that is gone.
+    """
+
+    def __init__(self) -> None:
+        self._newest: Future[None] | None = None
+
+    def start(self, call: Callable[[], None]) -> Future[None]:
+        """Makes the call after those that were started before. An error of one of them is an error of this one."""
+        done, previous = Future[None](), self._newest
+
+        def run() -> None:
+            try:
+                if previous is not None:
+                    previous.result()
+                call()
+                done.set_result(None)
+            except BaseException as error:  # it is raised where the result is asked for
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="fastsync outer step", daemon=True).start()
+        self._newest = done
+        return done
+
+    def wait(self) -> None:
+        """Waits for all calls, and raises the error of one that has failed."""
+        if self._newest is not None:
+            self._newest.result()
+
+    def end(self, interrupt: Callable[[], None]) -> None:
+        """Interrupts a call that is under way when the process ends.
+
+        Before Python 3.14 a daemon thread that comes back from C++ later would abort the process.
+        """
+        if self._newest is not None and not self._newest.done():
+            interrupt()
+            wait([self._newest], timeout=END_SECONDS)

@@ -1,0 +1,54 @@
+"""A tensor that wraps other tensors, and an optimizer that wraps another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+
+class Quantised(torch.Tensor):
+    """A weight of 8 bits and a scale. It has no memory of its own."""
+
+    q: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls: Any, q: Tensor, scale: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.float32)
+
+    def __init__(self, q: Tensor, scale: Tensor) -> None:
+        self.q, self.scale = q, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["q", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, size: Any, stride: Any) -> Tensor:
+        return Quantised(inner["q"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Quantised(args[0].q, args[0].scale)
+        return func(*tree_map(lambda t: t.q.float() * t.scale if isinstance(t, Quantised) else t, args), **kwargs or {})
+
+
+class OptimizerWrapper(Optimizer):
+    """Steps another optimizer, whose groups it shares. It has no hooks of its own, as Accelerate's has none."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
