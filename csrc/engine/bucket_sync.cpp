@@ -214,7 +214,7 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync)
   const bool is_lossless = !sync.compression.wire;  // what is lossless saturates nowhere
   bucket.multiplier = 1.0 / static_cast<double>(team->size());
   bucket.limit = saturation_limit(is_lossless ? DType::kFloat64 : bucket.wire_dtype, team->size());
-  return std::make_unique<AllReduceSum>(std::move(bucket), team, memory.bytes, sync.in_place);
+  return std::make_unique<AllReduceSum>(std::move(bucket), team->group(), memory.bytes, sync.in_place);
 }
 
 // ---- the scale and the statistics -----------------------------------------------------------------------------------

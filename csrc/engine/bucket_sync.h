@@ -175,7 +175,7 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   c10::Device device_;
   Teams teams_;
   SumMemory memory_;
-  std::optional<Compression> planned_for_;  // the newest plan; it has room in shared memory
+  std::optional<Compression> planned_for_;  // of the newest plan; none until that has its memory
   double mean_factor_ = 1.0;
   std::string failure_;  // the beginning of errors
   std::shared_ptr<Liveness> liveness_;

@@ -4,30 +4,28 @@
 #include <c10/util/ScopeExit.h>
 
 #include <utility>
-#include <vector>
 
 namespace fastsync {
 
-AllReduceSum::AllReduceSum(Bucket bucket, std::shared_ptr<Team> team, at::Tensor& kept, bool in_place)
+AllReduceSum::AllReduceSum(Bucket bucket, c10::intrusive_ptr<c10d::ProcessGroup> group, at::Tensor& kept, bool in_place)
     : BucketSum(std::move(bucket)),
-      team_(std::move(team)),
-      is_in_place_(in_place && bucket_.grads.size() == 1 && bucket_.grad_dtype == bucket_.wire_dtype),
-      has_room_(bucket_.side_bytes() > 0 && bucket_.wire_dtype == DType::kFloat32 && !is_in_place_),
+      group_(std::move(group)),
       num_bytes_(bytes_of(bucket_.num_values, bucket_.wire_dtype)) {
-  memory_ = is_in_place_
-                ? bucket_.grads.front().view({-1})
-                : send_buffer(kept, num_bytes_ + (has_room_ ? bucket_.side_bytes() : 0), at::kByte, bucket_.device);
+  const bool is_in_place = in_place && bucket_.grads.size() == 1 && bucket_.grad_dtype == bucket_.wire_dtype;
+  has_room_ = bucket_.side_bytes() > 0 && bucket_.wire_dtype == DType::kFloat32 && !is_in_place;
+  const int64_t bytes = num_bytes_ + (has_room_ ? bucket_.side_bytes() : 0);
+  memory_ = is_in_place ? bucket_.grads.front().view({-1}) : send_buffer(kept, bytes, at::kByte, bucket_.device);
 }
 
 void AllReduceSum::send() {
   bucket_.pack(all_values(), bucket_.wire_dtype, memory_.data_ptr(), Turn());
-  std::vector<at::Tensor> buffers{is_in_place_ ? memory_ : memory_.view(scalar_type_of(bucket_.wire_dtype))};
+  std::vector<at::Tensor> buffers{memory_.view(scalar_type_of(bucket_.wire_dtype))};
   if (has_room_) {
     put_values(bucket_.side_values, memory_, num_bytes_, /*stride=*/0, /*count=*/1);
   } else if (bucket_.side_values.defined()) {
     buffers.push_back(bucket_.side_values = bucket_.side_values.clone());
   }
-  transfer_ = all_reduce(*team_->group(), bucket_.device, buffers);
+  transfer_ = all_reduce(*group_, bucket_.device, buffers);
 }
 
 void AllReduceSum::finish(const std::function<void()>& on_reduced) {

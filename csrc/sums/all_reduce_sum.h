@@ -1,21 +1,26 @@
 // A sum that the process group takes, in the wire's dtype.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "sums/bucket_sum.h"
 #include "transport/team.h"
 
 namespace fastsync {
 
-// Side values travel behind the gradients of a float32 wire in memory of its own, else in a collective of their own.
+// Side values travel behind the gradients on a float32 wire that is memory of its own, else in a collective of their
+// own.
 class AllReduceSum final : public BucketSum {
  public:
-  // Takes the memory that the bucket keeps from sum to sum, and makes it if it does not fit. in_place: a single
-  // gradient of the wire's dtype is summed in its own memory, which nobody else may use meanwhile.
-  AllReduceSum(Bucket bucket, std::shared_ptr<Team> team, at::Tensor& kept, bool in_place);
+  // kept: the memory of the sum before, which is made anew if it does not fit. in_place: a single gradient of the
+  // wire's dtype is summed in its own memory, which nobody else may use meanwhile.
+  AllReduceSum(Bucket bucket, c10::intrusive_ptr<c10d::ProcessGroup> group, at::Tensor& kept, bool in_place);
 
   void send() override;
   bool may_be_sent_again() const override { return true; }
@@ -25,10 +30,9 @@ class AllReduceSum final : public BucketSum {
  private:
   std::vector<Range> all_values() const { return {{0, bucket_.num_values, /*offset=*/0}}; }
 
-  const std::shared_ptr<Team> team_;
-  const bool is_in_place_;
-  const bool has_room_;      // for side values behind the gradients
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const int64_t num_bytes_;  // of the gradients on the wire
+  bool has_room_;            // for side values behind the gradients
   std::unique_ptr<Transfer> transfer_;
 };
 

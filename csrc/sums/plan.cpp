@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t kRowAlignment = 64;  // in bytes
 constexpr int64_t kSmallestShardBytes = 1 << 18;
-// A bucket of so few bytes is one chunk. A message wakes a thread, which costs more than chunks gain if cores are busy.
+// Without shared memory, a bucket of up to so many bytes is one chunk. Each message wakes a thread, which costs more
+// than chunks gain if cores are busy.
 constexpr int64_t kOneChunkBytes = 1 << 22;
 
 // Shards are multiples of so many values. On a wire of blocks rows then begin at multiples of 16 bytes.
@@ -20,7 +21,7 @@ int64_t shard_multiple(DType dtype) {
   return unit.values > 1 ? unit.values * (16 / std::gcd(int64_t{16}, unit.bytes)) : kBlockValues;
 }
 
-// Regions are multiples of so many bytes, because units of any wire are counted from region to region.
+// Regions are multiples of so many bytes, so that the offset from one to the next is a number of whole units.
 const int64_t kRegionAlignment = [] {
   int64_t alignment = kRowAlignment;
   for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
@@ -37,7 +38,7 @@ struct Row {
 struct ExchangeRows {
   Rows sent;
   Rows received;
-  Rows gathered;  // rows for a gather, in the memory of rows that have been sent or read
+  Rows gathered;  // for a gather that follows; they take the memory of rows that have been sent or read
 };
 
 Phase exchange(std::shared_ptr<Team> team, int tag, const Rows& sent, const Rows& received) {
@@ -48,16 +49,16 @@ Phase gather(std::shared_ptr<Team> team, int tag, const Rows& rows) {
   return {std::move(team), tag, /*is_gather=*/true, rows, rows};
 }
 
-// Lays out a plan's chunks and their rows, at the same offsets on every rank. Each rank fills a region of its own, so
-// that its memory can lie near it. In shared memory the team's regions lie one after the other. Else this rank has its
-// own region alone, with room for what others send.
+// Lays out a plan's chunks and their rows, at the same offsets on every rank. In shared memory each rank fills a region
+// of its own, which can lie near the rank, and the team's regions follow each other. Without shared memory a rank has
+// one region, with room for what others send.
 class Planner {
  public:
-  // So many ranks add up a shard of each chunk.
+  // num_shards: how many ranks add up a shard of each chunk. The key must outlive the planner.
   Planner(const PlanKey& key, std::shared_ptr<Team> team, DType packed_as, int64_t num_shards, double factor)
       : key_(key), plan_{std::move(team), packed_as, factor}, num_shards_(num_shards) {}
 
-  // How many values the chunks of so many values have, but for the last chunk.
+  // How many values each chunk but the last has, if there are so many values in all.
   int64_t chunk_length(int64_t num_values) const {
     const bool is_small = !key_.shares_memory && bytes_of(num_values, key_.grad_dtype) <= kOneChunkBytes;
     const int64_t least = is_small ? kOneChunkBytes : num_shards_ * kSmallestShardBytes;
@@ -65,7 +66,7 @@ class Planner {
     return values_in(bytes, key_.wire_dtype) / kBlockValues * kBlockValues;
   }
 
-  // Cuts so many values into chunks. Side values travel even if there are no others.
+  // Cuts so many values into chunks of this length. Without any values there is still a chunk for side values.
   std::vector<Chunk>& cut(int64_t num_values, int64_t length) {
     if (num_values == 0 && key_.side_bytes > 0) {
       plan_.chunks.push_back({0, 0, {true, true}});
@@ -82,7 +83,7 @@ class Planner {
     return round_up((chunk.end - chunk.begin + num_shards_ - 1) / num_shards_, shard_multiple(key_.wire_dtype));
   }
 
-  // A row of so many values, in the bucket's last chunk with the side values behind them.
+  // A row of so many values. In the last chunk the side values follow them.
   Row row_of(const Chunk& chunk, int64_t values, DType dtype) const {
     const int64_t bytes = bytes_of(values, dtype);
     const bool has_more = chunk.turn.is_last && key_.side_bytes > 0;
@@ -91,14 +92,13 @@ class Planner {
     return {length, round_up(length, alignment)};
   }
 
-  // The side values behind such rows, if there are any.
+  // The side values at the end of these rows; none unless the chunk is the last.
   Rows side_values(const Chunk& chunk, const Rows& rows) const {
     return {rows.offset + rows.length - key_.side_bytes, key_.side_bytes, rows.stride,
             chunk.turn.is_last && key_.side_bytes > 0 ? rows.count : 0};
   }
 
-  // Rows for the first members of the team, as many as there are receivers. In shared memory what is sent is where it
-  // is received.
+  // A row for each of the first num_receivers members. In shared memory a row is received where it is sent from.
   ExchangeRows exchange_rows(int64_t num_receivers, const Row& row) {
     const auto& [length, stride] = row;
     const int64_t size = plan_.team->size();
@@ -112,18 +112,18 @@ class Planner {
             {begin, length, key_.region_bytes + stride, size}};
   }
 
-  // A row of each member, which all members get.
+  // A row of each member, for all members.
   Rows gather_rows(const Row& row) {
     const int64_t size = plan_.team->size();
     const int64_t begin = take((key_.shares_memory ? 1 : size) * row.stride);
     return {begin, row.length, key_.shares_memory ? key_.region_bytes : row.stride, size};
   }
 
-  // Rows in this rank's region.
+  // Rows that only this rank fills.
   Rows own_rows(int64_t count, const Row& row) {
     return {own_region() + take(count * row.stride), row.length, row.stride, count};
   }
-  // The same rows in the first member's region if this rank sees it, else this rank's.
+  // The first member's such rows in shared memory; without it this rank's.
   Rows rows_of_first(Rows own) const {
     own.offset -= own_region();
     return own;
@@ -137,7 +137,7 @@ class Planner {
                           [&](int64_t member) { return phase.offset_for(member) - phase.sent.offset; });
   }
 
-  // Unpacks the chunk's shards, each from its member's row.
+  // Unpacks the chunk's shards, each from the row of the member that has it.
   void unpack_shards(Chunk& chunk, int64_t length, const Rows& rows) const {
     chunk.unpacked_from = {rows.offset, rows.length, rows.stride, /*count=*/1};
     chunk.unpacked = shards(chunk, length, key_.wire_dtype, [&](int64_t member) { return member * rows.stride; });
@@ -149,7 +149,7 @@ class Planner {
   }
 
  private:
-  // The values of each shard of the chunk, and where they begin, in bytes by offset_of(member).
+  // The chunk's shards. offset_of(member) tells where the member's shard begins, in bytes.
   static std::vector<Range> shards(const Chunk& chunk, int64_t length, DType dtype,
                                    const std::function<int64_t(int64_t)>& offset_of) {
     std::vector<Range> ranges;
@@ -224,19 +224,20 @@ Plan reduce_scatter(const PlanKey& key, const std::shared_ptr<Team>& team) {
   return std::move(planner).done();
 }
 
-// Sums over ranks some of which are near each other: at full width inside a node, where links are fast, in the wire's
-// dtype between nodes. The first ranks of a node have counterparts on all other nodes, with the same local rank.
+// Inside a node, where links are fast, values travel at full width. Between nodes they travel in the wire's dtype. The
+// first ranks of each node have counterparts on all other nodes, with the same local rank.
 //
-//   exchange_in_node    local rank l gets shard l from everybody in its node, at full width, and adds it up
-//   send_between_nodes  in one step: the sum, encoded, goes to its counterparts, and is added by whoever unpacks it
-//                       in two: node m's rank gets sub-shard m of every node's, adds it up, and hands out the sum
-//   gather_in_node      local rank l hands out all of shard l
+//   exchange_in_node    local rank l gets shard l from each rank of its node, and adds it up
+//   send_between_nodes  in one step: it sends the sum, encoded, to its counterparts; ranks add while they unpack
+//                       in two steps: it gets sub-shard m, if its node is node m, from its counterparts, adds it up,
+//                       and sends the sum to them
+//   gather_in_node      local rank l sends all that it has of shard l to its node
 //
-// So one rounding at each sum that travels between nodes. In two steps each value crosses from node to node about
-// twice, in one step once to each other node: by one rank of a node.
+// So there is one rounding for each sum that travels between nodes. In two steps each value crosses between nodes about
+// twice. In one step it crosses once to each other node.
 //
-// A node's sum is divided by the ranks of the largest node, so that it is never beyond what its own ranks have. Times
-// node_factor, the sums of all nodes add up to the mean over the ranks.
+// A node's sum is divided by the number of ranks of the largest node, so that it is never larger than its ranks'
+// values. The sums of all nodes, each times node_factor_, add up to the mean over the ranks.
 class TwoLevelPlanner {
  public:
   TwoLevelPlanner(const PlanKey& key, const Levels& levels)
@@ -262,12 +263,12 @@ class TwoLevelPlanner {
  private:
   // The rows of a chunk.
   struct Layout {
-    int64_t sub_shard;  // in values; in one step a whole shard
+    int64_t sub_shard;  // in values; the whole shard in one step
     int64_t shard;
     int64_t begin;         // of this rank's shard, among the bucket's values
     ExchangeRows in_node;  // at full width
-    Rows to_nodes;         // in two steps: sub-shards of the node's sum, which leave
-    Rows from_nodes;       // in two steps: everybody's sums of this node's sub-shard
+    Rows to_nodes;         // in two steps: this node's sums, a sub-shard for each node
+    Rows from_nodes;       // in two steps: each node's sums of this node's sub-shard
     Rows blocks;           // by local rank: what all nodes have of its shard
     Rows own_block;        // by node: what it has of this rank's shard
   };
@@ -309,7 +310,7 @@ class TwoLevelPlanner {
                           .residual_factor = 1.0 / (static_cast<double>(levels_.num_ranks) * node_factor_)};
   }
 
-  // The sums of the phase before are the rows of this one.
+  // The sums of the phase before are the rows that it sends.
   void send_between_nodes(Chunk& chunk, const Layout& layout) const {
     const std::shared_ptr<Team>& peers = levels_.peers;
     std::vector<int64_t>& sums = chunk.phases.back().reduce->outs;
@@ -333,7 +334,7 @@ class TwoLevelPlanner {
     chunk.phases.push_back(gather(peers, key_.tag + 2, layout.own_block));
   }
 
-  // Every rank reads the side values of the first local rank, because it has a counterpart on every node.
+  // Each rank reads the side values that the first local rank has, because that one has counterparts on all nodes.
   void gather_in_node(Chunk& chunk, const Layout& layout) const {
     Phase& phase = chunk.phases.emplace_back(gather(levels_.node, key_.tag + 3, layout.blocks));
     planner_.unpack_shards(chunk, layout.shard, layout.blocks);

@@ -10,13 +10,14 @@
 
 namespace fastsync {
 
-// A plan's memory is cleared once, for in a block of int8 the gaps between gradients are added and encoded as well.
+// A plan's memory is zero at first, because the gaps between gradients are added and encoded with the blocks around
+// them.
 PlannedSum::PlannedSum(Bucket bucket, SumMemory& memory)
     : BucketSum(std::move(bucket)),
       plan_(memory.plan),
       use_(plan_->team->use_rows()),
       transfers_(plan_->chunks.size() * plan_->num_phases()),
-      num_driven_(needs_driving() ? 0 : static_cast<int>(plan_->chunks.size())) {
+      num_driven_(plan_->num_phases() > 1 ? 0 : static_cast<int>(plan_->chunks.size())) {
   if (!memory.bytes.defined() || memory.bytes.numel() < plan_->bytes) {
     memory.bytes = plan_->team->allocate(plan_->bytes);
   }
@@ -133,7 +134,7 @@ void PlannedSum::reduce(const Chunk& chunk, const Phase& phase) {
 
 // ---- side values, at the end of rows --------------------------------------------------------------------------------
 
-// At the end of each row that this rank fills.
+// Writes them to the end of each row that this rank fills.
 void PlannedSum::put_side_values(const Phase& phase) const {
   if (bucket_.side_bytes() == 0) {
     return;
@@ -147,7 +148,7 @@ void PlannedSum::put_side_values(const Phase& phase) const {
     put(phase.sent, rank, 1);
     return;
   }
-  put(phase.sent, 0, phase.sent.count);  // among them one for itself, which nobody reads
+  put(phase.sent, 0, phase.sent.count);  // this rank's own row among them, for nothing
   if (rank < phase.sent.count) {
     put(phase.received, rank, 1);
   }
@@ -164,11 +165,11 @@ void PlannedSum::sum_side_values(const Rows& rows) {
 
 // ---- the end --------------------------------------------------------------------------------------------------------
 
-// If it fails, a thread that drives ends first, and its error comes first.
+// If something fails, a thread that drives ends before this returns, and its error is thrown first.
 void PlannedSum::finish(const std::function<void()>& on_reduced) {
   const auto in_any_case = c10::make_scope_exit([this] { let_go_of_gradients(); });
   drive();
-  driven_.wait();  // no message says so where a rank has nobody to send to
+  driven_.wait();  // a rank that has nobody to send to gets no message either
   try {
     receive(on_reduced);
   } catch (...) {
@@ -180,7 +181,7 @@ void PlannedSum::finish(const std::function<void()>& on_reduced) {
   use_memory_on_current_stream();
 }
 
-// Another thread may still drive: chunks that have come are unpacked while the rest is on its way.
+// Another thread may still drive. Chunks that have come are unpacked while the rest is on its way.
 void PlannedSum::receive(const std::function<void()>& on_reduced) {
   for (const Chunk& chunk : plan_->chunks) {
     const Rows& side_values = chunk.phases.back().side_values;
@@ -199,7 +200,7 @@ void PlannedSum::receive(const std::function<void()>& on_reduced) {
     on_reduced();
   }
   for (const auto& transfer : transfers_) {
-    transfer->wait_until_sent();  // it was sent long ago, so that nobody has to sleep for it
+    transfer->wait_until_sent();  // last, because by now it rarely has to wait
   }
   plan_->team->have_read();
   use_.reset();

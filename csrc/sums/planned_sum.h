@@ -22,8 +22,8 @@ namespace fastsync {
 // What a bucket keeps from sum to sum.
 struct SumMemory {
   std::shared_ptr<const Plan> plan = nullptr;  // null if the process group adds
-  std::optional<PlanKey> key = {};             // of the plan
-  at::Tensor bytes = {};                       // what travels lies in it; undefined before the first sum
+  std::optional<PlanKey> key = {};             // what the newest sum follows from, also without a plan
+  at::Tensor bytes = {};                       // that rows lie in; undefined before the first sum
 };
 
 class PlannedSum final : public BucketSum {
@@ -54,8 +54,8 @@ class PlannedSum final : public BucketSum {
   void sum_side_values(const Rows& rows);
 
   const std::shared_ptr<const Plan> plan_;
-  std::shared_ptr<void> use_;                         // of the memory; null once this rank has read all
-  std::vector<std::unique_ptr<Transfer>> transfers_;  // by chunk and phase; null until they are expected
+  std::shared_ptr<void> use_;                         // from Team::use_rows until this rank has read all rows
+  std::vector<std::unique_ptr<Transfer>> transfers_;  // by chunk and phase; null until their rows are expected
 
   std::atomic<bool> has_driver_ = false;
   std::atomic<int> num_driven_;  // how many chunks, from the first on, are in their last phase; kFailed after an error
