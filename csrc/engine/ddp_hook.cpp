@@ -83,19 +83,11 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   }
   newest_index_ = is_last ? std::nullopt : std::optional(grad_bucket.getIndex());
   buckets_.add_newest(bucket);
-  const auto stopwatch = start_bucket(*bucket);
-  Sync sync{compressions->at(buffer.numel()), step_under_way(), first_tag(bucket->agreement->number)};
-  sync.in_place = true;
-  auto grads = gradients_of(grad_bucket, sync.compression);
-  at::Tensor side_values;
-  if (is_last) {
-    side_values = stamp(*bucket, grad_bucket);
-  }
-  const WithoutPythonObjects without_python;
-  const auto work = bucket->send(std::move(grads), sync, stopwatch, side_values);
+  const auto work = send(*bucket, grad_bucket, compressions->at(buffer.numel()));
   if (is_last) {
     end_step();
   }
+  const WithoutPythonObjects without_python;
   auto future = make_future(buffer.device());
   auto complete = [work, buffer, future, agreement = bucket->agreement, liveness = is_last ? liveness_ : nullptr] {
     try {
@@ -118,6 +110,15 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   BucketWork::drive_later(work, progress_);
   progress_.post(bucket->device(), at::wrapPropagateTLSState(std::move(complete)));
   return future;
+}
+
+std::shared_ptr<BucketWork> HookState::send(BucketSync& bucket, c10d::GradBucket& grad_bucket,
+                                            const Compression& compression) {
+  const auto stopwatch = start_bucket(bucket);
+  Sync sync{compression, step_under_way(), first_tag(bucket.agreement->number)};
+  sync.in_place = true;
+  const at::Tensor side_values = grad_bucket.isLast() ? stamp(bucket, grad_bucket) : at::Tensor();
+  return bucket.send(gradients_of(grad_bucket, compression), sync, stopwatch, side_values);
 }
 
 void HookState::note_update() {

@@ -39,6 +39,7 @@ class HookState : public EngineState {
 
  private:
   void note_gradients();
+  std::shared_ptr<BucketWork> send(BucketSync& bucket, c10d::GradBucket& grad_bucket, const Compression& compression);
   at::Tensor stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket);
 
   std::optional<size_t> newest_index_;                      // of the step under way; none between steps

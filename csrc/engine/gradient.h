@@ -1,5 +1,4 @@
-// The gradient of a parameter in the step under way: what travels for it, and what becomes of it when the average has
-// come.
+// The gradient of a parameter in the step under way: what is sent for it, and where its average goes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,8 +18,8 @@ class Gradient {
   Parameter& parameter() const { return *parameter_; }
   const at::Tensor& tensor() const { return tensor_; }  // the parameter's
 
-  // It is final, unless it gets ready again. Returns whether it has been ready before. Throws c10::ValueError if it
-  // cannot travel.
+  // The gradient is final, unless it gets ready again. Returns whether it was ready before. Throws c10::ValueError if
+  // it cannot be sent.
   bool mark_ready();
   bool is_ready() const { return is_ready_; }
   // The stream on which it got ready.
@@ -30,21 +29,21 @@ class Gradient {
   // Whether there is one that no sync has averaged.
   bool is_new() const { return parameter_->is_new && is_here(); }
 
-  // What travels, dense and as reals. Without a new gradient it is what keeps the mean right where another rank has a
-  // new one: the old gradient; or zeros, if there is none or it is a sum.
+  // Returns what is sent, dense and as reals. Without a new gradient that is the old one, so that the mean is right if
+  // another rank has a new one. It is zeros if there is no gradient, or a sum.
   at::Tensor to_send();
-  // What travels in its place after a failure: nan.
+  // Returns what is sent after a failure: nan.
   at::Tensor poison() const;
 
-  // Whether what travels is a copy, because the gradient is missing or lies otherwise than the parameter.
+  // Whether a copy was sent, because the gradient is missing or lies in memory otherwise than the parameter.
   bool has_stand_in() const { return stand_in_.defined(); }
-  // What has traveled holds the average now. The gradient takes it over if it exists on some rank. Returns whether it
-  // is no more than that; else it was added to a sum.
+  // What was sent holds the average now. The gradient takes it over if some rank has a new gradient: then it exists.
+  // Returns whether the gradient is no more than the average. Otherwise that was added to a sum.
   bool take_average(bool exists);
-  // No rank has a new gradient, and the average of what traveled is not what statistics are of: they are of the kept
-  // gradient, or of nothing.
+  // For a gradient that is new on no rank: statistics count what is kept of an earlier sync, or zeros, in place of the
+  // average of what was sent.
   void count_kept(bool is_kept);
-  // What statistics are of, as reals. Undefined if there is no gradient.
+  // The values that statistics count, as reals. Undefined if there is no gradient.
   at::Tensor average() const;
 
  private:

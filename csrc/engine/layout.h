@@ -20,15 +20,15 @@ struct LayoutBucket {
   std::shared_ptr<BucketSync> bucket = nullptr;  // set by the engine
 };
 
-// Holds as long as no parameter is frozen, unfrozen, moved, cast or put in another order. The buckets come in the order
-// in which they are sent.
+// It holds until a parameter is frozen, unfrozen, moved, cast or put in another order in memory. The buckets come in
+// the order in which they are sent.
 class Layout {
  public:
   static constexpr size_t kNone = std::numeric_limits<size_t>::max();
 
-  // There is none yet.
+  // No layout was made yet.
   Layout() = default;
-  // By the index of a parameter's tensor: those of each bucket.
+  // Takes the tensors of all parameters, and the indices of those in each bucket.
   Layout(const std::vector<at::Tensor>& parameters, std::vector<std::vector<size_t>> buckets);
 
   bool is_made() const { return !buckets.empty(); }
@@ -56,10 +56,10 @@ class Layout {
   size_t num_flags_ = 0;
 };
 
-// The order of the group's rank 0, on every rank. All have as many parameters in theirs. Waits for the ranks.
+// Gives every rank the order of the group's rank 0. All orders have the same length. Waits for the ranks.
 std::vector<size_t> order_of_rank_0(c10d::ProcessGroup& group, const std::vector<size_t>& order, c10::Device device);
 
-// The parameters, which come in an order, by bucket.
+// Assigns the parameters, which come in this order, to buckets.
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<size_t>& order, int64_t bucket_cap_bytes);
 

@@ -12,7 +12,7 @@
 
 namespace fastsync {
 
-// What follows is for a parameter's tensor.
+// These functions take a parameter's tensor.
 
 // The dtype of its gradients: its own, except where torch was told another one (Tensor.grad_dtype).
 at::ScalarType grad_dtype_of(const at::Tensor& parameter);
@@ -34,9 +34,9 @@ struct Parameter {
   // Whether its gradient may hold something of this rank that no sync has averaged. If hooks mark what is new, nothing
   // but the mark has to be read.
   bool has_own_gradient(bool has_hook) const;
-  // A backward has accumulated a gradient, or was about to.
+  // Backward has reached the parameter: notes the gradient that it has accumulated, if any.
   void note_gradient();
-  // Its gradient takes part in the step under way, or, if it is left over, in the next one.
+  // Marks the gradient as new. It takes part in the step under way, or is left over for the next one.
   void mark_new(bool left_over);
   // Whether a gradient is left over that nothing has changed since.
   bool has_left_over() const;
@@ -52,8 +52,7 @@ struct Parameter {
   void put_sum_aside();
   // Then .grad holds both.
   void put_sum_back();
-  // The gradient is about to be sent: throws c10::Error if it was changed in a way that may have been meant for the
-  // sum.
+  // Forgets the sum if zero_grad() was meant for it. Throws c10::Error if another change may have been meant for it.
   void check_sum(const at::Tensor& gradient);
   // Whether the gradient is a sum over the ranks already.
   bool is_sum(const at::Tensor& gradient) const { return sums && averaged.is_of(gradient); }
@@ -62,11 +61,11 @@ struct Parameter {
   std::string name;
   bool sums;
   bool is_new = false;        // it may have a gradient that no sync has averaged
-  bool is_left_over = false;  // such a one, of a backward inside no_sync()
+  bool is_left_over = false;  // it is of a backward inside no_sync()
   bool repeats = false;       // it gets several gradients in a backward, and is final only at the end
-  Snapshot averaged;          // by the newest sync
-  Snapshot accumulated;       // by the newest backward
-  at::Tensor sum;             // that was put aside
+  Snapshot averaged;          // the gradient as the newest sync has left it
+  Snapshot accumulated;       // and as the newest backward has
+  at::Tensor sum;             // put aside, see Note [Sums]
 };
 
 }  // namespace fastsync

@@ -23,7 +23,7 @@ ParameterSync::ParameterSync(EngineState& engine, const std::vector<at::Tensor>&
 
 // ---- between steps --------------------------------------------------------------------------------------------------
 
-// Ranks agree on new ones. One that has run out of gradients knows of none, but begins to join with the others.
+// The ranks agree on a new name. One that has run out of batches cannot know of it, except when it begins to join.
 void ParameterSync::piggyback(const std::string& name, const at::Tensor& value) {
   NamedValues& values = context_.side_values.named;
   TORCH_CHECK_VALUE(!context_.weight.is_joining() || !have_agreed() || values.has_slots(name, value), "name: '", name,
@@ -129,7 +129,7 @@ void ParameterSync::fail() {
 }
 
 void ParameterSync::receive() {
-  const auto step = end();  // other threads that ask from now on wait for this one, which holds the lock
+  const auto step = end();  // other threads wait for the lock from now on
   const auto rest = c10::make_scope_exit([this] { context_.engine.liveness().rest(); });
   step->receive();
 }
@@ -154,8 +154,8 @@ std::unique_ptr<Step> ParameterSync::end() {
 
 // ---- the layout, and the agreement on it ----------------------------------------------------------------------------
 
-// What is refused is refused on every rank: none is left waiting, and the step is over. Forward has put buffers where
-// it wants them, also one that a checkpoint repeats.
+// A step that is refused is refused on every rank: none is left waiting, and it is over. Buffers are looked at here,
+// because forward may have changed them, also one that a checkpoint repeats.
 void ParameterSync::agree_and_lay_out() {
   if (context_.buffers.have_changed()) {
     context_.engine.agree_anew("a buffer that is synced is of another shape or dtype");
@@ -180,7 +180,7 @@ void ParameterSync::lay_out() {
   if (order.empty()) {
     return;  // nothing requires a gradient: nothing to send, this time
   }
-  agree(/*init_sync=*/false);  // first, for what this rank alone cannot send all have to hear of
+  agree(/*init_sync=*/false);  // first, so that all ranks refuse what one of them cannot send
   std::vector<at::Tensor> tensors;
   for (const Gradient& gradient : gradients) {
     const at::Tensor& tensor = gradient.tensor();

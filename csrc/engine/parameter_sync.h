@@ -1,5 +1,5 @@
-// Averages the gradients of a set of parameters, step after step. Knows nothing of autograd; not thread-safe, but for
-// what says so.
+// Averages the gradients of a set of parameters, step after step. It knows nothing of autograd. Methods are not
+// thread-safe unless their comments say so.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,8 +22,8 @@ class ParameterSync {
   ParameterSync(EngineState& engine, const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                 int64_t bucket_cap_bytes, bool sums);
 
-  // Raises c10::ValueError where the ranks differ in parameters or settings. The first step does it, if nobody did.
-  // init_sync: then all ranks take over the weights of one.
+  // Throws c10::ValueError if the ranks differ in parameters or settings. The first step calls it, if nobody did.
+  // init_sync: all ranks take over the parameters of one after that.
   void agree(bool init_sync);
 
   // ---- between steps ----
@@ -36,22 +36,22 @@ class ParameterSync {
   // The averages that came with the newest step.
   const NamedValues::Tensors& piggybacked() { return context_.means; }
 
-  // From the next step on, this rank's gradients count so much. To be called on all ranks before the same step, at
-  // first. Throws c10::Error if the step has gradients already, which another weight may be meant for. If hooks mark
-  // what is new, nothing but their marks has to be read.
+  // This rank's gradients count so much from the next step on. The first call has to come before the same step on all
+  // ranks. Throws c10::Error if the step has gradients already, which another weight may be meant for. have_hooks:
+  // hooks mark what is new, so that nothing but their marks has to be read.
   void set_weight(double weight, bool have_hooks);
 
-  // While ranks join, the gradients of one that has run out of them count for nothing. The mean is over the others.
+  // While ranks join, the mean is over those that have not run out of gradients.
   void set_joining(bool is_joining);
   void run_out() { context_.weight.run_out(); }
-  // How many ranks had not, in the newest step; nan if one has failed. Waits for the device.
+  // The number of ranks that had not run out in the newest step; nan if one has failed. Waits for the device.
   double num_active();
 
   void set_buffers(ModelBuffers buffers) { context_.buffers = std::move(buffers); }
 
   // Whether the gradients are still those that the newest step left.
   bool gradients_are_unchanged();
-  // The parameters whose gradients are, in part, this rank's own: of a backward after the newest step.
+  // The parameters whose gradients hold something of a backward after the newest step, which is this rank's own.
   std::vector<at::Tensor> with_own_gradients(bool have_hooks);
 
   // Continues with what another engine of the same parameters knows of their gradients.
@@ -61,7 +61,7 @@ class ParameterSync {
 
   std::vector<Parameter>& parameters() { return context_.parameters; }
   bool sums() const { return context_.sums; }
-  // Puts back the sums of all parameters that have no gradient by now, or of all.
+  // Puts back the sums that were put aside: all, or those of parameters that have no gradient since.
   void put_sums_back(bool only_lone_ones);
 
   // ---- one step: see Note [Steps] ----
@@ -72,12 +72,12 @@ class ParameterSync {
   void mark_ready(size_t index) { step_->mark_ready(index); }
   void mark_all_ready() { step_->mark_all_ready(); }
   void send_full_buckets() { step_->send_full_buckets(); }
-  // Throws c10::ValueError if it is refused, on all ranks. Then it is over.
+  // Throws c10::ValueError if the step is refused, which happens on all ranks. Then it is over.
   void send_rest();
   void fail();
-  // Then it is over, whatever this throws.
+  // The step is over afterwards, whatever is thrown.
   void receive();
-  // fail and receive.
+  // Calls fail and receive.
   void abandon();
 
  private:

@@ -231,11 +231,11 @@ void Step::receive() {
   context_.agreement->step_check.arrive(context_.side_values.stamps());
 }
 
-// What is decided here is decided by what all ranks know, so that statistics are the same on all.
+// All decisions here follow from what all ranks know, so that statistics are the same on all.
 void Step::hand_out() {
   for (size_t i = 0; i < works_.size(); ++i) {
-    // Where a gradient is missing on all ranks, what has arrived is the mean of what is kept. But a sum is not, nor is
-    // what error feedback has sent with it.
+    // If no rank has a new gradient, the mean of what was sent is the mean of what is kept, and statistics may count
+    // it. That does not hold for a sum, nor for what error feedback adds.
     hand_out(layout().buckets[i], !context_.sums && !works_[i]->has_error_feedback());
   }
 }

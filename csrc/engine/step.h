@@ -19,7 +19,7 @@
 
 namespace fastsync {
 
-// What lasts from step to step, and each step uses.
+// What the steps of an engine share: it lasts from one step to the next.
 struct StepContext {
   EngineState& engine;
   const std::shared_ptr<Agreement> agreement;  // of all its buckets
@@ -29,8 +29,9 @@ struct StepContext {
   SideValues side_values = {};
   Weight weight = {};
   ModelBuffers buffers = {};
-  // Of the newest step:
-  NamedValues::Tensors means = {};  // of what was piggybacked on it
+
+  // The results of the newest step.
+  NamedValues::Tensors means = {};  // what was piggybacked on it
   at::Tensor active = {};           // see WeightSum
 };
 
@@ -56,19 +57,20 @@ class Step {
   void mark_all_ready();
   void send_full_buckets();
   const std::vector<Gradient>& gradients() const { return gradients_; }
-  // Of those that take part, while there is no layout: in which they got ready, and then from the last parameter to the
-  // first.
+  // The order that a layout is made by: first the gradients that got ready, then the others from the last parameter to
+  // the first. Frozen parameters are left out.
   std::vector<size_t> order() const;
 
   // ---- sending ----
 
-  // The ranks' weights are added up before anything else, unless that needs an agreement first. Returns at once.
+  // Sends this rank's weight, once, if weights are on and the ranks have agreed. Returns at once. Weights go before
+  // everything else.
   void send_weight();
-  // The ranks have agreed, and made a layout if there is anything to send.
+  // By then the ranks have agreed, and made a layout if there is anything to send.
   void send_rest();
-  // From now on nan is sent.
+  // From now on nan is sent in place of gradients.
   void fail() { state_ = State::kFailed; }
-  // This rank waits for nobody, and those who wait for its part of a bucket need not wait for its next backward.
+  // After a failure: the background does what other ranks wait for, so that they need not wait for the next backward.
   void leave_behind();
 
   // ---- receiving ----
@@ -94,10 +96,10 @@ class Step {
   const int64_t number_;
   State state_ = State::kCollecting;
   std::vector<Gradient> gradients_;                 // by parameter
-  std::vector<size_t> order_;                       // in which they got ready, while there is no layout
+  std::vector<size_t> order_;                       // of indices, as gradients got ready; kept while there is no layout
   std::vector<size_t> num_waiting_;                 // by bucket: gradients that are not ready
   std::vector<std::shared_ptr<BucketWork>> works_;  // of the buckets that were sent
-  std::optional<WeightSum> weights_;                // once it was sent
+  std::optional<WeightSum> weights_;                // once this rank's was sent
 };
 
 }  // namespace fastsync

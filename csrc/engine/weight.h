@@ -42,15 +42,15 @@ class Weight {
 // The weights of all ranks in one step: sent when it is made, and added up.
 class WeightSum {
  public:
-  // sums: gradients become a sum and not a mean. One that has failed sends nan, and must not wait.
+  // sums: gradients become a sum and not a mean. A rank that has failed sends nan, and must not wait.
   WeightSum(const Weight& weight, bool sums, c10d::ProcessGroup& group, c10::Device device, bool has_failed);
 
-  // Never waits. On a device it is the stream that does.
+  // Never waits. On a device the current stream does.
   bool has_come();
   void wait();
   int64_t sent_bytes() const { return reduction_->sent_bytes(); }
 
-  // What follows is for after that.
+  // The rest is for when it has come.
 
   // The current stream may use it from now on.
   void use() const;
@@ -65,8 +65,8 @@ class WeightSum {
   double sent_;
   bool has_come_ = false;
   std::unique_ptr<Transfer> reduction_;
-  at::Tensor total_;   // of the weights, and behind it what active is
-  at::Tensor active_;  // this and the next two: once it has come
+  at::Tensor total_;   // the sum of the weights, and behind it what active() returns
+  at::Tensor active_;  // set, as the next two, once it has come
   at::Tensor factor_;
   StreamMark taken_;
 };
