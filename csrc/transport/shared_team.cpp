@@ -61,14 +61,13 @@ class SharedTeam::Arrival final : public Transfer {
 };
 
 std::shared_ptr<SharedTeam> SharedTeam::make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                             std::shared_ptr<Host> host, int64_t region_bytes) {
-  const auto size = static_cast<int64_t>(host->why_not().empty() ? host->ranks().size() : 0);
+                                             std::shared_ptr<const Host> host, int64_t region_bytes) {
+  const auto size = static_cast<int64_t>(host->ranks().size());
   auto shared = host->share(group, control_bytes(size, sizeof(Numbers)) + size * region_bytes);
-  return std::shared_ptr<SharedTeam>(shared ? new SharedTeam(group, std::move(host), std::move(shared), region_bytes)
-                                            : nullptr);
+  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), region_bytes));
 }
 
-SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
+SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host,
                        std::shared_ptr<SharedMemory> shared, int64_t region_bytes)
     : Team(group, c10::kCPU, host->ranks()),
       host_(std::move(host)),

@@ -21,10 +21,10 @@ namespace fastsync {
 // number of its own.
 class SharedTeam final : public Team, public std::enable_shared_from_this<SharedTeam> {
  public:
-  // Of this rank's host, with regions of so many bytes; on all ranks of the group together. Null where ranks cannot
-  // share memory: the host says why.
+  // The team of this rank's host, with a region of so many bytes for each rank. All ranks of the group call it
+  // together. Throws CannotShare.
   static std::shared_ptr<SharedTeam> make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                          std::shared_ptr<Host> host, int64_t region_bytes);
+                                          std::shared_ptr<const Host> host, int64_t region_bytes);
   ~SharedTeam() override;
 
   at::Tensor allocate(int64_t bytes) override;
@@ -48,7 +48,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
 
   class Arrival;
 
-  SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
+  SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host,
              std::shared_ptr<SharedMemory> shared, int64_t region_bytes);
   std::unique_ptr<Transfer> next(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
@@ -56,7 +56,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   void check_others_are_there(size_t which, int64_t number) const;
   void check_announced() const;
 
-  std::shared_ptr<Host> host_;
+  std::shared_ptr<const Host> host_;
   std::shared_ptr<SharedMemory> shared_;
   const pid_t process_id_;
   bool has_cores_;  // for all ranks

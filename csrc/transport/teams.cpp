@@ -37,11 +37,11 @@ std::vector<std::vector<int64_t>> nodes_of(int64_t ranks_per_node, int64_t num_r
 }
 
 Teams::Teams(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
-    : all_(make_team(std::move(group), device)), may_share_(all_->sends_at_once() && all_->size() > 1) {}
+    : all_(make_team(std::move(group), device)) {}
 
 const Levels& Teams::hosts() {
-  if (may_share_ && !host_) {
-    host_ = std::make_shared<Host>(all_->group());
+  if (can_share() && !host_) {
+    host_ = Host::of(all_->group());
     hosts_ = host_->hosts().empty() ? Levels() : levels_of(*all_, host_->hosts());
   }
   return hosts_;
@@ -50,9 +50,12 @@ const Levels& Teams::hosts() {
 void Teams::make_room(int64_t bytes) {
   hosts_.node.reset();
   shared_.reset();
-  shared_ = SharedTeam::make(all_->group(), host_, bytes);
-  may_share_ = shared_ != nullptr;
-  hosts_.node = shared_;
+  try {
+    shared_ = SharedTeam::make(all_->group(), host_, bytes);
+    hosts_.node = shared_;
+  } catch (const CannotShare& failure) {
+    why_not_shared_ = failure.why;
+  }
 }
 
 bool Teams::hosts_have(int64_t ranks_per_node) const {

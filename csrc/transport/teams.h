@@ -34,27 +34,31 @@ class Teams {
 
   const std::shared_ptr<Team>& all() const { return all_; }
 
-  // Whether ranks may yet find out that they share memory: then hosts and make_room wait for all ranks, in one sync.
-  bool may_share() const { return may_share_ && !shared_; }
-  // The hosts as levels, of which node shares memory once there is room. None where ranks cannot share memory.
+  // Whether ranks have yet to find out if they share memory: then hosts and make_room wait for all ranks, which call
+  // them in the same sync.
+  bool may_share() const { return can_share() && !shared_; }
+  // The hosts as levels, whose node shares memory once there is room. No nodes if ranks cannot share memory.
   const Levels& hosts();
-  // Whether each host has memory for so many bytes of each rank; or else need not try to have it.
-  bool has_room(int64_t bytes) const { return !may_share_ || (shared_ && bytes <= shared_->region_bytes()); }
+  // Whether make_room need not be called: each host has memory for so many bytes of each rank, or cannot have it.
+  bool has_room(int64_t bytes) const { return !can_share() || (shared_ && bytes <= shared_->region_bytes()); }
   void make_room(int64_t bytes);
-  std::string why_not_shared() const { return host_ ? host_->why_not() : ""; }
+  // Which rank cannot share memory, and why. Empty if none has tried in vain.
+  const std::string& why_not_shared() const { return why_not_shared_; }
 
-  // This rank's host's, in shared memory; null where there is none.
+  // The team of this rank's host, in shared memory. Null if there is none.
   const std::shared_ptr<SharedTeam>& shared() const { return shared_; }
   int64_t num_hosts() const { return hosts_.num_nodes; }
   // Whether hosts are nodes of so many ranks.
   bool hosts_have(int64_t ranks_per_node) const;
 
  private:
+  bool can_share() const { return all_->sends_at_once() && all_->size() > 1 && why_not_shared_.empty(); }
+
   std::shared_ptr<Team> all_;
-  bool may_share_;  // until a try has failed
-  std::shared_ptr<Host> host_;
-  std::shared_ptr<SharedTeam> shared_;
+  std::shared_ptr<const Host> host_;  // null until hosts() was called
   Levels hosts_;
+  std::shared_ptr<SharedTeam> shared_;
+  std::string why_not_shared_;
 };
 
 }  // namespace fastsync
