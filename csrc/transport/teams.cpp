@@ -11,12 +11,11 @@ Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nod
   for (const auto& ranks : nodes) {
     levels.num_local_ranks = std::min(levels.num_local_ranks, static_cast<int64_t>(ranks.size()));
     levels.most_ranks = std::max(levels.most_ranks, static_cast<int64_t>(ranks.size()));
-    const auto place = std::find(ranks.begin(), ranks.end(), whole.group()->getRank());
-    if (place == ranks.end()) {
-      continue;
+    const auto own = std::find(ranks.begin(), ranks.end(), whole.group()->getRank());
+    if (own != ranks.end()) {
+      local_rank = own - ranks.begin();
+      levels.node = std::make_shared<Team>(whole.group(), whole.device(), ranks);
     }
-    local_rank = place - ranks.begin();
-    levels.node = std::make_shared<Team>(whole.group(), whole.device(), ranks);
   }
   if (local_rank < levels.num_local_ranks) {
     std::vector<int64_t> peers;

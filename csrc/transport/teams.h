@@ -1,5 +1,5 @@
-// The teams that a group's ranks form: all of them, and on two levels those that are near each other, with their
-// counterparts elsewhere.
+// The teams that a group's ranks form: all ranks together, or on two levels the ranks of a node, and their peers on
+// other nodes.
 #pragma once
 
 #include <cstdint>
@@ -15,17 +15,17 @@ namespace fastsync {
 
 struct Levels {
   int64_t num_nodes = 0;
-  int64_t num_local_ranks = 0;  // of each node that have counterparts on all others: its first ones
+  int64_t num_local_ranks = 0;  // of the smallest node: so many of each node's ranks have a peer on every other node
   int64_t num_ranks = 0;        // of all nodes
-  int64_t most_ranks = 0;       // of one node
-  std::shared_ptr<Team> node;   // this rank's
-  std::shared_ptr<Team> peers;  // its counterparts, by node; null where it has none
+  int64_t most_ranks = 0;       // of the largest node
+  std::shared_ptr<Team> node;   // the ranks of this rank's node
+  std::shared_ptr<Team> peers;  // the rank with this rank's index on each node; null if not every node has one
 };
 
-// The nodes' ranks ascend.
+// The ranks of each node ascend.
 Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nodes);
 
-// Nodes of so many ranks that follow each other.
+// Nodes of so many consecutive ranks.
 std::vector<std::vector<int64_t>> nodes_of(int64_t ranks_per_node, int64_t num_ranks);
 
 class Teams {
