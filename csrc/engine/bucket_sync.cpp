@@ -28,7 +28,7 @@ int64_t numel_of(const std::vector<at::Tensor>& tensors) {
 bool uses_shared_memory(const Teams& teams, const Sync& sync) {
   const int64_t ranks_per_node = sync.compression.ranks_per_node;
   const bool is_across_hosts = teams.num_hosts() > 1;
-  return teams.may_share() && !(sync.scatter && is_across_hosts) &&
+  return teams.can_share() && !(sync.scatter && is_across_hosts) &&
          (ranks_per_node == 1 || teams.hosts_have(ranks_per_node));
 }
 

@@ -23,14 +23,14 @@ bool is_turned_off() {
   return setting != nullptr && std::string(setting) == "0";
 }
 
-// One number of a gradient's first values, in which each counts by its place.
+// One number for a gradient's first values, to which each contributes by its index.
 at::Tensor number_of(const at::Tensor& gradient) {
   constexpr int64_t kMost = 1 << 16;
   const at::Tensor first = gradient.reshape({-1}).narrow(0, 0, std::min(gradient.numel(), kMost)).cpu().to(at::kDouble);
   return first.dot(at::arange(1, first.numel() + 1, first.options()));
 }
 
-// A whole number that float32 holds; 0 where there is nothing to compare: gradients of zeros, or that are not finite.
+// A whole number that float32 holds. It is 0 if all gradients are zeros, or if one is not finite.
 float fingerprint_of(at::TensorList gradients) {
   constexpr uint64_t kMost = (1 << 24) - 1;
   std::vector<at::Tensor> numbers{at::zeros({}, at::kDouble)};
@@ -59,10 +59,9 @@ void StepCheck::say_nothing() {
 
 void StepCheck::begin_step(int64_t step, bool has_gradients) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  step_ = step;
+  const bool is_first = std::exchange(step_, step) < 0;
   const bool had_gradients = std::exchange(had_gradients_, has_gradients);
   says_nothing_ |= !has_gradients || !had_gradients;
-  const bool is_first = std::exchange(is_first_, false);
   num_updates_ += std::exchange(was_updated_, false) && !is_first ? 1 : 0;
 }
 
@@ -78,11 +77,12 @@ std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device d
     return std::vector<float>();
   }
   const int64_t num_updates = std::exchange(num_updates_, 0);
-  std::vector<float> stamp(static_cast<size_t>(kNumbers * world_size_), 0.0F);
+  std::vector<float> stamp(static_cast<size_t>(kNumNumbers * world_size_), 0.0F);
   if (!std::exchange(says_nothing_, false) && !is_off_) {
-    stamp[kNumbers * rank_] = static_cast<float>(engine + 1);
-    stamp[kNumbers * rank_ + 1] = static_cast<float>(num_updates);
-    stamp[kNumbers * rank_ + 2] = gradients.empty() ? 0.0F : fingerprint_of(gradients);
+    float* const own = &stamp[kNumNumbers * rank_];
+    own[kEngine] = static_cast<float>(engine + 1);
+    own[kUpdates] = static_cast<float>(num_updates);
+    own[kGradients] = gradients.empty() ? 0.0F : fingerprint_of(gradients);
   }
   return stamp;
 }
@@ -96,27 +96,24 @@ void StepCheck::arrive(const at::Tensor& sum) {
     check(sum);
     return;
   }
-  const at::Tensor before = has_come_ ? on_its_way_ : at::Tensor();
-  if (before.defined()) {
-    has_come_->synchronize();  // of many steps ago
-  }
   const auto device = sum.device();
-  on_its_way_ = at::empty(sum.sizes(), sum.options().device(at::kCPU).pinned_memory(true));
-  on_its_way_.copy_(sum, /*non_blocking=*/true);
-  has_come_.emplace(device.type());
-  has_come_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  if (before.defined()) {
-    check(before);
+  std::optional<Copy> before = std::exchange(copy_, std::nullopt);
+  copy_.emplace(at::empty(sum.sizes(), sum.options().device(at::kCPU).pinned_memory(true)), c10::Event(device.type()));
+  copy_->sum.copy_(sum, /*non_blocking=*/true);
+  copy_->has_come.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  if (before) {
+    before->has_come.synchronize();  // the step was many steps ago
+    check(before->sum);
   }
 }
 
 void StepCheck::check(const at::Tensor& sum) const {
   const at::Tensor numbers = sum.to(at::kFloat);
-  const auto* of_rank = numbers.const_data_ptr<float>();
+  const auto* theirs = numbers.const_data_ptr<float>();
   std::map<std::pair<int64_t, int64_t>, std::string> ranks_of;
-  for (int64_t rank = 0; rank < world_size_; ++rank, of_rank += kNumbers) {
-    if (of_rank[0] > 0) {
-      auto& ranks = ranks_of[{static_cast<int64_t>(of_rank[0]) - 1, static_cast<int64_t>(of_rank[1])}];
+  for (int64_t rank = 0; rank < world_size_; ++rank, theirs += kNumNumbers) {
+    if (theirs[kEngine] > 0) {
+      auto& ranks = ranks_of[{static_cast<int64_t>(theirs[kEngine]) - 1, static_cast<int64_t>(theirs[kUpdates])}];
       ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(rank);
     }
   }
@@ -125,9 +122,10 @@ void StepCheck::check(const at::Tensor& sum) const {
     return;
   }
   std::ostringstream who;
-  for (const auto& [number, ranks] : ranks_of) {
-    who << (who.tellp() > 0 ? "; " : "") << ranks << ": engine " << number.first << ", " << number.second
-        << (number.second == 1 ? " update" : " updates");
+  for (const auto& [stamp, ranks] : ranks_of) {
+    const auto& [engine, num_updates] = stamp;
+    who << (who.tellp() > 0 ? "; " : "") << ranks << ": engine " << engine << ", " << num_updates
+        << (num_updates == 1 ? " update" : " updates");
   }
   TORCH_CHECK(false, "fastsync: the ranks have averaged gradients that do not belong together, by step ", step_, " of ",
               what_, ". The engines that met, and how often each had seen its parameters updated since they met ",
@@ -138,7 +136,8 @@ void StepCheck::check(const at::Tensor& sum) const {
 
 void StepCheck::warn_of_same_data(const float* numbers) const {
   for (int64_t rank = 0; rank < world_size_; ++rank) {
-    if (rank_ != 0 || numbers[2] == 0.0F || numbers[kNumbers * rank + 2] != numbers[2]) {
+    const float theirs = numbers[kNumNumbers * rank + kGradients];
+    if (rank_ != 0 || theirs == 0.0F || theirs != numbers[kGradients]) {
       return;
     }
   }

@@ -1,6 +1,6 @@
-// Do the gradients that meet in a sync belong together? Every rank sends along which of its engines this is and how
-// many updates of the parameters it has seen: gradients of different parameters have no mean. In the first step it also
-// sends a fingerprint of its gradients, for they are the same on all ranks where all have the same data.
+// Do the gradients that meet in a sync belong together? Gradients of different parameters have no mean. So each rank
+// sends a stamp beside its gradients, which tells the engine and how many updates of the parameters the rank has seen.
+// In the first step it also holds a fingerprint of the gradients: if it is the same on all ranks, so is their data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,35 +16,40 @@
 
 namespace fastsync {
 
-// Thread-safe, for what arrives may do so on a thread of the process group.
+// Thread-safe, because stamps may arrive on a thread of the process group.
 class StepCheck {
  public:
-  // What it is of is named in errors.
+  // Errors name the engine or the bucket so.
   StepCheck(const c10d::ProcessGroup& group, std::string what);
 
-  // Before a step. A rank without gradients of its own, as one that joins others (DDP's join), says nothing. Nor does
-  // it in the step after that: the others have updated their parameters meanwhile, and it has got these.
+  // A step begins. A rank without gradients of its own, such as one in DDP's join, says nothing. It says nothing in the
+  // step after that either, because it has meanwhile got parameters that others have updated.
   void begin_step(int64_t step, bool has_gradients);
   // An optimizer has updated the parameters.
   void note_update();
-  // In the next stamp, for this rank's parameters have become what another's are.
+  // The next stamp says nothing, because this rank has got another rank's parameters.
   void say_nothing();
 
-  // What every rank sends beside its gradients, in the same steps: its engine and the updates since the stamp before,
-  // as whole numbers that float32 holds, in places where the other ranks send zeros. Empty where there are no other
-  // ranks. The engine's number is one that the ranks have agreed on. The gradients are those of the first step, if they
-  // are to be compared. Nothing while a CUDA graph is captured nor, where a stamp costs a copy from the host or, for
-  // lack of room, a collective of its own, in most steps.
+  // The stamp that this rank sends, in the same steps as the others. It is to be added up over the ranks: each has
+  // numbers of its own in it, which are whole and which float32 holds, and zeros for the others'. Empty for one rank.
+  // The engine is a number that the ranks have agreed on. The gradients are those of the first step, or none.
+  // There is no stamp while a CUDA graph is captured. If a stamp costs a copy from the host or, for lack of room, a
+  // collective of its own, there is none in most steps.
   std::optional<std::vector<float>> stamp(int64_t engine, c10::Device device, at::TensorList gradients,
                                           bool has_room = true);
 
-  // Takes a sum over the ranks of stamps. On a CPU it throws c10::Error, on every rank, where they differ. On another
-  // device the next one that arrives does, for the host does not wait.
+  // Takes the sum of the ranks' stamps. If they differ, it throws c10::Error on every rank: on a CPU at once, and on
+  // another device when the next sum arrives, because the host does not wait.
   void arrive(const at::Tensor& sum);
 
  private:
-  // Of a rank: its engine, or 0 from one that says nothing; its updates; and of gradients to compare a fingerprint.
-  static constexpr int64_t kNumbers = 3;
+  // What a stamp holds for each rank.
+  enum Number { kEngine, kUpdates, kGradients, kNumNumbers };  // the engine's number plus 1, or 0 to say nothing
+  // A sum on its way from the device.
+  struct Copy {
+    at::Tensor sum;  // in pinned memory
+    c10::Event has_come;
+  };
 
   void check(const at::Tensor& sum) const;
   void warn_of_same_data(const float* numbers) const;
@@ -54,16 +59,14 @@ class StepCheck {
   const std::string what_;
   const bool is_off_;
 
-  std::mutex mutex_;  // guards what follows
-  int64_t step_ = 0;
-  int64_t num_updates_ = 0;    // since the stamp before
-  int64_t num_costly_ = 0;     // steps in which one would cost
-  bool says_nothing_ = false;  // until the next one
-  bool is_first_ = true;
-  bool had_gradients_ = true;  // in the step before
-  bool was_updated_ = false;
-  at::Tensor on_its_way_;  // a copy of a sum, in pinned memory
-  std::optional<c10::Event> has_come_;
+  std::mutex mutex_;           // guards what follows
+  int64_t step_ = -1;          // below 0 before the first
+  int64_t num_updates_ = 0;    // since the newest stamp: of an optimizer's steps between two of ours, one counts
+  int64_t num_costly_ = 0;     // steps in which a stamp costs
+  bool says_nothing_ = false;  // in the next stamp
+  bool had_gradients_ = true;  // in the newest step
+  bool was_updated_ = false;   // since the newest step began
+  std::optional<Copy> copy_;
 };
 
 }  // namespace fastsync

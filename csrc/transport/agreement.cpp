@@ -19,12 +19,12 @@ namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Of what ranks send each other: how buckets are laid out, the order of messages, wires, side values. Raise it with
-// each change of these, for ranks with different versions would add up what does not belong together.
+// The version of what ranks send each other: how buckets are laid out, the order of messages, wires, side values. Raise
+// it with each change of these, because ranks with different versions would add up what does not belong together.
 constexpr int kProtocol = 1;
-const char* const kOfProtocol = "fastsync's protocol ";
+const char* const kProtocolLine = "fastsync's protocol ";
 
-// It sleeps for a part of the time that it has waited, so that no wait gets much longer.
+// Each sleep is a part of the time that the wait has lasted, so that no wait gets much longer.
 void look_while_waiting(c10d::ProcessGroup& group, c10d::Work& work, const std::function<void()>& look) {
   using Clock = std::chrono::steady_clock;
   constexpr Clock::duration kShortest = std::chrono::microseconds(20);
@@ -34,7 +34,7 @@ void look_while_waiting(c10d::ProcessGroup& group, c10d::Work& work, const std::
     try {
       look();
     } catch (...) {
-      // A collective that others never join would be taken for their next one, so the group is of no more use.
+      // The other ranks would take this collective, which they never join, for their next one.
       close_connections(group);
       throw;
     }
@@ -42,7 +42,8 @@ void look_while_waiting(c10d::ProcessGroup& group, c10d::Work& work, const std::
   }
 }
 
-// A row for each rank, on the CPU. Other backends' works may not tell that they are done before somebody waits.
+// Returns a row for each rank, on the CPU. Only with Gloo it looks while it waits, because other backends' works may
+// not tell that they are done before somebody waits for them.
 at::Tensor all_gather(const Group& group, const at::Tensor& mine, c10::Device device,
                       const std::function<void()>& look = nullptr) {
   const WithoutPythonObjects without_python;
@@ -57,7 +58,7 @@ at::Tensor all_gather(const Group& group, const at::Tensor& mine, c10::Device de
   return all.cpu();
 }
 
-// "rank 0, 2: compression fp16; rank 1: compression none", for the first line in which the ranks differ.
+// The first line in which the ranks differ, such as "rank 0, 2: compression fp16; rank 1: compression none".
 std::string first_difference(const std::vector<std::string>& texts) {
   std::vector<std::istringstream> rest(texts.begin(), texts.end());
   std::map<std::string, std::string> ranks_of;
@@ -106,7 +107,7 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& tex
   return texts;
 }
 
-// Threads with groups of their own agree side by side.
+// The next number is atomic, because threads that have groups of their own may agree at the same time.
 int64_t check_agreement(const Group& group, const std::string& lines, c10::Device device, const std::string& what,
                         const std::function<void()>& look) {
   static std::atomic<int64_t> next_number{0};
@@ -116,7 +117,7 @@ int64_t check_agreement(const Group& group, const std::string& lines, c10::Devic
   TORCH_CHECK(!is_capturing(device),
               "fastsync: the ranks have to agree on what to synchronise, which cannot be part of ",
               "a CUDA graph: take a step like this one, on all ranks, before capturing it");
-  const std::string description = c10::str(kOfProtocol, kProtocol, "\n", lines);
+  const std::string description = c10::str(kProtocolLine, kProtocol, "\n", lines);
   const at::Tensor mine = at::tensor(
       {static_cast<int64_t>(fingerprint(description)), static_cast<int64_t>(description.size()), next_number.load()},
       at::kLong);
@@ -131,7 +132,7 @@ int64_t check_agreement(const Group& group, const std::string& lines, c10::Devic
   }
   const auto texts = gather_texts(group, description, largest[1].item<int64_t>() + 1, device);
   const std::string difference = first_difference(texts);
-  const bool are_versions = difference.find(kOfProtocol) != std::string::npos;
+  const bool are_versions = difference.find(kProtocolLine) != std::string::npos;
   TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on ", what, ": ", difference, "; ",
                     are_versions ? "install the same version of fastsync on every host"
                                  : "give every rank the same model and the same settings");

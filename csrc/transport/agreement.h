@@ -1,5 +1,4 @@
-// Do all ranks mean the same? Asked once, before the first sync, because ranks that differ would hang or add up
-// garbage.
+// Ranks agree before their first sync on what they synchronise, because ranks that differ would hang or add up garbage.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,19 +14,21 @@ namespace fastsync {
 // A hash of the text that is the same on every machine.
 uint64_t fingerprint(const std::string& text);
 
-// Every rank's text, in rank order: less than `size` bytes each, through tensors on the device.
+// Returns every rank's text, in rank order. Texts have less than `size` bytes, and travel as tensors on the device.
 std::vector<std::string> gather_texts(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& text,
                                       int64_t size, c10::Device device);
 
-// Lets all fail that wait in the group for this rank, or on it: Gloo closes all connections of a rank whose message
-// does not come in time. The group is of no use afterwards. Other backends take no notice.
+// Makes all waits fail in which a rank of the group waits for this one, and this rank's own waits: Gloo closes all
+// connections of a rank whose message does not come in time. The group is of no use afterwards. Other backends take no
+// notice.
 void close_connections(c10d::ProcessGroup& group);
 
-// Compares lines of text, and the version of what ranks send each other, over all ranks of the group, through tensors
-// on the device. Where they differ, every rank throws c10::ValueError with the first line that differs and which ranks
-// have which version of it. `what` is what they then do not agree on. Only a hash travels while they agree. Returns a
-// number that the group's ranks have agreed on and got from no earlier call.
-// With Gloo it calls `look` while it waits. What that throws ends the wait, and with it all connections of the group.
+// Compares lines of text, and the version of what ranks send each other, over all ranks of the group. If they differ,
+// every rank throws c10::ValueError with the first line that differs, and which ranks have which version of it. `what`
+// names what they do not agree on. While ranks agree, only a hash travels, as a tensor on the device. Returns a number
+// that the group's ranks have agreed on, and that no earlier call has returned.
+// With Gloo it calls `look` while it waits. If `look` throws, the wait ends, and all connections of the group are
+// closed.
 int64_t check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& lines,
                         c10::Device device, const std::string& what = "what to synchronise",
                         const std::function<void()>& look = nullptr);

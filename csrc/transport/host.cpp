@@ -3,14 +3,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <mutex>
 #include <sstream>
+#include <utility>
 
 #include "transport/agreement.h"
+#include "transport/per_group.h"
 
 namespace fastsync {
 
@@ -20,12 +24,7 @@ using Group = Host::Group;
 
 constexpr int64_t kLongestText = 512;
 
-// Not every rank could do its part, and all have heard why.
-struct CannotShare {
-  std::string why;
-};
-
-// What the call throws, as text; empty where it throws nothing.
+// The message of what the call throws, or empty.
 std::string failure_of(const std::function<void()>& call) {
   try {
     call();
@@ -37,7 +36,7 @@ std::string failure_of(const std::function<void()>& call) {
   }
 }
 
-// Every rank does its part, and hears what each rank has to tell. All throw CannotShare where one has thrown.
+// Every rank does its part, and gets the text that each rank's part returns. All throw CannotShare if one has thrown.
 std::vector<std::string> vote(const Group& group, const std::function<std::string()>& part) {
   std::string text;
   const std::string failure = failure_of([&] { text = "+" + part(); });
@@ -60,10 +59,11 @@ bool is_on() {
   return setting != "0";
 }
 
-// The same for processes that find each other's memory in /proc. Those of several network namespaces could, too, but
-// are meant to be apart.
+void check_is_on() { TORCH_CHECK(is_on(), "FASTSYNC_SHARED_MEMORY=0"); }
+
+// The same for processes that find each other's memory in /proc. Processes of several network namespaces would find it
+// too, but are meant to be apart.
 std::string name_of_host() {
-  TORCH_CHECK(is_on(), "FASTSYNC_SHARED_MEMORY=0");
   std::string name;
   TORCH_CHECK(std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), name), "the machine has no boot_id");
   for (const char* const space : {"/proc/self/ns/pid", "/proc/thread-self/ns/net"}) {
@@ -72,9 +72,9 @@ std::string name_of_host() {
   return c10::str(name, " user ", geteuid());
 }
 
-// A process's number in /proc, and when it began, for numbers are given again. Only the number where it has ended, also
-// where nobody has waited for it yet. See proc(5): the name, which may hold anything, is followed by the state, by 18
-// fields, and by the beginning.
+// A process's number in /proc, and when it began, because the system gives numbers again. If the process has ended,
+// even if its parent has not waited for it yet, only the number. See proc(5): the name, which may hold anything, is
+// followed by the state, by 18 fields, and by the beginning.
 std::string process_of(const std::string& number) {
   std::ifstream file("/proc/" + number + "/stat");
   const std::string status(std::istreambuf_iterator<char>(file), {});
@@ -84,9 +84,30 @@ std::string process_of(const std::string& number) {
   return number + (is_there ? " " + after_name[19] : "");
 }
 
-int64_t first_byte_of(int64_t place, int64_t size, int64_t bytes) {
+// Where a rank's part of memory begins, at a page. The part with the index `size` begins at the end.
+int64_t begin_of_part(int64_t index, int64_t size, int64_t bytes) {
   const int64_t page = sysconf(_SC_PAGESIZE);
-  return place == size ? bytes : bytes / size * place / page * page;
+  return index == size ? bytes : bytes / size * index / page * page;
+}
+
+// What ranks have found out in this process.
+struct KnownHosts {
+  static KnownHosts& of_this_process();
+
+  const pid_t process_id = getpid();
+  std::mutex mutex;  // guards the next
+  PerGroup<std::shared_ptr<const Host>> hosts;
+};
+
+// A forked child finds out anew, as its peers do: it has other groups than its parent, and perhaps a locked mutex.
+KnownHosts& KnownHosts::of_this_process() {
+  static std::atomic<KnownHosts*> known{new KnownHosts};
+  KnownHosts* current = known;
+  if (current->process_id != getpid()) {
+    auto* const own = new KnownHosts;
+    current = known.compare_exchange_strong(current, own) ? own : known.load();
+  }
+  return *current;
 }
 
 }  // namespace
@@ -95,11 +116,25 @@ void Host::check_setting() { is_on(); }
 
 std::string Host::obstacle() {
   return failure_of([] {
+    check_is_on();
     name_of_host();
     const SharedMemory made(1);
     made.claim(0, 1);
     const SharedMemory opened(made.address(), 1);
   });
+}
+
+std::shared_ptr<const Host> Host::of(const Group& group) {
+  KnownHosts& known = KnownHosts::of_this_process();
+  {
+    const std::lock_guard<std::mutex> lock(known.mutex);
+    if (const auto& host = known.hosts[group]) {
+      return host;
+    }
+  }
+  auto host = std::make_shared<const Host>(group);  // without the lock, because it waits for the other ranks
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  return known.hosts[group] = std::move(host);
 }
 
 // See Note [Sharing memory with processes that nobody forked].
@@ -115,43 +150,39 @@ Host::Host(const Group& group) {
     for (int64_t rank = 0; rank < group->getSize(); ++rank) {
       const auto is_of_it = [&](const Ranks& ranks) { return names[ranks.front()] == names[rank]; };
       const auto host = std::find_if(hosts_.begin(), hosts_.end(), is_of_it);
-      if (rank == group->getRank()) {
-        place_ = host - hosts_.begin();
-      }
       host == hosts_.end() ? hosts_.push_back({rank}) : host->push_back(rank);
     }
     if (hosts_.size() == names.size()) {
       throw CannotShare{"no two ranks are on one host, in one network namespace"};
     }
+    ranks_ = *std::ranges::find_if(hosts_,
+                                   [&](const Ranks& ranks) { return names[ranks.front()] == names[group->getRank()]; });
   } catch (const CannotShare& failure) {
     why_not_ = failure.why;
     hosts_.clear();
   }
 }
 
-std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes) {
+// The setting is looked at here and not once a group, so that it may be another one for the next engine.
+std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes) const {
   if (!why_not_.empty()) {
-    return nullptr;
+    throw CannotShare{why_not_};
   }
   const int64_t rank = group->getRank();
   std::shared_ptr<SharedMemory> shared;
-  try {
-    const auto addresses = vote(group, [&] {
-      shared = rank == ranks().front() ? std::make_shared<SharedMemory>(bytes) : nullptr;
-      return shared ? shared->address() : "";
-    });
-    vote(group, [&] {
-      shared = shared ? shared : std::make_shared<SharedMemory>(addresses[ranks().front()], bytes);
-      const auto size = static_cast<int64_t>(ranks().size());
-      const int64_t place = std::find(ranks().begin(), ranks().end(), rank) - ranks().begin();
-      shared->claim(first_byte_of(place, size, bytes), first_byte_of(place + 1, size, bytes));
-      return "";
-    });
-    shared->close_file();
-  } catch (const CannotShare& failure) {
-    why_not_ = failure.why;
-    shared.reset();
-  }
+  const auto addresses = vote(group, [&] {
+    check_is_on();
+    shared = rank == ranks().front() ? std::make_shared<SharedMemory>(bytes) : nullptr;
+    return shared ? shared->address() : "";
+  });
+  vote(group, [&] {
+    shared = shared ? shared : std::make_shared<SharedMemory>(addresses[ranks().front()], bytes);
+    const auto size = static_cast<int64_t>(ranks().size());
+    const int64_t index = std::find(ranks().begin(), ranks().end(), rank) - ranks().begin();
+    shared->claim(begin_of_part(index, size, bytes), begin_of_part(index + 1, size, bytes));
+    return "";
+  });
+  shared->close_file();
   return shared;
 }
 
@@ -164,8 +195,13 @@ std::vector<Host::Ranks> hosts_of(const Group& group) {
   if (group->getSize() == 1 || group->getBackend(c10::kCPU)->getBackendName() != "gloo") {
     return {};
   }
-  Host host(group);
-  return host.share(group, 1) ? host.hosts() : std::vector<Host::Ranks>();
+  const auto host = Host::of(group);
+  try {
+    host->share(group, 1);
+    return host->hosts();
+  } catch (const CannotShare&) {
+    return {};
+  }
 }
 
 }  // namespace fastsync

@@ -19,7 +19,7 @@ namespace fastsync {
 
 namespace {
 
-// The engine's own, the same every time: another one of the pool might be the user's, or the process group's.
+// The engine's own stream, always the same one: another stream of the pool might be the user's or the process group's.
 c10::Stream side_stream(c10::Device device) {
   static std::mutex mutex;
   static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, c10::Stream> streams;
@@ -33,10 +33,9 @@ c10::Stream side_stream(c10::Device device) {
   return streams.emplace(key, guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true)).first->second;
 }
 
-// This thread does by itself what torch and the passes would share out over threads: each thread that asks gets an
-// OpenMP team of its own, and a second one would fight with backward's for the cores. Before a thread's first parallel
-// region torch sets its number of threads, unless it has: libtorch's code by a flag of its own, and the code inlined
-// here by another.
+// This thread does alone what torch and the passes would share out over threads. Otherwise it would get an OpenMP team
+// of its own, which would fight with backward's team for the cores. Torch sets a thread's number of threads before the
+// first parallel region, once in libtorch and once in code that is inlined here. So this makes torch do both first.
 void use_one_thread() {
   at::internal::lazy_init_num_threads();
   at::get_num_threads();
@@ -53,7 +52,7 @@ struct ProgressThread::Queues {
   bool has_thread = false;
   bool is_closed = false;
 
-  // An empty function once there is nothing left to do, and nobody left to say what.
+  // Waits for the next task. Returns an empty function if no task is left and the queues are closed.
   std::function<void()> next() {
     std::unique_lock<std::mutex> lock(mutex);
     changed.wait(lock, [&] { return is_closed || !urgent.empty() || !others.empty(); });
@@ -71,7 +70,7 @@ ProgressThread::ProgressThread() : queues_(std::make_shared<Queues>()), process_
 
 ProgressThread::~ProgressThread() {
   if (getpid() != process_id_) {
-    return;  // the thread stayed behind in the process that this one was forked from, perhaps with the mutex
+    return;  // a forked child has no such thread, and the mutex may be locked for ever
   }
   {
     const std::lock_guard<std::mutex> lock(queues_->mutex);
@@ -90,7 +89,7 @@ void ProgressThread::post(c10::Device device, std::function<void()> task, bool i
     task();
     return;
   }
-  if (getpid() != process_id_) {  // a forked child has a thread of its own; what the other one was to do stays undone
+  if (getpid() != process_id_) {  // a forked child gets a thread of its own, and the parent's tasks stay undone
     queues_ = std::make_shared<Queues>();
     process_id_ = getpid();
   }
@@ -110,7 +109,7 @@ void ProgressThread::post(c10::Device device, std::function<void()> task, bool i
   queues_->changed.notify_one();
 }
 
-// The thread is never told to end. Where there is none, nothing is ever let go of.
+// The thread is never told to end. If no thread can be started, nothing is ever let go of.
 void wait_in_background(std::function<void()> wait) {
   static auto* const progress = new ProgressThread();
   auto* const kept = new std::function(std::move(wait));

@@ -1,5 +1,5 @@
-// Where what follows on an arrival is done, so that nothing else has to wait for it: on a CPU a thread of the engine's,
-// on CUDA the engine's own stream beside backward's.
+// Work that follows on an arrival is done here, so that nothing else waits for it: on a CPU by a thread of the engine,
+// and on CUDA on the engine's own stream beside backward's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,8 +13,8 @@
 
 namespace fastsync {
 
-// On a CPU its thread begins with the first task and ends some time after the progress, with the last task: nobody
-// waits for it. Tasks must not throw and must not hold anything that may only end on another thread.
+// On a CPU its thread begins with the first task. When this object ends, the thread does what is left and ends too, and
+// nobody waits for it. Tasks must not throw, and must not hold anything that may only end on another thread.
 class ProgressThread {
  public:
   ProgressThread();
@@ -22,8 +22,8 @@ class ProgressThread {
   ProgressThread(const ProgressThread&) = delete;
   ProgressThread& operator=(const ProgressThread&) = delete;
 
-  // On a CPU one after the other, every urgent one before any that can wait. On CUDA, where nothing waits but a stream,
-  // at once, on a stream that first waits for what the current one has been given so far.
+  // On a CPU tasks run one after the other, and urgent ones first. On CUDA a task runs at once, on a stream that first
+  // waits for what the current stream has been given so far.
   void post(c10::Device device, std::function<void()> task, bool is_urgent = false);
 
  private:
@@ -33,13 +33,13 @@ class ProgressThread {
   pid_t process_id_;
 };
 
-// On a thread of the process that nobody waits for, calls a wait for what is under way on a CPU, and only then lets go
-// of it with what it holds: a process group, too, which may then end there. What the wait throws is no error any more.
+// Calls the wait on a thread that nobody waits for, then lets go of the function and what it holds: messages under way
+// on a CPU, and perhaps a process group, which may then end there. What the wait throws is ignored.
 void wait_in_background(std::function<void()> wait);
 
 c10::Stream current_stream(c10::Device device);
 
-// The place that the current stream has reached when it is marked, for another one to wait for. Nothing on a CPU.
+// Marks how far the current stream has got, so that another stream can wait for that. Does nothing on a CPU.
 class StreamMark {
  public:
   void set(c10::Device device);
@@ -49,10 +49,10 @@ class StreamMark {
   std::optional<c10::Event> event_;
 };
 
-// The memory, which may have been another stream's, is used on the current one: it stays until that is done.
+// Keeps the tensor's memory until what the current stream does with it is done, even if another stream allocated it.
 void use_on_current_stream(const at::Tensor& tensor);
 
-// Of a tensor on the device.
+// A future of a tensor on the device.
 c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::Device device);
 
 }  // namespace fastsync

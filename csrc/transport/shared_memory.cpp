@@ -20,7 +20,7 @@ namespace {
   TORCH_CHECK(false, call, " of ", bytes, " bytes: ", std::strerror(errno));
 }
 
-// No two files that are there at a time have the same.
+// No two files that exist at the same time have the same identity.
 std::string identity_of(int file, int64_t bytes) {
   struct stat status{};
   TORCH_CHECK(fstat(file, &status) == 0 && status.st_size == bytes, "it has not ", bytes, " bytes");
@@ -31,7 +31,7 @@ std::string path_of(const std::string& address) { return address.substr(0, addre
 
 }  // namespace
 
-// Once this constructor is done, the destructor closes the file if the one that has called it throws.
+// The public constructors call this one first. So if they throw, the destructor runs, and closes the file.
 SharedMemory::SharedMemory(int file, int64_t bytes) : file_(file), bytes_(bytes), process_id_(getpid()) {}
 
 SharedMemory::SharedMemory(int64_t bytes) : SharedMemory(memfd_create("fastsync", MFD_CLOEXEC), bytes) {
@@ -44,7 +44,7 @@ SharedMemory::SharedMemory(int64_t bytes) : SharedMemory(memfd_create("fastsync"
   map();
 }
 
-// What stands at the path may be another process's, if the one that told the address has ended.
+// If the process that told the address has ended, the path may lead to another process's file.
 SharedMemory::SharedMemory(const std::string& address, int64_t bytes)
     : SharedMemory(open(path_of(address).c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), bytes) {
   const char* const refusal = file_ < 0 ? std::strerror(errno) : "something else is there";
@@ -62,7 +62,7 @@ void SharedMemory::map() {
   data_ = static_cast<std::byte*>(mapped);
 }
 
-// A child that was forked has the file alone.
+// A forked child has the file, but not the mapping.
 SharedMemory::~SharedMemory() {
   close_file();
   if (data_ != nullptr && getpid() == process_id_) {
@@ -76,19 +76,20 @@ void SharedMemory::close_file() {
   }
 }
 
-// The process by its number in /proc, which need not be the one that getpid gives.
+// The path has the process's number in /proc, which may differ from getpid's.
 std::string SharedMemory::address() const {
   return c10::str("/proc/", std::filesystem::read_symlink("/proc/self").string(), "/fd/", file_,
                   identity_of(file_, bytes_));
 }
 
-// In pieces: before Linux 6.11 a signal, such as a profiler's every few milliseconds, undoes a call that is under way.
+// Each call claims only a few bytes: before Linux 6.11 a signal undoes a call that is under way, and a profiler may
+// send one every few milliseconds.
 void SharedMemory::claim(int64_t begin, int64_t end) const {
-  constexpr int64_t kPiece = 4 << 20;
+  constexpr int64_t kBytesOfACall = 4 << 20;
   constexpr int kTries = 100;
-  for (int64_t piece = begin; piece < end; piece += kPiece) {
+  for (int64_t offset = begin; offset < end; offset += kBytesOfACall) {
     int tries = 0;
-    while (fallocate(file_, 0, piece, std::min(kPiece, end - piece)) != 0) {
+    while (fallocate(file_, 0, offset, std::min(kBytesOfACall, end - offset)) != 0) {
       if (errno != EINTR || ++tries == kTries) {
         raise("fallocate", end - begin);
       }

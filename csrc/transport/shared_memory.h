@@ -1,5 +1,5 @@
-// Memory that processes of one user on one host have in common. It has no name in a file system, and is gone with the
-// last process that has it.
+// Memory that processes of one user on one host share. It has no name in a file system, and is freed when the last
+// process that has it ends.
 #pragma once
 
 #include <sys/types.h>
@@ -10,23 +10,23 @@
 
 namespace fastsync {
 
-// All of this throws c10::Error, with the system's reason.
+// All methods throw c10::Error, with the system's reason.
 class SharedMemory {
  public:
-  // So many bytes of zeros, for which there need not be memory yet.
+  // Makes so many bytes of zeros. The system need not have memory for them before claim.
   explicit SharedMemory(int64_t bytes);
-  // What another process has made, by its address. The system lets no other user's process do that.
+  // Opens what another process has made, by its address. The system lets no other user's process do that.
   SharedMemory(const std::string& address, int64_t bytes);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  // Where other processes of this host find it until this one closes its file, and which file they have to find.
+  // The path by which other processes of this host open it until this process closes its file, and the file's identity.
   std::string address() const;
-  // Has the system find memory for these bytes, near the core that runs this. Where there is none, it says so here: not
-  // by a signal, later.
+  // Makes the system find memory for these bytes, near the core that runs this. If there is none, claim throws, and no
+  // signal ends the process later.
   void claim(int64_t begin, int64_t end) const;
-  // The memory stays. A file that stays open would come along into each child that is forked.
+  // The memory stays. An open file would also be open in each child that is forked.
   void close_file();
 
   std::byte* data() const { return data_; }
@@ -35,7 +35,7 @@ class SharedMemory {
   SharedMemory(int file, int64_t bytes);
   void map();
 
-  int file_;  // below 0 where there is none
+  int file_;  // below 0 once it is closed
   int64_t bytes_;
   std::byte* data_ = nullptr;
   pid_t process_id_;

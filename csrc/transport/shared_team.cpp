@@ -14,10 +14,10 @@ namespace fastsync {
 
 namespace {
 
-// A piece's number is that of its sum and its own.
+// The number of a chunk is made of its sum's number and its index.
 constexpr int64_t kPiecesOfASum = 1 << 20;
 
-// The group's time-out. A backend around another one may not tell: then PyTorch's default.
+// The group's time-out, or PyTorch's default if a backend that wraps another one does not tell.
 std::chrono::milliseconds limit_of(c10d::ProcessGroup& group) {
   try {
     return group.getBackend(c10::kCPU)->getBackendOptions()->timeout;
@@ -33,7 +33,7 @@ int64_t control_bytes(int64_t size, size_t bytes_of_a_rank) {
 
 }  // namespace
 
-// The rows of all ranks' next piece.
+// The rows of all ranks' next chunk.
 class SharedTeam::Arrival final : public Transfer {
  public:
   Arrival(std::shared_ptr<SharedTeam> team, size_t phase, int64_t number, int64_t bytes)
@@ -41,7 +41,7 @@ class SharedTeam::Arrival final : public Transfer {
     sent_bytes_ = bytes;
   }
 
-  // What is announced only now, for before it others may still read the rows of the sum before.
+  // The sum is announced only here, because until now others may have read the rows of the sum before.
   void send() override {
     Numbers& own = team_->numbers_of(team_->rank());
     own[kAnnounced].raise_to(team_->announced_);
@@ -61,14 +61,13 @@ class SharedTeam::Arrival final : public Transfer {
 };
 
 std::shared_ptr<SharedTeam> SharedTeam::make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                             std::shared_ptr<Host> host, int64_t region_bytes) {
-  const auto size = static_cast<int64_t>(host->why_not().empty() ? host->ranks().size() : 0);
+                                             std::shared_ptr<const Host> host, int64_t region_bytes) {
+  const auto size = static_cast<int64_t>(host->ranks().size());
   auto shared = host->share(group, control_bytes(size, sizeof(Numbers)) + size * region_bytes);
-  return std::shared_ptr<SharedTeam>(shared ? new SharedTeam(group, std::move(host), std::move(shared), region_bytes)
-                                            : nullptr);
+  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), region_bytes));
 }
 
-SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
+SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host,
                        std::shared_ptr<SharedMemory> shared, int64_t region_bytes)
     : Team(group, c10::kCPU, host->ranks()),
       host_(std::move(host)),
@@ -78,7 +77,7 @@ SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std:
   region_bytes_ = region_bytes;
 }
 
-// A child that was forked has neither the memory nor left.
+// A forked child has no such memory, and its parent has not left.
 SharedTeam::~SharedTeam() {
   if (getpid() == process_id_) {
     numbers_of(rank())[kLeft].raise_to(1);
@@ -96,8 +95,8 @@ at::Tensor SharedTeam::allocate(int64_t bytes) {
   return at::from_blob(data, {size() * region_bytes_}, [shared = shared_](void*) {}, at::kByte);
 }
 
-// A step that failed and is sent again has the same number: others may still wait for it. What a sum says, it says by
-// the newest one's number, so there is no newer one before it has ended: one that failed may still be driven.
+// A step that failed and is sent again has the same number, because others may still wait for it. A sum that failed may
+// still be driven by another thread, and would use the newest number. So this waits until that sum has ended.
 void SharedTeam::begin(int64_t attempt, int64_t what) {
   const auto deadline = Waiting::Clock::now() + limit_of(*group_);
   while (!use_.expired()) {
@@ -112,7 +111,7 @@ void SharedTeam::begin(int64_t attempt, int64_t what) {
   announced_ = what < 0 ? 0 : sum_ * kWhats + what % kWhats;
 }
 
-// Where another rank's is of something else, this one does not read its rows.
+// If another rank's rows belong to another sum, this rank does not read them.
 void SharedTeam::check_announced() const {
   for (int64_t peer = 0; announced_ != 0 && peer < size(); ++peer) {
     TORCH_CHECK(numbers_of(peer)[kAnnounced].value.load(std::memory_order_relaxed) == announced_, "rank ", ranks_[peer],
@@ -120,7 +119,7 @@ void SharedTeam::check_announced() const {
   }
 }
 
-// What this rank has not read of the sum before, because that failed, it reads no more.
+// If the sum before failed, this rank has not read all its rows, and never will.
 std::shared_ptr<void> SharedTeam::use_rows() {
   numbers_of(rank())[kRead].raise_to(sum_before_);
   wait_for_all(kRead, sum_before_);
@@ -142,12 +141,12 @@ std::unique_ptr<Transfer> SharedTeam::all_to_all(const at::Tensor& /*buffer*/, c
   return next(tag, (size() - 1) * from.length);
 }
 
-// Written once, however many read it.
+// A row is written once, however many ranks read it.
 std::unique_ptr<Transfer> SharedTeam::all_gather(const at::Tensor& /*buffer*/, const Rows& rows, int tag) {
   return next(tag, rows.length);
 }
 
-// Once others have been waited for in vain, they are waited for no more.
+// After a wait has failed, no other wait begins.
 void SharedTeam::wait_for_all(size_t which, int64_t number) {
   const char* const what = which == kRead ? " to have read the gradients of the step before" : "'s gradients";
   std::optional<Waiting::Clock::time_point> deadline;
@@ -176,7 +175,7 @@ void SharedTeam::wait_for_all(size_t which, int64_t number) {
   }
 }
 
-// Any of those that are waited for: one that has failed may be why another one does not come.
+// Looks at all ranks that have not come, because one that has failed may be why another one does not come.
 void SharedTeam::check_others_are_there(size_t which, int64_t number) const {
   for (int64_t peer = 0; peer < size(); ++peer) {
     const Numbers& theirs = numbers_of(peer);

@@ -1,5 +1,5 @@
-// Ranks of one host whose rows lie in memory that they share. What one has written where it belongs the others read
-// there: a row travels by a number that its rank raises.
+// A team of ranks of one host whose rows lie in memory that they share. A rank writes a row where the others read it.
+// Then it raises a number, which the others wait for: that is how a row is sent.
 #pragma once
 
 #include <sys/types.h>
@@ -17,14 +17,14 @@
 
 namespace fastsync {
 
-// For the sums of one bucket, one after the other. As one thread sums and another may drive, each phase of a sum has a
-// number of its own.
+// It is for the sums of one bucket, one after the other. Each phase of a sum has a number of its own, because two
+// threads may work on different phases.
 class SharedTeam final : public Team, public std::enable_shared_from_this<SharedTeam> {
  public:
-  // Of this rank's host, with regions of so many bytes; on all ranks of the group together. Null where ranks cannot
-  // share memory: the host says why.
+  // The team of this rank's host, with a region of so many bytes for each rank. All ranks of the group call it
+  // together. Throws CannotShare.
   static std::shared_ptr<SharedTeam> make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                          std::shared_ptr<Host> host, int64_t region_bytes);
+                                          std::shared_ptr<const Host> host, int64_t region_bytes);
   ~SharedTeam() override;
 
   at::Tensor allocate(int64_t bytes) override;
@@ -32,23 +32,24 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   std::shared_ptr<void> use_rows() override;
   void have_read() override { numbers_of(rank())[kRead].raise_to(sum_); }
   void give_up() override { numbers_of(rank())[kGivenUp].raise_to(1); }
-  // Another team takes its place.
+  // This rank lets go of the team because another team takes its place.
   void replace() { numbers_of(rank())[kLeft].raise_to(kReplaced); }
   std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag) override;
   std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag) override;
 
  private:
   static constexpr size_t kPhases = 4;
-  static constexpr size_t kRead = kPhases;         // the sums whose rows this rank has read
-  static constexpr size_t kGivenUp = kRead + 1;    // 1 where its sums have failed
-  static constexpr size_t kLeft = kGivenUp + 1;    // 1 where it has let go of the team, kReplaced for another one
-  static constexpr size_t kAnnounced = kLeft + 1;  // what its newest rows are of
+  // The numbers that a rank raises. The first kPhases tell which rows it has sent.
+  static constexpr size_t kRead = kPhases;         // the newest sum whose rows it has read
+  static constexpr size_t kGivenUp = kRead + 1;    // 1 if its sums have failed
+  static constexpr size_t kLeft = kGivenUp + 1;    // 1 if it has let go of the team, kReplaced if for another team
+  static constexpr size_t kAnnounced = kLeft + 1;  // which sum its newest rows belong to
   static constexpr int64_t kReplaced = 2;
   using Numbers = std::array<SharedNumber, kAnnounced + 1>;
 
   class Arrival;
 
-  SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<Host> host,
+  SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host,
              std::shared_ptr<SharedMemory> shared, int64_t region_bytes);
   std::unique_ptr<Transfer> next(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
@@ -56,18 +57,18 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   void check_others_are_there(size_t which, int64_t number) const;
   void check_announced() const;
 
-  std::shared_ptr<Host> host_;
+  std::shared_ptr<const Host> host_;
   std::shared_ptr<SharedMemory> shared_;
   const pid_t process_id_;
-  bool has_cores_;  // for all ranks
+  bool has_cores_;  // there is a core for each rank of the team
   std::array<Waiting, kPhases + 1> waiting_;
-  int64_t sum_ = 0;  // the newest, as every rank counts them
-  int64_t sum_before_ = 0;
-  int64_t announced_ = 0;                      // what the newest is of; 0 where no rank could mistake it
-  std::array<int64_t, kPhases> num_pieces_{};  // of the newest
-  std::weak_ptr<void> use_;                    // of the rows, by a sum of this rank's
+  int64_t sum_ = 0;         // the number of the newest sum, which is the same on all ranks
+  int64_t sum_before_ = 0;  // the number of the sum before it
+  int64_t announced_ = 0;   // this rank's kAnnounced in the newest sum; 0 if ranks cannot mistake the sum
+  std::array<int64_t, kPhases> num_pieces_{};  // how many chunks of the newest sum have been sent in each phase
+  std::weak_ptr<void> use_;                    // expires when this rank's newest sum no longer uses the rows
   std::mutex mutex_;                           // guards the next
-  std::string failure_;                        // of the first wait that failed
+  std::string failure_;                        // the error of the first wait that failed
 };
 
 }  // namespace fastsync

@@ -19,10 +19,10 @@ namespace {
 
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// What the call gives the process group, as one launch where the backend can do that. Its end is a work more to wait
-// for, and not the only one: calls that do not join the launch, as some backends' collectives, run at once, and only
-// their own works tell when they are done. Whatever fails in between, the thread's group does not stay open: what came
-// after it would neither be launched nor waited for.
+// Makes one launch of what the call gives the process group, if the backend can do that. The end of the launch is one
+// more work to wait for. The calls' own works matter too: some backends' collectives do not join the launch, and only
+// their own works tell when they are done. The launch ends even if the call throws, because otherwise nothing that
+// this thread calls later would be launched.
 template <class Call>
 void coalesced(c10d::ProcessGroup& group, c10::Device device, Transfer::Works& works, const Call& call) {
   const WithoutPythonObjects without_python;
@@ -43,10 +43,10 @@ void coalesced(c10d::ProcessGroup& group, c10::Device device, Transfer::Works& w
   }
 }
 
-using Message = std::pair<at::Tensor, int>;  // the rank is the group's
+using Message = std::pair<at::Tensor, int>;  // and the rank in the group
 
-// A message to each of the others and one from each, beside whatever else the group is used for. On a CPU a message is
-// on its way as soon as both sides have named it; on CUDA all of them are one launch, at send.
+// A message to each other rank and one from each, beside whatever else the group is used for. On a CPU a message
+// travels as soon as both sides have posted it. On CUDA all messages are one launch, in send.
 class Messages final : public Transfer {
  public:
   Messages(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::vector<Message> sent,
@@ -60,7 +60,7 @@ class Messages final : public Transfer {
     }
   }
 
-  // Gloo reads nothing more from a connection once the memory is gone that it was to read into next.
+  // The memory has to live until its messages have come: if it goes, Gloo reads nothing more from that connection.
   ~Messages() override {
     if (device_.is_cpu() && !(arrivals_.empty() && departures_.empty())) {
       wait_in_background(
@@ -92,7 +92,7 @@ class Messages final : public Transfer {
   void post(const std::vector<Message>& messages, Work (c10d::ProcessGroup::*call)(std::vector<at::Tensor>&, int, int),
             Works& works) {
     const WithoutPythonObjects without_python;
-    for (size_t i = works.size(); i < messages.size(); ++i) {  // but for those that a call before has posted
+    for (size_t i = works.size(); i < messages.size(); ++i) {  // an earlier call has posted the others
       std::vector<at::Tensor> tensors{messages[i].first};
       works.push_back(((*group_).*call)(tensors, messages[i].second, tag_));
     }
@@ -105,7 +105,7 @@ class Messages final : public Transfer {
   int tag_;
 };
 
-// One call of the process group's for all rows.
+// All rows, by one call of the process group.
 class Collective final : public Transfer {
  public:
   Collective(std::function<Work()> call, int64_t sent_bytes) : call_(std::move(call)) { sent_bytes_ = sent_bytes; }
@@ -121,7 +121,7 @@ class Collective final : public Transfer {
 
 }  // namespace
 
-// From and to other addresses NCCL copies byte by byte.
+// Rows begin at multiples of 16 bytes, because NCCL copies byte by byte from and to other addresses.
 at::Tensor Rows::of(const at::Tensor& buffer, int64_t row) const {
   TORCH_INTERNAL_ASSERT(begin(row) % 16 == 0, "row ", row, " of ", length, " bytes begins at no multiple of 16");
   return buffer.narrow(0, begin(row), length);
@@ -151,7 +151,7 @@ void Transfer::wait_until_sent() { wait_for(departures_); }
 std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device device,
                                      const std::vector<at::Tensor>& buffers, c10d::ReduceOp::RedOpType op) {
   if (device.is_cpu() && group.getSize() == 1) {
-    return std::make_unique<Transfer>();  // Gloo would wake a thread to find out that there is nobody to add to
+    return std::make_unique<Transfer>();  // Gloo would wake a thread for nothing
   }
   c10d::AllreduceOptions options;
   options.reduceOp = op;
@@ -179,14 +179,14 @@ Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std
       rank_(std::find(ranks_.begin(), ranks_.end(), group_->getRank()) - ranks_.begin()),
       sends_at_once_(device.is_cpu() && group_->getBackend(device.type())->getBackendName() == "gloo"),
       has_collectives_(!device.is_cpu() && size() > 1 && size() == group_->getSize()) {
-  TORCH_INTERNAL_ASSERT(rank_ < size(), "rank ", group_->getRank(), " is no member of its team");
+  TORCH_INTERNAL_ASSERT(rank_ < size(), "rank ", group_->getRank(), " is not in its team");
 }
 
 at::Tensor Team::allocate(int64_t bytes) {
   return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
-// From each of the others and to each, beginning with the next one.
+// To each other rank and from each, beginning with the next rank.
 std::unique_ptr<Transfer> Team::messages(const at::Tensor& buffer, const Rows& from, const Rows& to, bool same_to_all,
                                          int tag) const {
   std::vector<Message> sent;
@@ -204,7 +204,8 @@ std::unique_ptr<Transfer> Team::all_to_all(const at::Tensor& buffer, const Rows&
   if (!has_collectives_) {
     return messages(buffer, from, to, /*same_to_all=*/false, tag);
   }
-  // alltoall_base would copy the own row, and take rows without gaps only. NCCL skips what is sent to where it is.
+  // Not alltoall_base, which takes no gaps between rows and copies the rank's own row. Here the rank's own row is input
+  // and output, which NCCL skips.
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
   for (int64_t row = 0; row < size(); ++row) {
@@ -221,7 +222,7 @@ std::unique_ptr<Transfer> Team::all_gather(const at::Tensor& buffer, const Rows&
     return messages(buffer, rows, rows, /*same_to_all=*/true, tag);
   }
   const Rows whole{rows.offset, rows.stride, rows.stride};  // the call knows no gaps between rows
-  // The backend's own, for torch 2.13 deprecates the group's, whose successor torch 2.11 does not have.
+  // This is the backend's method, because torch 2.13 deprecates the group's, and torch 2.11 lacks its successor.
   return std::make_unique<Collective>(
       [backend = group_->getBackend(device_.type()), mine = whole.of(buffer, rank_),
        all = buffer.narrow(0, rows.offset, size() * rows.stride)]() mutable {
@@ -230,7 +231,7 @@ std::unique_ptr<Transfer> Team::all_gather(const at::Tensor& buffer, const Rows&
       (size() - 1) * rows.stride);
 }
 
-// Gloo's futures carry no CUDA events, so nothing that follows its collectives could be ordered after them.
+// Gloo does not serve CUDA: its futures carry no CUDA events, so nothing could be ordered after its collectives.
 void check_device(c10d::ProcessGroup& group, c10::Device device) {
   const std::vector<c10::Device> served = group.getDeviceTypes();
   const bool is_served =

@@ -11,12 +11,11 @@ Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nod
   for (const auto& ranks : nodes) {
     levels.num_local_ranks = std::min(levels.num_local_ranks, static_cast<int64_t>(ranks.size()));
     levels.most_ranks = std::max(levels.most_ranks, static_cast<int64_t>(ranks.size()));
-    const auto place = std::find(ranks.begin(), ranks.end(), whole.group()->getRank());
-    if (place == ranks.end()) {
-      continue;
+    const auto own = std::find(ranks.begin(), ranks.end(), whole.group()->getRank());
+    if (own != ranks.end()) {
+      local_rank = own - ranks.begin();
+      levels.node = std::make_shared<Team>(whole.group(), whole.device(), ranks);
     }
-    local_rank = place - ranks.begin();
-    levels.node = std::make_shared<Team>(whole.group(), whole.device(), ranks);
   }
   if (local_rank < levels.num_local_ranks) {
     std::vector<int64_t> peers;
@@ -37,11 +36,11 @@ std::vector<std::vector<int64_t>> nodes_of(int64_t ranks_per_node, int64_t num_r
 }
 
 Teams::Teams(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
-    : all_(make_team(std::move(group), device)), may_share_(all_->sends_at_once() && all_->size() > 1) {}
+    : all_(make_team(std::move(group), device)) {}
 
 const Levels& Teams::hosts() {
-  if (may_share_ && !host_) {
-    host_ = std::make_shared<Host>(all_->group());
+  if (can_share() && !host_) {
+    host_ = Host::of(all_->group());
     hosts_ = host_->hosts().empty() ? Levels() : levels_of(*all_, host_->hosts());
   }
   return hosts_;
@@ -50,9 +49,12 @@ const Levels& Teams::hosts() {
 void Teams::make_room(int64_t bytes) {
   hosts_.node.reset();
   shared_.reset();
-  shared_ = SharedTeam::make(all_->group(), host_, bytes);
-  may_share_ = shared_ != nullptr;
-  hosts_.node = shared_;
+  try {
+    shared_ = SharedTeam::make(all_->group(), host_, bytes);
+    hosts_.node = shared_;
+  } catch (const CannotShare& failure) {
+    why_not_shared_ = failure.why;
+  }
 }
 
 bool Teams::hosts_have(int64_t ranks_per_node) const {

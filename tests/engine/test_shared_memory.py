@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 import fastsync
 from fastsync import Compression
 from fastsync.compression import Wire
+from fastsync.distributed import gloo_group
 from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at, refuse
 from tests.ranks import RankError, on_ranks, run_ranks
 
@@ -109,6 +111,59 @@ def test_engines_and_groups_side_by_side_from_several_threads(rank: int, world_s
         thread.join()
     if failures:
         raise failures[0]
+
+
+# ---- how it begins --------------------------------------------------------------------------------------------------
+
+
+def all_gathers(sync: fastsync.GradientSynchronizer) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        sync.synchronize()
+    return sum(event.count for event in recorded.key_averages() if event.key == "c10d::allgather_")
+
+
+@pytest.mark.parametrize("num_buckets", [1, 12])
+@on_ranks(2)
+def test_ranks_look_for_their_hosts_once_a_group_and_share_memory_by_two_calls_a_bucket(
+    rank: int, world_size: int, num_buckets: int
+) -> None:
+    to_agree, to_find_hosts, to_share = 1, 1, 2 * num_buckets
+    for _ in range(2):
+        group = dist.new_group()
+        for expected in (to_agree + to_find_hosts + to_share, to_agree + to_share):
+            parameters = parameters_of([1_000] * num_buckets)
+            sync = fastsync.attach(parameters, bucket_cap_mb=0.001, overlap=False, process_group=group)
+            for again in (False, True):
+                set_grads(parameters, float(rank))
+                assert all_gathers(sync) == (0 if again else expected)
+                assert_mean(parameters, 0.5)
+            assert_shared(sync)
+            del parameters, sync
+            gc.collect()
+
+
+def _forked_after_a_sync(rank: int, world_size: int, file: str) -> None:
+    """Another group of rank 0 and of a child of rank 1."""
+    parameters, sync = engine_of([5_000])
+    averages(sync, parameters, rank)
+    if rank == 0:
+        in_another_group(file, rank)
+        return
+    child = os.fork()
+    if child == 0:
+        in_another_group(file, rank)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def in_another_group(file: str, rank: int) -> None:
+    group = gloo_group(dist.FileStore(file, 2), rank, 2, TIMEOUT, "another one")
+    parameters, sync = engine_of([5_000, 3], group=group)
+    assert averages(sync, parameters, rank) == "shared memory"
+
+
+def test_a_fork_finds_hosts_with_ranks_that_are_none(tmp_path: Path) -> None:
+    run_ranks(_forked_after_a_sync, 2, str(tmp_path / "store"))
 
 
 # ---- nothing is left ------------------------------------------------------------------------------------------------
