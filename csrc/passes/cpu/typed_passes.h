@@ -1,5 +1,5 @@
-// The passes of pack_unpack.h by the loops of one instruction set, whose namespace any.cpp and avx2.cpp include this
-// in. So there is no #pragma once, and what it needs is included there.
+// The passes of pack_unpack.h by the loops of one instruction set. any.cpp and avx2.cpp include this file in a
+// namespace each. So it has no #pragma once, and they include what it needs.
 
 namespace {
 
@@ -15,7 +15,7 @@ void pack_typed(const PackArgs& args) {
   const auto weight = static_cast<C>(args.weight != nullptr ? *args.weight : 1.0);
   const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
     return pack_chunk<W>(chunk.data<const G>(), chunk.residual<C>(), chunk.length, multiplier,
-                         limit_on<W, C>(args.limit), weight, args.wire, chunk.place());
+                         limit_on<W, C>(args.limit), weight, args.wire, chunk.offset());
   });
   args.stats[kNumSaturated] =
       (args.turn.is_first ? 0.0 : args.stats[kNumSaturated]) + static_cast<double>(tally.num_saturated);
@@ -27,7 +27,7 @@ void unpack_typed(const UnpackArgs& args) {
   const C inverse_scale = C(1) / value_or_one<C>(args.bucket_scale);
   const Wires wires{args.wire, args.num_wires, args.stride_bytes};
   const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
-    return unpack_chunk<W>(wires, chunk.place(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
+    return unpack_chunk<W>(wires, chunk.offset(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
                            inverse_scale);
   });
   tally.write_to(args.stats, args.turn.is_first);
