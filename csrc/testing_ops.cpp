@@ -64,7 +64,7 @@ void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
             .limit = limit.value_or(std::numeric_limits<double>::infinity()),
             .bucket_scale = data_of<float>(bucket_scale, device),
             .stats = data_of<double>(stats, device),
-            .turn = {.is_first = is_first},
+            .position = {.is_first = is_first},
             .weight = data_of<double>(weight, device)},
            device, new_workspace(device));
 }
@@ -83,7 +83,7 @@ void unpack(const at::Tensor& wires, at::TensorList grads, const at::Tensor& sta
               .num_wires = num_rows(wires),
               .stride_bytes = row_bytes(wires),
               .multiplier = multiplier,
-              .turn = {is_first, is_last},
+              .position = {is_first, is_last},
               .scale_share = scale_share},
              device, new_workspace(device));
 }

@@ -38,7 +38,7 @@ FASTSYNC_HOST_DEVICE void add_to_stats(double* stats, bool is_first, double sum_
 
 // A bucket may be packed and unpacked in several calls. The first one begins the statistics anew, the others add to
 // them, and the last one moves the bucket's scale on for the next step.
-struct Turn {
+struct Position {
   bool is_first = true;
   bool is_last = true;
 };
@@ -61,7 +61,7 @@ struct PackArgs {
   double limit;               // kEncodingLimit bounds it on wires of blocks
   const float* bucket_scale;  // on the gradients' device; null means 1
   double* stats;              // on the gradients' device
-  Turn turn = {};
+  Position position = {};
   const double* weight = nullptr;  // on the gradients' device; null means 1
 };
 
@@ -83,7 +83,7 @@ struct UnpackArgs {
   int64_t num_wires = 1;
   int64_t stride_bytes = 0;  // from one wire to the next
   double multiplier = 1.0;   // of each wire's value, before the sum
-  Turn turn = {};
+  Position position = {};
   double scale_share = 1.0;
 };
 

@@ -57,21 +57,21 @@ void Bucket::redirect() {
   }
 }
 
-void Bucket::pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn) const {
+void Bucket::pack(const std::vector<Segment>& from, DType dtype, void* wire, Position position) const {
   RECORD_FUNCTION("fastsync::pack", {});
   PackArgs args{from.data(),         static_cast<int64_t>(from.size()), grad_dtype, dtype, wire, multiplier, limit,
                 data_or_null(scale), stats.data_ptr<double>()};
-  args.turn = turn;
+  args.position = position;
   args.weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr;
   run_pack(args, device, workspace);
 }
 
-void Bucket::unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
-                    std::optional<double> factor) const {
+void Bucket::unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride,
+                    Position position, std::optional<double> factor) const {
   RECORD_FUNCTION("fastsync::unpack", {});
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
-              stats.data_ptr<double>(), num_wires, stride, factor.value_or(mean_factor * share_of_row(num_wires)), turn,
-              1.0 / mean_factor},
+              stats.data_ptr<double>(), num_wires, stride, factor.value_or(mean_factor * share_of_row(num_wires)),
+              position, 1.0 / mean_factor},
              device, workspace);
 }
 

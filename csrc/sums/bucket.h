@@ -60,11 +60,11 @@ struct Bucket {
   // Once all is packed: averages go to memory that nobody reads, and the gradients stay what they are.
   void redirect();
 
-  void pack(const std::vector<Segment>& from, DType dtype, void* wire, Turn turn) const;
+  void pack(const std::vector<Segment>& from, DType dtype, void* wire, Position position) const;
   // What each of so many rows counts in their sum.
   double share_of_row(int64_t num_rows) const { return rows_add_up ? 1.0 : 1.0 / static_cast<double>(num_rows); }
   // The sum of the wires' values times the factor, which makes it the mean, times mean_factor, where none is given.
-  void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Turn turn,
+  void unpack(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, Position position,
               std::optional<double> factor = {}) const;
   // The sum of rows that have the bucket's scale, each times the share, encoded for the wire.
   ReduceArgs sum(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,

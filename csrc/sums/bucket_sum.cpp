@@ -78,8 +78,8 @@ void BucketSum::send_to_group(const Piece& piece) {
 }
 
 void BucketSum::pack(const Piece& piece) const {
-  bucket_.pack(bucket_.cut(piece.packed), plan_->packed_as, address(piece.packed_at), piece.turn);
-  if (piece.turn.is_last) {
+  bucket_.pack(bucket_.cut(piece.packed), plan_->packed_as, address(piece.packed_at), piece.position);
+  if (piece.position.is_last) {
     put_side_values(piece.phases.front());
   }
 }
@@ -214,7 +214,7 @@ void BucketSum::receive(const std::function<void()>& on_reduced) {
   for (const Piece& piece : plan_->pieces) {
     wait_until_driven(piece);
     transfer(piece, piece.phases.size() - 1)->wait_for_rows();
-    if (piece.turn.is_last) {
+    if (piece.position.is_last) {
       sum_side_values(plan_->side_values, plan_->num_side_rows);
       on_reduced();
     }
@@ -263,7 +263,7 @@ void BucketSum::unpack(const Piece& piece) const {
   } else {
     to = bucket_.cut(piece.unpacked);
   }
-  bucket_.unpack(to, address(piece.wires.offset), plan_->num_wires, piece.wires.stride, piece.turn, plan_->factor);
+  bucket_.unpack(to, address(piece.wires.offset), plan_->num_wires, piece.wires.stride, piece.position, plan_->factor);
 }
 
 // Made on backward's stream or beside it.

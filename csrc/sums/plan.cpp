@@ -174,7 +174,7 @@ std::unique_ptr<Transfer> Phase::expect(const at::Tensor& memory) const {
 Plan one_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) {
   Planner planner(team, bucket.wire_dtype, /*num_parts=*/1, bucket);
   planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/false), [&](Piece& piece) {
-    const Rows row = planner.row_of(piece.end - piece.begin, bucket.wire_dtype, piece.turn.is_last);
+    const Rows row = planner.row_of(piece.end - piece.begin, bucket.wire_dtype, piece.position.is_last);
     const Rows rows = planner.gather(row.length, row.stride);
     piece.packed_at = rows.begin(team->rank());
     piece.packed = piece.unpacked = {{piece.begin, piece.end, /*place=*/0}};
@@ -191,7 +191,7 @@ Plan two_shot(const std::shared_ptr<Team>& team, int tag, const Bucket& bucket) 
   Planner planner(team, bucket.wire_dtype, /*num_parts=*/size, bucket);
   planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/true), [&](Piece& piece) {
     const int64_t shard = planner.part_of(piece);
-    auto [to, from, means] = planner.exchange(size, planner.row_of(shard, bucket.wire_dtype, piece.turn.is_last));
+    auto [to, from, means] = planner.exchange(size, planner.row_of(shard, bucket.wire_dtype, piece.position.is_last));
     means.length = bytes_of(shard, bucket.wire_dtype);  // no side values travel with them
     piece.phases.push_back(exchange(team, tag, size, to, from));
     piece.phases.back().reduce = Reduce{bucket.wire_dtype,
@@ -271,7 +271,7 @@ Plan two_level(const Levels& levels, int tag, bool at_once, const Bucket& bucket
   Planner planner(node, bucket.grad_dtype, /*num_parts=*/local_ranks * (at_once ? 1 : nodes), bucket);
   Plan& plan = planner.plan();
   planner.add_pieces(bucket.num_values, planner.values_of_piece(/*in_shards=*/true), [&](Piece& piece) {
-    const bool is_last = piece.turn.is_last;
+    const bool is_last = piece.position.is_last;
     const int64_t sub_shard = planner.part_of(piece);
     const int64_t shard = (at_once ? 1 : nodes) * sub_shard;
     const int64_t begin = piece.begin + node->rank() * shard;

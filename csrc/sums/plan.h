@@ -71,7 +71,7 @@ struct Phase {
 struct Piece {
   int64_t begin;  // in values, of the bucket or, in a reduce-scatter, of each shard
   int64_t end;
-  Turn turn = {};
+  Position position = {};
   std::vector<Span> packed = {};
   int64_t packed_at = 0;  // in bytes
   std::vector<Phase> phases = {};

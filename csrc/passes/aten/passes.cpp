@@ -256,7 +256,7 @@ void pack(const PackArgs& args, c10::Device device) {
   const at::ScalarType grad = scalar_type_of(args.grad_dtype);
   const at::ScalarType compute = compute_of(args.grad_dtype);
   const at::Tensor num_saturated = over(args.stats + kNumSaturated, {1}, at::kDouble, device);
-  if (args.turn.is_first) {
+  if (args.position.is_first) {
     num_saturated.zero_();
   }
   const Segments segments(args.segments, args.num_segments, args.wire_dtype, device);
@@ -294,7 +294,7 @@ void unpack(const UnpackArgs& args, c10::Device device) {
   const at::ScalarType grad = scalar_type_of(args.grad_dtype);
   const at::ScalarType compute = compute_of(args.grad_dtype);
   const at::Tensor stats = over(args.stats, {kNumStats}, at::kDouble, device);
-  if (args.turn.is_first) {
+  if (args.position.is_first) {
     begin_stats(stats);
   }
   const Segments segments(args.segments, args.num_segments, args.wire_dtype, device);
@@ -314,7 +314,7 @@ void unpack(const UnpackArgs& args, c10::Device device) {
     segments.scatter(values, &Segment::data, grad);
     add_to_stats(segments.without_padding(values), stats);
   }
-  if (args.turn.is_last && args.bucket_scale != nullptr) {
+  if (args.position.is_last && args.bucket_scale != nullptr) {
     move_on(args.bucket_scale, stats, args.scale_share, device);
   }
 }

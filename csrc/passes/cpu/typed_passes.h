@@ -18,7 +18,7 @@ void pack_typed(const PackArgs& args) {
                          limit_on<W, C>(args.limit), weight, args.wire, chunk.offset());
   });
   args.stats[kNumSaturated] =
-      (args.turn.is_first ? 0.0 : args.stats[kNumSaturated]) + static_cast<double>(tally.num_saturated);
+      (args.position.is_first ? 0.0 : args.stats[kNumSaturated]) + static_cast<double>(tally.num_saturated);
 }
 
 template <class G, class W>
@@ -30,8 +30,8 @@ void unpack_typed(const UnpackArgs& args) {
     return unpack_chunk<W>(wires, chunk.offset(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
                            inverse_scale);
   });
-  tally.write_to(args.stats, args.turn.is_first);
-  if (args.turn.is_last && args.bucket_scale != nullptr) {
+  tally.write_to(args.stats, args.position.is_first);
+  if (args.position.is_last && args.bucket_scale != nullptr) {
     *args.bucket_scale = next_bucket_scale(*args.bucket_scale, args.stats[kMaxMagnitude] * args.scale_share);
   }
 }

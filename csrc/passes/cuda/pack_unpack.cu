@@ -114,7 +114,8 @@ __device__ bool is_last_block(const Total& block_total, Workspace<Total>& worksp
 }
 
 template <class Pass, class Total>
-__device__ void add_to_stats(const Pass& pass, const Total& thread_total, Workspace<Total>& workspace, Turn turn) {
+__device__ void add_to_stats(const Pass& pass, const Total& thread_total, Workspace<Total>& workspace,
+                             Position position) {
   if (!is_last_block(add_over_block(thread_total), workspace)) {
     return;
   }
@@ -124,9 +125,9 @@ __device__ void add_to_stats(const Pass& pass, const Total& thread_total, Worksp
   }
   sum = add_over_block(sum);
   if (threadIdx.x == 0) {  // every block has read the scale by now
-    sum.add_to(pass.stats, turn.is_first);
+    sum.add_to(pass.stats, position.is_first);
     if constexpr (requires { pass.move_on(); }) {
-      if (turn.is_last) {
+      if (position.is_last) {
         pass.move_on();
       }
     }
@@ -137,7 +138,7 @@ __device__ void add_to_stats(const Pass& pass, const Total& thread_total, Worksp
 template <class Pass>
 __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
     run_pass(const LaunchTable __grid_constant__ table, const Pass pass, Workspace<typename Pass::Total>* workspace,
-             Turn turn) {
+             Position position) {
   using Total = typename Pass::Total;
   Total total{};
   const Pass scaled = pass.with_scale();
@@ -153,15 +154,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
     chunk = table.next(chunk, kChunk<Pass>);
   }
   if constexpr (!std::is_same_v<Total, Nothing>) {
-    add_to_stats(pass, total, *workspace, turn);
+    add_to_stats(pass, total, *workspace, position);
   }
 }
 
 template <class Pass>
-void launch(LaunchTable& table, Turn turn, Pass pass, void* workspace, void* stream) {
+void launch(LaunchTable& table, Position position, Pass pass, void* workspace, void* stream) {
   const int64_t num_at_once = std::clamp<int64_t>(table.num_chunks(), 1, kBlocksAtOnce);
   const int64_t num_blocks = std::clamp(table.num_chunks() / kMinChunks, num_at_once, kMaxBlocks);
-  void* arguments[] = {&table, &pass, &workspace, &turn};
+  void* arguments[] = {&table, &pass, &workspace, &position};
   const cudaError_t error = cudaLaunchKernel(run_pass<Pass>, dim3(static_cast<unsigned>(num_blocks)), dim3(kThreads),
                                              arguments, 0, static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) {
@@ -172,7 +173,8 @@ void launch(LaunchTable& table, Turn turn, Pass pass, void* workspace, void* str
 }
 
 template <class Pass>
-void run(const Segment* segments, int64_t num_segments, Turn turn, const Pass& pass, void* workspace, void* stream) {
+void run(const Segment* segments, int64_t num_segments, Position position, const Pass& pass, void* workspace,
+         void* stream) {
   static_assert(sizeof(Workspace<typename Pass::Total>) <= kWorkspaceBytes);
   LaunchTable table{};
   for (const Segment* segment = segments; segment < segments + num_segments; ++segment) {
@@ -180,13 +182,13 @@ void run(const Segment* segments, int64_t num_segments, Turn turn, const Pass& p
       continue;
     }
     if (table.num_segments == kMaxSegments) {
-      launch(table, Turn{turn.is_first, false}, pass, workspace, stream);
+      launch(table, Position{position.is_first, false}, pass, workspace, stream);
       table = {};
-      turn.is_first = false;
+      position.is_first = false;
     }
     table.add(*segment, kChunk<Pass>);
   }
-  launch(table, turn, pass, workspace, stream);  // also without segments, because statistics are written
+  launch(table, position, pass, workspace, stream);  // also without segments, because statistics are written
 }
 
 }  // namespace
@@ -197,7 +199,7 @@ void pack(const PackArgs& args, void* workspace, void* stream) {
     using W = decltype(wire);
     const Pack<decltype(grad), W> pass{static_cast<W*>(args.wire),      args.bucket_scale,          args.weight,
                                        static_cast<C>(args.multiplier), limit_on<W, C>(args.limit), args.stats};
-    run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
+    run(args.segments, args.num_segments, args.position, pass, workspace, stream);
   });
 }
 
@@ -208,7 +210,7 @@ void unpack(const UnpackArgs& args, void* workspace, void* stream) {
                     args.bucket_scale,
                     args.stats,
                     args.scale_share};
-    run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
+    run(args.segments, args.num_segments, args.position, pass, workspace, stream);
   });
 }
 
@@ -226,7 +228,7 @@ void reduce(const ReduceArgs& args, void* workspace, void* stream) {
         args.bucket_scale,
         static_cast<C>(args.residual_share)};
     const Segment all{nullptr, args.numel, 0, args.residual};
-    run(&all, 1, Turn{}, pass, workspace, stream);
+    run(&all, 1, Position{}, pass, workspace, stream);
   });
 }
 
