@@ -39,7 +39,7 @@ inline constexpr bool kIsBlock = requires { Unit::kBits; };
 template <class Unit>
 inline constexpr int64_t kUnitValues = kIsBlock<Unit> ? kBlockValues : 1;
 
-// What a value is multiplied and rounded in: float for all but double.
+// The type that values of type T are multiplied and summed in: double for double, else float.
 template <class T>
 struct ComputeOf {
   using type = float;

@@ -141,7 +141,7 @@ at::Tensor to_numbers(const at::Tensor& bytes, int bits) {
 at::Tensor encode_blocks(const at::Tensor& values, int bits) {
   // The divisor is on the device, for CUDA would multiply with the inverse of one on the host.
   const at::Tensor largest = at::full({1}, largest_number(bits), values.options());
-  const at::Tensor amax = values.abs().amax(/*dim=*/1, /*keepdim=*/true);  // nan where one of them is
+  const at::Tensor amax = values.abs().amax(/*dim=*/1, /*keepdim=*/true);  // nan if one of them is
   const at::Tensor is_finite = amax.isfinite();
   const at::Tensor counted = amax.clamp_min(kSmallestAmax);
   const at::Tensor numbers = at::where(is_finite, values.mul(at::div(largest, counted)), 0.0).round().to(at::kInt);
@@ -184,7 +184,7 @@ double largest_of(DType dtype) {
   return largest;
 }
 
-// What values may be before they are encoded, as limit_on.
+// The largest magnitude that values may have before they are encoded, as limit_on.
 double limit_of(DType wire, double limit) {
   dispatch(wire, [&](auto w) { limit = limit_on<decltype(w), double>(limit); });
   return limit;

@@ -1,4 +1,4 @@
-// What the loops of all instruction sets share: chunks of segments, and wires.
+// Chunks of segments, and wires: the loops of every instruction set take them.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
