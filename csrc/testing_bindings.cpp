@@ -1,4 +1,4 @@
-// What only tests call: they choose how the passes are done, and give a device passes of their own.
+// Functions that only tests call: they choose the kernels, and give a device passes of their own.
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>

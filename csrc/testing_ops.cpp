@@ -15,7 +15,7 @@ namespace {
 using OptionalTensor = std::optional<at::Tensor>;
 using OptionalList = std::optional<std::vector<at::Tensor>>;
 
-// Where the passes may be given the tensor's memory.
+// The tensor's memory, which the passes need contiguous and on the device.
 template <class T = void>
 T* data_of(const at::Tensor& tensor, c10::Device device) {
   TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.device() == device, "expected contiguous values on ", device,
@@ -23,7 +23,7 @@ T* data_of(const at::Tensor& tensor, c10::Device device) {
   if constexpr (std::is_void_v<T>) {
     return tensor.data_ptr();
   } else {
-    return tensor.data_ptr<T>();  // throws where it has others
+    return tensor.data_ptr<T>();  // throws if it has another dtype
   }
 }
 template <class T = void>
@@ -40,7 +40,7 @@ std::vector<Segment> segments_of(at::TensorList grads, DType wire, at::TensorLis
   return lay_out(grads, wire, residuals);
 }
 
-// Blocks travel as bytes: as uint8 those of int8, as int8 those of int4.
+// Blocks are bytes. A tensor of uint8 stands for blocks of int8, and one of int8 for blocks of int4.
 DType wire_of(const at::Tensor& wire) {
   return wire.scalar_type() == at::kChar ? DType::kInt4 : dtype_of(wire.scalar_type());
 }
@@ -64,7 +64,7 @@ void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
             .limit = limit.value_or(std::numeric_limits<double>::infinity()),
             .bucket_scale = data_of<float>(bucket_scale, device),
             .stats = data_of<double>(stats, device),
-            .turn = {.is_first = is_first},
+            .position = {.is_first = is_first},
             .weight = data_of<double>(weight, device)},
            device, new_workspace(device));
 }
@@ -83,7 +83,7 @@ void unpack(const at::Tensor& wires, at::TensorList grads, const at::Tensor& sta
               .num_wires = num_rows(wires),
               .stride_bytes = row_bytes(wires),
               .multiplier = multiplier,
-              .turn = {is_first, is_last},
+              .position = {is_first, is_last},
               .scale_share = scale_share},
              device, new_workspace(device));
 }

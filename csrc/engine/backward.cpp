@@ -42,7 +42,7 @@ void call_before(torch::autograd::Node& node, std::function<void()> call) {
 
 int current_graph_task() { return torch::autograd::get_current_graph_task_id(); }
 
-// What the callbacks at the end of one graph task keep. All who have entered that task share it.
+// The callbacks at the end of one graph task keep this. All engines that have entered that task share it.
 struct Backward::GraphTask {
   explicit GraphTask(void (*give_up)()) : give_up(give_up) {}
 
@@ -90,7 +90,7 @@ void Backward::enter(const std::shared_ptr<Backward>& self) {
   }
   const auto task = GraphTask::of(id, self->give_up_);
   self->set_owner(task, id);
-  // The callback keeps self, so that its last owner does not die inside one of its hooks.
+  // The callback keeps the engine, so that its last owner does not go away inside one of its hooks.
   torch::autograd::Engine::get_default_engine().queue_callback([self, id, task] {
     task->has_ended = true;
     if (self->ends_with(id) && !hand_to_outer(self)) {
@@ -124,7 +124,8 @@ bool Backward::hand_to_outer(const std::shared_ptr<Backward>& self) {
     }
   }
   if (has_next) {
-    // A hook on the node keeps the owner, for as long as the node's graph lives. Next nodes may live longer.
+    // A hook on the node keeps the owner as long as the node's graph lives. A next node may be an accumulator, which
+    // may live longer.
     const auto owner = std::make_shared<char>();
     self->set_owner(owner, kNoGraphTask);
     call_before(*node, [owner] {});

@@ -14,16 +14,17 @@ constexpr int kNoGraphTask = -1;
 int current_graph_task();
 
 // Note [Who ends a sync]
-//   A sync that is under way has an owner, who will end it. There are three kinds:
+//   A sync that is under way has an owner, who will end it. There are three kinds of owners:
 //     graph task   It runs a backward, and calls end when the backward has ended. Autograd destroys that callback
 //                  without calling it if the backward fails.
-//     node         It ran a backward inside a node of another one, as a reentrant checkpoint does. When the inner one
-//                  ends, more gradients may come from the outer one. So the node owns the sync until the nodes after
-//                  it run, which make the outer graph task the owner.
+//     node         A backward has ended inside this node of an outer one, as in a reentrant checkpoint. More gradients
+//                  may come from the outer one. So the node owns the sync until the nodes after it run, which make the
+//                  outer graph task the owner.
 //     caller       It ends the sync itself, outside of any backward.
-//   An owner that goes away without ending the sync leaves it interrupted. A sync may then be given another owner.
+//   An owner that goes away before the sync has ended leaves it interrupted.
 //
-//   If a backward fails, give_up is called: once for all who have entered it, when it has no outer backward any more.
+//   If a backward fails, give_up is called once for all engines that have entered it. If it ran inside another
+//   backward, give_up is called at the end of that one.
 
 // The owner of one engine's sync, see Note [Who ends a sync]. Any thread may ask.
 class Backward {

@@ -9,7 +9,7 @@ namespace fastsync {
 
 using torch::autograd::variable_list;
 
-// What our hooks have in common. Interface is one of autograd's three.
+// The base of our hooks. Interface is one of autograd's three.
 template <class Interface>
 struct GradientHook::Hook : Interface {
   explicit Hook(std::weak_ptr<GradientHook> owner) : owner(std::move(owner)) {}
@@ -75,7 +75,7 @@ bool will_run(torch::autograd::Node& accumulator) {
 
 }  // namespace
 
-// Runs before the accumulator's post-hooks, and leaves the call to ours where there is one.
+// Runs before the accumulator's post-hooks. If ours is one of them, it makes the call.
 struct GradientHook::PostAccumulateHook : Hook<torch::autograd::PostAccumulateGradHook> {
   using Hook::Hook;
   void operator()(const torch::autograd::Variable& parameter) override {

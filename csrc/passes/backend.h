@@ -1,4 +1,4 @@
-// From tensors and devices to the raw-pointer passes of pack_unpack.h: types, the current stream, scratch memory.
+// Calls the passes of pack_unpack.h for a device: finds its backend, its current stream, and memory for it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,27 +12,27 @@
 
 namespace fastsync {
 
-// True for the dtypes a gradient may have: float32, float64, float16, bfloat16.
+// True for the dtypes that a gradient may have: float32, float64, float16, bfloat16.
 bool is_supported(at::ScalarType dtype);
-// Of a gradient, or of a wire, where uint8 stands for blocks.
+// The type of a gradient or of a wire. For uint8, the bytes of blocks, it is kInt8.
 DType dtype_of(at::ScalarType dtype);
 at::ScalarType scalar_type_of(DType dtype);
-// What a gradient's products and sums are taken in.
+// The dtype that products and sums of gradients are taken in.
 at::ScalarType compute_dtype(at::ScalarType grad);
 
-// Where contiguous gradients lie in a wire buffer: one after the other, each at a multiple of the alignment, on a
-// wire of blocks at the beginning of one. residuals: as many, contiguous; or none.
+// Lays contiguous gradients out on a wire: in their order, each at a multiple of the alignment and, on a wire of
+// blocks, at the beginning of a block. residuals are contiguous too, one for each gradient, or none.
 std::vector<Segment> lay_out(at::TensorList grads, DType wire = DType::kFloat32, at::TensorList residuals = {},
                              int64_t alignment = 1);
 
-// How many elements those take on the wire, with what lies between and behind them up to the next multiple.
+// The number of elements that the segments take on the wire, rounded up to the alignment.
 int64_t wire_length(const std::vector<Segment>& segments, int64_t alignment);
 
-// The alignment of a bucket's gradients: that of the widest vectors in which a GPU goes over any pair of types, so that
-// one odd-sized gradient does not leave those behind it without vectors. A single gradient needs none.
+// The alignment of a bucket's gradients. It is that of the widest vectors that a GPU takes for any pair of types, so
+// that the gradients behind an odd-sized one are read in vectors too. A single gradient needs none.
 int64_t alignment_of(DType wire, size_t num_gradients);
 
-// The element of a bucket's scale; null where there is none.
+// The element of a bucket's scale; null if the scale is undefined.
 float* data_or_null(const at::Tensor& scale);
 
 // Scratch memory for the passes over one bucket: zeros on CUDA, undefined on a CPU, which needs none.
@@ -41,39 +41,39 @@ at::Tensor new_workspace(c10::Device device);
 // True while a CUDA graph is being captured on the current stream of the device.
 bool is_capturing(c10::Device device);
 
-// A buffer for what is sent, whose bytes are zeros or what was packed there before. On a CPU the one that was kept, if
-// it fits, for a fresh one would cost page faults; elsewhere the caching allocator's, so that idle buckets hold no
-// memory.
+// A buffer to send from, whose bytes are zeros or what was packed there before. On a CPU it is the kept one if that
+// fits, because new memory costs page faults. On other devices it is always a new one, for which the allocator takes
+// cached memory, so that idle buckets hold none.
 at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c10::Device device);
 
-// The bytes of a few float32 values into a buffer of bytes, count times.
+// Copies the bytes of a few float32 values into a buffer of bytes, count times.
 void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count);
 
-// A new tensor of them, for which the host does not wait.
+// A new tensor of the values on the device. The host does not wait for the copy.
 at::Tensor to_device(const std::vector<float>& values, c10::Device device);
 
-// The elements, where the host can read them without waiting; else null.
+// The elements if the host can read them without waiting, else null.
 const double* readable(const at::Tensor& tensor);
 
-// The passes of one type of device, as pack_unpack.h declares them; on the stream with this native handle.
+// The passes for one type of device, as pack_unpack.h declares them. They run on the stream with this native handle.
 struct Passes {
   void (*pack)(const PackArgs&, void* workspace, void* stream);
   void (*unpack)(const UnpackArgs&, void* workspace, void* stream);
   void (*reduce)(const ReduceArgs&, void* workspace, void* stream);
 };
 
-// For a device that is neither a CPU nor CUDA.
+// Sets the passes for a device that is neither a CPU nor CUDA.
 void register_passes(c10::DeviceType type, const Passes& passes);
-// What was built or registered for the device; null where nothing was.
+// The passes that were built or registered for the device, or null.
 const Passes* fused_passes(c10::DeviceType type);
 
-// "fused" where the device's own passes run, "generic" where those on PyTorch's operators do, see aten/passes.h: where
-// there are no others, and everywhere with FASTSYNC_KERNELS=aten. Throws c10::ValueError for another value of that.
+// "fused" if the device's own passes run. "generic" if those of aten/passes.h do, because there are no others or
+// because FASTSYNC_KERNELS=aten says so. Throws c10::ValueError if that variable has a value it may not have.
 std::string kernels_on(c10::DeviceType type);
-// As FASTSYNC_KERNELS, from now on.
+// Takes the place of FASTSYNC_KERNELS from now on.
 void use_kernels(const std::string& name);
 
-// Each runs on the current stream of the device.
+// These run on the device's current stream.
 void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace);
 void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace);
 void run_reduce(const ReduceArgs& args, c10::Device device);

@@ -1,4 +1,4 @@
-// The passes over memory, as raw-pointer signatures that the CPU and the CUDA backend both implement. No tensors here.
+// The passes over memory: what each backend implements, in raw pointers and without tensors.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +10,21 @@
 
 namespace fastsync {
 
-// One gradient, or a piece of one, contiguous, and where its first element lies in the wire buffer: in elements, on a
-// wire of blocks at the beginning of one. Its last block may be partly filled; what is left of it is zeros.
+// A gradient, or a contiguous range of one, and where it lies on the wire. A segment begins a new block on a wire of
+// blocks. Zeros fill up its last one.
 struct Segment {
   void* data;
   int64_t numel;
-  int64_t offset;
-  // Compute<G>, one for each element: what the wire has not carried yet. Null where it is lost.
+  int64_t offset;  // on the wire, in elements
+  // Compute<G>, one for each element: what the wire has not carried yet. All segments of a call have one, or none has.
   void* residual = nullptr;
 };
 
-// What a bucket's passes found out, in one row of doubles so that one tensor holds it (counts are exact up to 2^53).
+// The statistics of a bucket, as indices into a row of doubles. Doubles hold counts up to 2^53 exactly.
 enum Stat : int { kSumOfSquares, kNumNonfinite, kNumSaturated, kMaxMagnitude, kNumStats };
 
-// What one call has found among the gradients, to what the calls before have; packing begins the count of what
-// saturated.
+// Adds the statistics of one call to those of the calls before it. The first call replaces what is there, except the
+// count of what saturated, which packing has begun.
 FASTSYNC_HOST_DEVICE void add_to_stats(double* stats, bool is_first, double sum_of_squares, int64_t num_nonfinite,
                                        int64_t num_saturated, double largest) {
   const double before = is_first ? 0.0 : stats[kMaxMagnitude];
@@ -36,19 +36,21 @@ FASTSYNC_HOST_DEVICE void add_to_stats(double* stats, bool is_first, double sum_
   }
 }
 
-// A bucket may pass in several calls: the first one begins the statistics anew, the others add to them, and the last
-// one moves the bucket's scale on for the next step.
-struct Turn {
+// A bucket may be packed and unpacked in several calls. The first one begins the statistics anew, the others add to
+// them, and the last one moves the bucket's scale on for the next step.
+struct Position {
   bool is_first = true;
   bool is_last = true;
 };
 
-// gradients → wire: wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite. The value is
-// gradient[i] * weight + residual[i], in Compute<G> and in this order, and the new residual[i] is the
-// value minus what decoding gives; where the value on the wire, or one of its block's, is not finite, the
-// residual stays as it was. Without a residual the weight is a part of the multiplier. With a weight of 0 the gradient
-// counts as 0, whatever it is. What lies between segments on the wire stays as it is. Writes stats[kNumSaturated]. The
-// wire may be the gradients' own memory where both have one type.
+// gradients → wire:
+//     value = gradient[i] * weight + residual[i]
+//     wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite
+//     residual[i] = value - what decoding gives
+// Products and sums are in Compute<G>, in this order. Without residuals the weight is a factor of the multiplier. With
+// a weight of 0 the gradient counts as 0, also if it is inf or nan. A residual stays as it was if its value on the
+// wire, or another one of the same block, is not finite. Memory between the segments on the wire stays as it is. The
+// pass writes stats[kNumSaturated]. The wire may be the gradients' own memory if both have one type.
 struct PackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -56,17 +58,18 @@ struct PackArgs {
   DType wire_dtype;
   void* wire;
   double multiplier;
-  double limit;               // in blocks, whose scales follow the values, no more than kEncodingLimit
+  double limit;               // kEncodingLimit bounds it on wires of blocks
   const float* bucket_scale;  // on the gradients' device; null means 1
   double* stats;              // on the gradients' device
-  Turn turn = {};
+  Position position = {};
   const double* weight = nullptr;  // on the gradients' device; null means 1
 };
 
-// wires → gradients: gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale), and the
-// statistics of what was written: stats[kSumOfSquares], stats[kNumNonfinite] and stats[kMaxMagnitude] (over the finite
-// ones). Products and sums are in Compute<G>, from the first wire to the last. A finite sum that the gradient's type
-// does not hold becomes its largest, and is added to what packing has counted in stats[kNumSaturated]. Then moves
+// wires → gradients:
+//     gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale)
+// Products and sums are in Compute<G>, from the first wire to the last. A finite sum that the gradient's type does not
+// hold becomes the type's largest. The pass writes the statistics of the gradients: stats[kSumOfSquares],
+// stats[kNumNonfinite], and stats[kMaxMagnitude] of the finite ones. It adds to stats[kNumSaturated]. Then it moves
 // bucket_scale, which follows the largest magnitude times scale_share, on for the next step. The wire may be the
 // gradients' own memory, as in packing.
 struct UnpackArgs {
@@ -80,27 +83,29 @@ struct UnpackArgs {
   int64_t num_wires = 1;
   int64_t stride_bytes = 0;  // from one wire to the next
   double multiplier = 1.0;   // of each wire's value, before the sum
-  Turn turn = {};
+  Position position = {};
   double scale_share = 1.0;
 };
 
-// wires → wire: out[i] = encode(value), within ±limit if finite, where value = (sum over r of (wire r)[i] * multiplier)
-// + residual[i] * bucket_scale * residual_share, in Compute<G> and from the first wire to the last. The new residual[i]
-// is what decoding out[i] misses of the value, divided by both factors; it stays as it was where out[i], or one of its
-// block's values, is not finite. out may be one of the wires.
+// wires → wire:
+//     value = sum over r of (wire r)[i] * multiplier + residual[i] * bucket_scale * residual_share
+//     out[i] = encode(value), within ±limit if finite
+//     residual[i] = (value - what decoding gives) / (bucket_scale * residual_share)
+// Products and sums are in Compute<G>, from the first wire to the last. A residual stays as it was if out[i], or
+// another value of the same block, is not finite. out may be one of the wires.
 struct ReduceArgs {
   const void* wire;
   int64_t num_wires;
   int64_t stride_bytes;  // from one wire to the next
-  int64_t numel;         // of each; in blocks a multiple of kBlockValues
-  DType grad_dtype;      // of the bucket: what is summed in follows from it
-  DType wire_dtype;      // of the wires
+  int64_t numel;         // of each wire; on wires of blocks a multiple of kBlockValues
+  DType grad_dtype;      // of the bucket; sums are in its Compute<G>
+  DType wire_dtype;
   void* out;
-  DType out_dtype;  // wire_dtype where that is one of blocks
+  DType out_dtype;  // the wires' own if they have blocks
   double multiplier;
   double limit;               // as in PackArgs
-  const float* bucket_scale;  // what the wires' values have been multiplied with; null means 1
-  void* residual;             // Compute<G> [numel]; null where it is lost
+  const float* bucket_scale;  // that the wires' values have been multiplied with; null means 1
+  void* residual;             // Compute<G> [numel]; null without error feedback
   double residual_share = 1.0;
 };
 
@@ -133,7 +138,7 @@ void dispatch_grad(DType grad, const Call& call) {
   });
 }
 
-// Whether values of type Own travel as W: as they are, or narrower than what is computed in.
+// Tells whether values of type Own may travel as W: unchanged, or in a type narrower than the one computed in.
 template <class Own, class W>
 inline constexpr bool kTravelsAs = std::is_same_v<W, Own> || !std::is_same_v<W, Compute<W>>;
 
@@ -150,12 +155,11 @@ void dispatch_wire(DType grad, DType wire, const Call& call) {
   });
 }
 
-// Whether wires of one type are read and of another written where C is what is summed in. Only blocks become nothing
-// else.
+// Tells whether wires of type W may be summed in type C and written as Out. Blocks are written as the same blocks.
 template <class C, class W, class Out>
 inline constexpr bool kReduces = kTravelsAs<C, W> && kTravelsAs<C, Out> && (std::is_same_v<W, Out> || !kIsBlock<W>);
 
-// Calls call(C{}, W{}, Out{}) with what is summed in and the units of the wires read and written.
+// Calls call(C{}, W{}, Out{}) with the type of the sums, and the types of the units that are read and written.
 template <class Call>
 void dispatch_reduce(DType grad, DType wire, DType out, const Call& call) {
   const auto with_compute = [&](auto c) {
@@ -172,11 +176,11 @@ void dispatch_reduce(DType grad, DType wire, DType out, const Call& call) {
   grad == DType::kFloat64 ? with_compute(double{}) : with_compute(float{});
 }
 
-// A wire's unit.
+// The size of a wire's unit.
 struct WireUnit {
   int64_t values;
   int64_t bytes;
-  int bits;  // of a value
+  int bits;  // of one value
 };
 
 inline WireUnit unit_of(DType wire) {
@@ -191,13 +195,13 @@ inline WireUnit unit_of(DType wire) {
   return unit;
 }
 
-// How many units hold so many values.
+// The number of units that hold so many values.
 template <class W>
 FASTSYNC_HOST_DEVICE constexpr int64_t num_units(int64_t values) {
   return (values + kUnitValues<W> - 1) / kUnitValues<W>;
 }
 
-// The unit of a wire that begins with the value of this index.
+// The unit of a wire that begins with the value at this index.
 template <class W>
 FASTSYNC_HOST_DEVICE W* unit_at(void* wire, int64_t index) {
   return static_cast<W*>(wire) + index / kUnitValues<W>;
@@ -207,13 +211,13 @@ FASTSYNC_HOST_DEVICE const W* unit_at(const void* wire, int64_t index) {
   return unit_at<W>(const_cast<void*>(wire), index);
 }
 
-// What values may be before they are encoded, as a number of what is computed in.
+// The largest magnitude that values may have before they are encoded, in the type computed in.
 template <class W, class C>
 C limit_on(double limit) {
   return static_cast<C>(std::fmin(limit, kEncodingLimit<W>));
 }
 
-// Each backend has these. Scratch memory and the stream, a cudaStream_t, are CUDA's alone.
+// The passes of a backend. Only CUDA takes scratch memory and a stream, which is a cudaStream_t.
 namespace cpu {
 void pack(const PackArgs& args, void* workspace, void* stream);
 void unpack(const UnpackArgs& args, void* workspace, void* stream);
@@ -222,12 +226,12 @@ void reduce(const ReduceArgs& args, void* workspace, void* stream);
 
 namespace cuda {
 
-// Scratch memory of one bucket on the device, all zero before its first use; the kernels leave it ready for the next.
-// Two launches that share it must not overlap. reduce needs none.
+// The size of a bucket's scratch memory on the device. It is zero before its first use, and kernels leave it ready for
+// the next. Two launches that share it must not overlap. reduce needs none.
 constexpr int64_t kMaxBlocks = 2048;
 constexpr int64_t kWorkspaceBytes = (1 + 4 * kMaxBlocks) * 8;
 
-// Throw std::runtime_error with CUDA's message when a launch fails.
+// These throw std::runtime_error with CUDA's message if a launch fails.
 void pack(const PackArgs& args, void* workspace, void* stream);
 void unpack(const UnpackArgs& args, void* workspace, void* stream);
 void reduce(const ReduceArgs& args, void* workspace, void* stream);

@@ -1,5 +1,5 @@
-// The arithmetic of the wire, written once for host and device: how one gradient value becomes a wire value and back,
-// how large a value may be sent, and how a bucket's scale follows its gradients. Tests on a CPU vouch for the GPU.
+// The arithmetic of wires, written once for host and device: how one gradient value becomes a wire value and back, how
+// large a value may be sent, and how a bucket's scale follows its gradients. So tests on a CPU also check what GPUs do.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -18,24 +18,28 @@
 
 namespace fastsync {
 
-// Those of blocks are wires' alone.
+// The type of a gradient or of a wire. Only wires have blocks: kInt8 and kInt4.
 enum class DType : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt8, kInt4 };
 constexpr int kNumDTypes = 6;
 
 using c10::BFloat16;
 using c10::Half;
 
-// A wire is units of one type, one after the other: single values, or blocks of kBlockValues that share a scale, which
-// have a file each in wires/. A block is a struct of kBits, of a value; the scale, a float; and bytes. A value is a
-// whole number, of at most kBits in two's complement but for the least, times the scale. The scale is nan where a value
-// was not finite. put turns neighbours, a multiple of four of them, into the bytes that they take, and get goes back.
+// Note [Wires]
+//   A wire is a sequence of units of one type. A unit is a single value, or a block of kBlockValues values that share a
+//   scale. Each type of block has a file in wires/. It is a struct with
+//     kBits    the bits of a value
+//     scale    a float; nan if any of the block's values was not finite
+//     bytes    whole numbers in two's complement; a value is its number times the scale. The least number is not used
+//     put      packs neighbouring numbers, a multiple of four, into the bytes that they take
+//     get      unpacks them
 constexpr int kBlockValues = 128;
 template <class Unit>
 inline constexpr bool kIsBlock = requires { Unit::kBits; };
 template <class Unit>
 inline constexpr int64_t kUnitValues = kIsBlock<Unit> ? kBlockValues : 1;
 
-// What a value is multiplied and rounded in: float for all but double.
+// The type that values of type T are multiplied and summed in: double for double, else float.
 template <class T>
 struct ComputeOf {
   using type = float;
@@ -76,11 +80,13 @@ FASTSYNC_HOST_DEVICE C magnitude(C value) {
   return value < C(0) ? -value : value;
 }
 
-// Whether a few squares may be added up in float, of values of which this is the largest magnitude, or nan: none is
-// beyond float's largest, nor does any that counts for something vanish below its smallest.
+// True if the squares of a few values may be added up in float. It gets their largest magnitude, or nan. Then no square
+// exceeds float's largest, and none that matters to the sum vanishes below its smallest.
 FASTSYNC_HOST_DEVICE bool has_safe_squares(float largest) { return largest >= 0x1p-40F && largest <= 0x1p60F; }
 
-// ---- a stored value to float or double, which is always exact, and back: the one rounding, to nearest even ----------
+// ---- single values --------------------------------------------------------------------------------------------------
+
+// A stored value as float or double, which is exact; and back, which is the one rounding, to nearest even.
 
 template <class T>
 FASTSYNC_HOST_DEVICE Compute<T> decode(T value) {
@@ -94,18 +100,18 @@ FASTSYNC_HOST_DEVICE T encode(Compute<T> value) {
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
 
-// What a value may be before it enters a block: the largest whole number times the scale, and the mean of such values
+// The largest magnitude of a value that enters a block. The largest number times the scale, and the mean of such values
 // over any number of ranks, then stay below float's largest in spite of their roundings.
 template <class Unit>
 inline constexpr double kEncodingLimit = kIsBlock<Unit> ? kLargest<BFloat16> : std::numeric_limits<double>::infinity();
 
-// Of a block's whole numbers.
+// The largest number in a block.
 constexpr float largest_number(int bits) { return static_cast<float>((1 << (bits - 1)) - 1); }
 template <class Block>
 inline constexpr float kLargestNumber = largest_number(Block::kBits);
 
-// A block's scale and its inverse follow from its largest magnitude, which counts as no smaller than this: what is then
-// on the wire, and what comes out of it, is zero or a normal float.
+// A block's scale and its inverse follow from the largest magnitude of its values. They take it to be at least this, so
+// that all values that are sent and decoded are zero or normal floats.
 constexpr float kSmallestAmax = 0x1p-110F;
 
 template <class Block>
@@ -124,7 +130,7 @@ FASTSYNC_HOST_DEVICE int32_t round_to_int(float value) {  // of at most 2^22
 
 // ---- scaled and clamped ---------------------------------------------------------------------------------------------
 
-// value * multiplier, kept within ±limit. Only finite values are clamped: an inf or nan in a gradient must arrive.
+// value * multiplier, clamped to ±limit. An inf or nan is not clamped, because it must arrive.
 template <class C>
 FASTSYNC_HOST_DEVICE C scale_and_clamp(C value, C multiplier, C limit, bool& saturated) {
   const C scaled = value * multiplier;
@@ -132,8 +138,8 @@ FASTSYNC_HOST_DEVICE C scale_and_clamp(C value, C multiplier, C limit, bool& sat
   return saturated ? (scaled < C(0) ? -limit : limit) : scaled;
 }
 
-// A wire value to the value stored in a gradient of type T. What was finite on the wire stays finite in T: saturated
-// where T has no such number, not even by rounding.
+// A wire value as a value of type T. What is finite on the wire stays finite in T. It saturates if T does not hold it,
+// not even by rounding.
 template <class T, class Wire>
 FASTSYNC_HOST_DEVICE T decode_to(Wire wire, Compute<T> multiplier, bool& saturated) {
   const auto value = static_cast<Compute<T>>(decode(wire));
@@ -149,9 +155,9 @@ FASTSYNC_HOST_DEVICE T decode_to(Wire wire, Compute<T> multiplier) {
 
 // ---- ranges ---------------------------------------------------------------------------------------------------------
 
-// The largest magnitude one rank may put on a wire whose values are then added over world_size ranks in the wire's own
-// precision, so that no order of additions reaches infinity: n values of at most L sum to at most n L (1 + u)^(n - 1),
-// u being half a unit in the last place at 1. Rounded down to the wire's grid. No limit for the full-width wires.
+// The largest magnitude that a rank may send if values are added over world_size ranks in the wire's own precision. No
+// order of additions reaches infinity then: n values of at most L sum to at most n L (1 + u)^(n - 1), u being half a
+// unit in the last place at 1. It is rounded down to a value that the wire holds. Wires of full width have no limit.
 inline double saturation_limit(DType wire, int64_t world_size) {
   if (wire != DType::kFloat16 && wire != DType::kBFloat16) {
     return std::numeric_limits<double>::infinity();
@@ -165,8 +171,8 @@ inline double saturation_limit(DType wire, int64_t world_size) {
   return std::ldexp(std::floor(std::ldexp(fraction, significand_bits)), exponent - significand_bits);
 }
 
-// A bucket's scale is a power of two that brings its largest reduced magnitude to [2^9, 2^10): a factor of 64 below
-// float16's largest, for ranks whose own gradients are larger than the mean and for gradients that grow.
+// A bucket's scale is a power of two that brings the largest magnitude of the means to [2^9, 2^10). That leaves a
+// factor of 64 to float16's largest, for gradients that are larger than the mean and for gradients that grow.
 constexpr int kTargetExponent = 10;
 constexpr int kMaxScaleExponent = 118;  // enough for float32's largest
 constexpr int kMaxIdleScaleExponent = 24;
@@ -178,9 +184,10 @@ FASTSYNC_HOST_DEVICE int scale_exponent_for(double amax) {
   return wanted > kMaxScaleExponent ? kMaxScaleExponent : (wanted < -kMaxScaleExponent ? -kMaxScaleExponent : wanted);
 }
 
-// The scale for the next step from this step's scale and the largest finite magnitude among the reduced gradients.
-// It falls at once and rises by a factor of two a step, so that one small step does not make the next one saturate.
-// All zeros may mean that everything was too small for the scale: it rises, but not beyond what soon comes back.
+// The scale for the next step. It follows from this step's scale and the largest finite magnitude of the means. It
+// falls at once and rises by a factor of two a step, so that the step after a small one does not saturate. If all means
+// are zero, the gradients may have been too small for the scale. Then it rises, up to a bound from which it soon comes
+// back.
 FASTSYNC_HOST_DEVICE float next_bucket_scale(float scale, double amax) {
   int exponent;
   frexp(scale, &exponent);

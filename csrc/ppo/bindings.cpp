@@ -1,4 +1,4 @@
-// fastsync._ppo: the trainer's operators, called without a dispatcher, which takes longer than some of them compute.
+// fastsync._ppo: the trainer's operators. They bypass torch's dispatcher, which takes longer than some of them compute.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 

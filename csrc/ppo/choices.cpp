@@ -1,5 +1,5 @@
-// Choices out of several: log-probabilities and entropies, with their gradient, and samples. categorical and choose in
-// fastsync/ppo/policies.py are the specification.
+// Categorical distributions: log-probabilities and entropies of choices, their gradient, and samples. categorical and
+// choose in fastsync/ppo/policies.py are the specification.
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -57,12 +57,12 @@ at::Tensor choices_backward(const Choices& choices, const at::Tensor& actions, c
     const float* log_p = choices.log_probabilities.const_data_ptr<float>() + row * num_choices;
     float* grad = grad_logits.data_ptr<float>() + row * num_choices;
     const float entropy = choices.entropy.const_data_ptr<float>()[row];
-    const float of_log_prob = grad_log_prob.const_data_ptr<float>()[row];
-    const float of_entropy = grad_entropy.const_data_ptr<float>()[row];
+    const float log_prob_weight = grad_log_prob.const_data_ptr<float>()[row];
+    const float entropy_weight = grad_entropy.const_data_ptr<float>()[row];
     for (int64_t i = 0; i < num_choices; ++i) {
-      grad[i] = -std::exp(log_p[i]) * (of_log_prob + of_entropy * (log_p[i] + entropy));
+      grad[i] = -std::exp(log_p[i]) * (log_prob_weight + entropy_weight * (log_p[i] + entropy));
     }
-    grad[actions.const_data_ptr<int64_t>()[row]] += of_log_prob;
+    grad[actions.const_data_ptr<int64_t>()[row]] += log_prob_weight;
   }
   return grad_logits;
 }
@@ -101,12 +101,13 @@ at::Tensor choose(const at::Tensor& logits, const at::Tensor& noise) {
   auto actions = at::empty(rows.sizes().slice(0, rows.dim() - 1), at::kLong);
   const int64_t num_choices = rows.size(-1);
   for (int64_t row = 0; row < actions.numel(); ++row) {
-    const float* of_logits = rows.const_data_ptr<float>() + row * num_choices;
-    const float* of_noise = noises.const_data_ptr<float>() + row * num_choices;
+    const float* row_logits = rows.const_data_ptr<float>() + row * num_choices;
+    const float* row_noise = noises.const_data_ptr<float>() + row * num_choices;
     int64_t best = 0;
-    float largest = of_logits[0] + of_noise[0];
-    for (int64_t i = 1; i < num_choices && largest == largest; ++i) {  // the first nan counts as the largest
-      const float value = of_logits[i] + of_noise[i];
+    float largest = row_logits[0] + row_noise[0];
+    for (int64_t i = 1; i < num_choices && largest == largest;
+         ++i) {  // a nan counts as the largest, and the first one wins
+      const float value = row_logits[i] + row_noise[i];
       if (!(value <= largest)) {
         best = i;
         largest = value;

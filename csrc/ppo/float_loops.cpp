@@ -1,4 +1,4 @@
-// Loops in a form that the compiler turns into vector instructions.
+// Loops that the compiler turns into vector instructions.
 #include "ppo/float_loops.h"
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 #include <cstring>
 #include <vector>
 
-// The same loop for several generations of x86, chosen when the library is loaded. Without fused multiply-adds
-// (-ffp-contract=off) all give the same bits. ThreadSanitizer is not yet there when that choice is made.
+// Compiles a function for several generations of x86, of which one is chosen when the library is loaded. All give the
+// same bits, because -ffp-contract=off forbids fused multiply-adds. ThreadSanitizer is not ready yet at that moment.
 #if defined(__x86_64__) && !defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__SANITIZE_THREAD__)
 #define FASTSYNC_GENERATIONS
 #define FASTSYNC_WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -23,15 +23,15 @@
 namespace fastsync {
 namespace {
 
-// Sums begin anew after so many, for they grow less exact with their length.
+// A sum begins anew after so many terms, because longer sums are less exact.
 constexpr int64_t kTermsOfSum = 256;
-// Sums that the compiler keeps in registers.
+// The number of sums that the compiler keeps in registers.
 constexpr int64_t kColumns = 64;
 
-// tanh(x) = e / (e + 2) with e = exp(2x) - 1. Libraries that promise 1 unit in the last place take several times as
-// long. 2x is a multiple of ln 2, which is subtracted in two parts, and a rest, for which a polynomial gives exp - 1
-// (its coefficients are those of Cephes: S. Moshier, Methods and Programs for Mathematical Functions, 1989). At 9.1 and
-// beyond the nearest float is 1.
+// tanh(x) = e / (e + 2) with e = exp(2x) - 1. 2x is split into a multiple of ln 2, which is subtracted in two steps,
+// and a rest. A polynomial gives exp - 1 of the rest. Its coefficients are those of Cephes (S. Moshier, Methods and
+// Programs for Mathematical Functions, 1989). From 9.1 on the nearest float is 1. Libraries that promise 1 unit in the
+// last place take several times as long.
 FASTSYNC_INLINE float tanh_of(float x) {
   const float magnitude = std::abs(x);
   const float twice = 2 * (magnitude < 9.1F ? magnitude : 9.1F);
@@ -39,32 +39,32 @@ FASTSYNC_INLINE float tanh_of(float x) {
   const float shifted = twice * 1.44269504F + kRound;
   const float halvings = shifted - kRound;
   const float rest = (twice - halvings * 0.693359375F) + halvings * 2.12194440E-4F;
-  float of_rest = 1.9875691500E-4F;
-  of_rest = of_rest * rest + 1.3981999507E-3F;
-  of_rest = of_rest * rest + 8.3334519073E-3F;
-  of_rest = of_rest * rest + 4.1665795894E-2F;
-  of_rest = of_rest * rest + 1.6666665459E-1F;
-  of_rest = of_rest * rest + 5.0000001201E-1F;
-  of_rest = of_rest * (rest * rest) + rest;
+  float rest_exp = 1.9875691500E-4F;
+  rest_exp = rest_exp * rest + 1.3981999507E-3F;
+  rest_exp = rest_exp * rest + 8.3334519073E-3F;
+  rest_exp = rest_exp * rest + 4.1665795894E-2F;
+  rest_exp = rest_exp * rest + 1.6666665459E-1F;
+  rest_exp = rest_exp * rest + 5.0000001201E-1F;
+  rest_exp = rest_exp * (rest * rest) + rest;
   const auto power = std::bit_cast<float>((std::bit_cast<int32_t>(shifted) + 127) << 23);  // kRound's bits end in zeros
-  const float e = of_rest * power + (power - 1);
+  const float e = rest_exp * power + (power - 1);
   const float result = std::copysign(e / (e + 2), x);
   return x == x ? result : x;
 }
 
 typedef float Lanes4 __attribute__((vector_size(16)));
 typedef float Lanes8 __attribute__((vector_size(32)));
-// Rows of packed matrices have room for so many columns more.
+// The row length of a packed matrix is a multiple of this.
 constexpr int64_t kPadding = 8;
 
 // The operands of a product [rows, columns] = start + left [rows, inner] * right [inner, columns]. Each row of right
-// has room for whole vectors.
+// is padded to whole vectors.
 struct Operands {
   Matrix left, right, start;
   int64_t rows, inner, columns;
 };
 
-// One vector of the product: start + sums. Unless it is whole, it may be wider than what is left of the row.
+// Writes one vector of the product: start + sums. Unless kIsWhole, it may reach beyond the row, and stops at its end.
 template <bool kIsWhole, typename Lanes>
 FASTSYNC_INLINE void add_lanes(const float* start, Lanes sums, int64_t columns, float* product) {
   constexpr int64_t kLanes = sizeof(Lanes) / sizeof(float);
@@ -80,26 +80,27 @@ FASTSYNC_INLINE void add_lanes(const float* start, Lanes sums, int64_t columns, 
   }
 }
 
-// A tile of the product, whose sums stay in registers while the two matrices pass by.
+// Computes a tile of the product, whose sums stay in registers while the loop goes over the inner dimension.
 template <typename Lanes, int kRows, int kVectors>
-FASTSYNC_INLINE void compute_tile(const Operands of, int64_t row, int64_t column, float* product) {
+FASTSYNC_INLINE void compute_tile(const Operands operands, int64_t row, int64_t column, float* product) {
   constexpr int64_t kLanes = sizeof(Lanes) / sizeof(float);
-  const float* of_left[kRows];
-  for (int64_t r = 0; r < kRows; ++r) {  // beyond the last row, that one again
-    of_left[r] = of.left.values + std::min(row + r, of.rows - 1) * of.left.row_stride;
+  const float* left_rows[kRows];
+  for (int64_t r = 0; r < kRows; ++r) {  // tiles reach beyond the last row, and read it again
+    left_rows[r] = operands.left.values + std::min(row + r, operands.rows - 1) * operands.left.row_stride;
   }
   Lanes sums[kRows][kVectors] = {};
-  for (int64_t i = 0; i < of.inner; ++i) {
+  for (int64_t i = 0; i < operands.inner; ++i) {
     Lanes vectors[kVectors];
 #pragma GCC unroll 4
     for (int64_t v = 0; v < kVectors; ++v) {
-      std::memcpy(&vectors[v], of.right.values + i * of.right.row_stride + column + v * kLanes, sizeof(Lanes));
+      std::memcpy(&vectors[v], operands.right.values + i * operands.right.row_stride + column + v * kLanes,
+                  sizeof(Lanes));
     }
 #pragma GCC unroll 8
     for (int64_t r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
       for (int64_t v = 0; v < kVectors; ++v) {
-        sums[r][v] += of_left[r][i * of.left.column_stride] * vectors[v];
+        sums[r][v] += left_rows[r][i * operands.left.column_stride] * vectors[v];
       }
     }
   }
@@ -107,42 +108,44 @@ FASTSYNC_INLINE void compute_tile(const Operands of, int64_t row, int64_t column
   for (int64_t r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int64_t v = 0; v < kVectors; ++v) {
-      if (row + r < of.rows) {
+      if (row + r < operands.rows) {
         const int64_t at = column + v * kLanes;
-        add_lanes<(kVectors > 1)>(of.start.values + (row + r) * of.start.row_stride + at, sums[r][v], of.columns - at,
-                                  product + (row + r) * of.columns + at);
+        add_lanes<(kVectors > 1)>(operands.start.values + (row + r) * operands.start.row_stride + at, sums[r][v],
+                                  operands.columns - at, product + (row + r) * operands.columns + at);
       }
     }
   }
 }
 
-// Large tiles of 4 rows, and narrow ones for the last columns.
+// Takes large tiles of 4 rows, and narrow ones for the last columns.
 template <typename Lanes, int kVectors>
-FASTSYNC_INLINE void compute_tiles(const Operands of, float* product) {
+FASTSYNC_INLINE void compute_tiles(const Operands operands, float* product) {
   constexpr int64_t kLanes = sizeof(Lanes) / sizeof(float);
   int64_t column = 0;
-  for (; column + kVectors * kLanes <= of.columns; column += kVectors * kLanes) {
-    for (int64_t row = 0; row < of.rows; row += 4) {
-      compute_tile<Lanes, 4, kVectors>(of, row, column, product);
+  for (; column + kVectors * kLanes <= operands.columns; column += kVectors * kLanes) {
+    for (int64_t row = 0; row < operands.rows; row += 4) {
+      compute_tile<Lanes, 4, kVectors>(operands, row, column, product);
     }
   }
-  for (; column < of.columns; column += kLanes) {
-    for (int64_t row = 0; row < of.rows; row += 8) {
-      compute_tile<Lanes, 8, 1>(of, row, column, product);
+  for (; column < operands.columns; column += kLanes) {
+    for (int64_t row = 0; row < operands.rows; row += 8) {
+      compute_tile<Lanes, 8, 1>(operands, row, column, product);
     }
   }
 }
 
-// Tiles for the registers of each generation: 32 of 32 bytes, 16 of 32, and 16 of 16.
+// Chooses tiles that fit the registers of each generation: 32 of 32 bytes, 16 of 32 bytes, and 16 of 16 bytes.
 #ifdef FASTSYNC_GENERATIONS
-FASTSYNC_FOR("arch=x86-64-v4") void compute(const Operands& of, float* product) {
-  compute_tiles<Lanes8, 4>(of, product);
+FASTSYNC_FOR("arch=x86-64-v4") void compute(const Operands& operands, float* product) {
+  compute_tiles<Lanes8, 4>(operands, product);
 }
-FASTSYNC_FOR("arch=x86-64-v3") void compute(const Operands& of, float* product) {
-  compute_tiles<Lanes8, 2>(of, product);
+FASTSYNC_FOR("arch=x86-64-v3") void compute(const Operands& operands, float* product) {
+  compute_tiles<Lanes8, 2>(operands, product);
 }
 #endif
-FASTSYNC_FOR("default") void compute(const Operands& of, float* product) { compute_tiles<Lanes4, 2>(of, product); }
+FASTSYNC_FOR("default") void compute(const Operands& operands, float* product) {
+  compute_tiles<Lanes4, 2>(operands, product);
+}
 
 }  // namespace
 
@@ -156,17 +159,17 @@ FASTSYNC_WIDE void tanh_backward(float* grad, const float* activated, int64_t ro
   for (int64_t column = 0; column < width; column += kColumns) {
     const int64_t columns = std::min(kColumns, width - column);
     for (int64_t begin = 0; begin < rows; begin += kTermsOfSum) {
-      std::array<float, kColumns> part{};
+      std::array<float, kColumns> partial_sums{};
       for (int64_t row = begin; row < std::min(begin + kTermsOfSum, rows); ++row) {
         float* __restrict g = grad + row * width + column;
         const float* __restrict y = activated + row * width + column;
         for (int64_t i = 0; i < columns; ++i) {
           g[i] *= 1 - y[i] * y[i];
-          part[i] += g[i];
+          partial_sums[i] += g[i];
         }
       }
       for (int64_t i = 0; i < columns; ++i) {
-        sums[column + i] += part[i];
+        sums[column + i] += partial_sums[i];
       }
     }
   }
@@ -192,9 +195,9 @@ void matmul(const Matrix& left, const Matrix& right, Matrix start, int64_t rows,
   }
   int64_t begin = 0;
   do {
-    const Matrix of_left{left.values + begin * left.column_stride, left.row_stride, left.column_stride};
-    const Matrix of_right{whole.values + begin * whole.row_stride, whole.row_stride, 1};
-    compute({of_left, of_right, start, rows, std::min(kTermsOfSum, inner - begin), columns}, product);
+    const Matrix left_part{left.values + begin * left.column_stride, left.row_stride, left.column_stride};
+    const Matrix right_part{whole.values + begin * whole.row_stride, whole.row_stride, 1};
+    compute({left_part, right_part, start, rows, std::min(kTermsOfSum, inner - begin), columns}, product);
     start = {product, columns, 1};
     begin += kTermsOfSum;
   } while (begin < inner);

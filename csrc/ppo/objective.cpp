@@ -1,5 +1,5 @@
-// ppo_objective: PPO's loss and what is logged of it, with its gradient, in one pass over the rows. ppo_loss in
-// fastsync/ppo/ppo.py is the specification.
+// ppo_objective: PPO's loss, the figures that are logged, and the loss's gradient, in one pass over the rows. ppo_loss
+// in fastsync/ppo/ppo.py is the specification.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/version.h>
 
@@ -17,7 +17,7 @@ using torch::autograd::AutogradContext;
 constexpr int64_t kNumFigures = 5;
 constexpr size_t kNumVariables = 3;
 
-// One step's part of a minibatch.
+// One step of a minibatch.
 struct Row {
   float log_prob, entropy, value, old_log_prob, advantage, old_value, target;
 };
@@ -25,14 +25,15 @@ struct Row {
 struct Outcome {
   float surrogate, squared_error, approx_kl;
   bool clipped;
-  float grad_log_prob, grad_value;  // of surrogate and of squared_error
+  float grad_log_prob;  // d surrogate / d log_prob
+  float grad_value;     // d squared_error / d value
 };
 
-// A clamp passes gradients at its bounds before torch 2.15, and none since. A value can lie there; a
-// ratio does so by the rounding of exp alone.
+// Before torch 2.15 clamp passes gradients at its bounds, since then it does not. A clipped value may lie at a bound. A
+// ratio lies there only by the rounding of exp.
 constexpr bool kPassesAtBounds = TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15;
 
-// As torch's minimum, maximum and clamp have it: equal arguments share a gradient.
+// Evaluates one row as torch's minimum, maximum and clamp do. Equal arguments of these share a gradient.
 Outcome evaluate(const Row& row, float clip, bool clip_value_loss) {
   const float log_ratio = row.log_prob - row.old_log_prob;
   const float ratio = std::exp(log_ratio);
@@ -63,7 +64,7 @@ Outcome evaluate(const Row& row, float clip, bool clip_value_loss) {
   return outcome;
 }
 
-// The loss and its figures, then the gradients.
+// Returns the loss, its figures and its gradients, as objective does.
 Tensors evaluate_rows(const Columns& columns, const Coefficients& coefficients) {
   const at::Tensor& like = columns.front();
   Tensors results{like.new_empty({}), like.new_empty({kNumFigures}), at::empty_like(like), at::empty_like(like),
@@ -114,7 +115,7 @@ Tensors objective(Columns columns, const Coefficients& coefficients) {
 }
 
 Tensors scaled(Tensors grads, const at::Tensor& grad_loss) {
-  if (grad_loss.item<double>() != 1) {  // else as loss.backward() begins
+  if (grad_loss.item<double>() != 1) {  // loss.backward() begins with 1
     for (at::Tensor& grad : grads) {
       grad = grad_loss * grad;
     }
@@ -140,7 +141,7 @@ class Objective : public torch::autograd::Function<Objective> {
   static Tensors backward(AutogradContext* context, const Tensors& grad_outputs) {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "fastsync::ppo_objective has no second derivative");
     auto grads = scaled(context->get_saved_variables(), grad_outputs.front());
-    grads.resize(kNumVariables + 2);  // of the columns and the coefficients
+    grads.resize(kNumVariables + 2);  // the columns and the coefficients have none
     return grads;
   }
 };

@@ -1,4 +1,4 @@
-// The trainer's operators, and what they compute without autograd, so that one may be a part of another.
+// The trainer's operators, and the functions without autograd that they consist of.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,35 +11,37 @@ namespace fastsync {
 
 using Tensors = std::vector<at::Tensor>;
 
-// The tensor, contiguous. A ValueError unless it is float32 of that shape on the CPU.
+// The tensor, made contiguous. Throws ValueError unless it is float32 of that shape on the CPU.
 at::Tensor checked(const at::Tensor& tensor, const char* name, at::IntArrayRef shape);
 
-// Weights [outputs, inputs] and biases [outputs], one of each for each layer.
+// The weights [outputs, inputs] and biases [outputs] of each layer.
 struct Layers {
   Tensors weights, biases;
 
-  // A ValueError unless they fit to each other and to rows of that width.
+  // Throws ValueError unless they fit each other and rows of that width.
   Layers(at::TensorList weights, at::TensorList biases, int64_t width);
 };
 
-// What each layer is given, and then what the last one makes of it: [B, inputs] or [B, outputs].
+// Returns the input [B, inputs] of each layer, followed by the output [B, outputs] of the last one.
 Tensors layers_forward(const at::Tensor& rows, const Layers& layers);
 
-// The gradients of the rows, undefined unless of_rows, then of all weights, then of all biases.
-Tensors layers_backward(at::TensorList inputs, at::TensorList weights, const at::Tensor& grad_outputs, bool of_rows);
+// Returns the gradients of the rows, of all weights and of all biases, in this order. That of the rows is undefined
+// unless rows_need_grad.
+Tensors layers_backward(at::TensorList inputs, at::TensorList weights, const at::Tensor& grad_outputs,
+                        bool rows_need_grad);
 
-// Of logits [B, n] and the choices taken [B].
+// What follows from logits [B, n] and the choices that were taken [B].
 struct Choices {
   at::Tensor log_prob, entropy;  // [B]
   at::Tensor log_probabilities;  // [B, n]
 };
 Choices evaluate_choices(const at::Tensor& logits, const at::Tensor& actions);
 
-// The gradient of the logits.
+// Returns the gradient of the logits.
 at::Tensor choices_backward(const Choices& choices, const at::Tensor& actions, const at::Tensor& grad_log_prob,
                             const at::Tensor& grad_entropy);
 
-// The objective's columns, each with a value for each row: the first three have gradients.
+// The objective's arguments: one value for each row. The first three have gradients.
 constexpr std::array kColumnNames{"log_prob",   "entropy",    "values",  "old_log_probs",
                                   "advantages", "old_values", "returns", "weights"};
 using Columns = std::array<at::Tensor, kColumnNames.size()>;
@@ -51,24 +53,24 @@ struct Coefficients {
   bool clip_value_loss;
 };
 
-// The loss, what is logged of it [5], and the gradients of the first three columns. A ValueError unless the columns
-// are float32 of one shape on the CPU.
+// Returns the loss, the figures that are logged [5], and the gradients of the first three columns. Throws ValueError
+// unless the columns are float32 of one shape on the CPU.
 Tensors objective(Columns columns, const Coefficients& coefficients);
 
-// Gradients of a loss, from those for a gradient of 1.
+// Scales the gradients of a loss, which are given for grad_loss = 1.
 Tensors scaled(Tensors grads, const at::Tensor& grad_loss);
 
-// The operators. fused.py in fastsync/ppo calls them in place of plain functions, which say what the arguments are.
+// The operators. fastsync/ppo/fused.py calls them in place of plain functions, which document the arguments.
 
 at::Tensor perceptron(const at::Tensor& input, const Tensors& weights, const Tensors& biases);
 
-// log_prob and entropy.
+// Returns log_prob and entropy.
 std::pair<at::Tensor, at::Tensor> categorical(const at::Tensor& logits, const at::Tensor& actions);
 
-// The likeliest of logits + noise.
+// Returns the index of the largest of logits + noise.
 at::Tensor choose(const at::Tensor& logits, const at::Tensor& noise);
 
-// The loss, and what is logged of it.
+// These return the loss, and the figures that are logged.
 std::pair<at::Tensor, at::Tensor> ppo_objective(const at::Tensor& log_prob, const at::Tensor& entropy,
                                                 const at::Tensor& values, const at::Tensor& old_log_probs,
                                                 const at::Tensor& advantages, const at::Tensor& old_values,

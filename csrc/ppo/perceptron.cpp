@@ -1,6 +1,5 @@
-// perceptron: linear layers with tanh between them, as one node of the autograd graph.
-//
-// A small policy's layers take less time to compute than to call, record and walk back through one by one.
+// perceptron: linear layers with tanh between them, as one node of the autograd graph. To call, record and walk back
+// through a small policy's layers one by one takes longer than to compute them.
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -15,8 +14,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 
-// Rows that go through all layers before the next ones do, so that they stay in a core's cache. Sums over rows are the
-// same with more, for matmul adds up 256 at a time.
+// This many rows go through all layers before the next ones do, so that they stay in a core's cache. The number does
+// not change sums over rows, because matmul adds up 256 at a time.
 constexpr int64_t kBlock = 512;
 
 Matrix rows_from(int64_t row, const at::Tensor& tensor) {
@@ -64,14 +63,15 @@ Tensors layers_forward(const at::Tensor& rows, const Layers& layers) {
   return inputs;
 }
 
-Tensors layers_backward(at::TensorList inputs, at::TensorList weights, const at::Tensor& grad_outputs, bool of_rows) {
+Tensors layers_backward(at::TensorList inputs, at::TensorList weights, const at::Tensor& grad_outputs,
+                        bool rows_need_grad) {
   const size_t num_layers = weights.size();
   const at::Tensor outer_grad = grad_outputs.contiguous();
   Tensors grads(2 * num_layers + 1);
-  if (of_rows) {
+  if (rows_need_grad) {
     grads[0] = at::empty_like(inputs[0]);
   }
-  Tensors hidden;  // gradients of each layer's inputs, for a block
+  Tensors hidden;  // the gradients of each layer's inputs, for a block of rows
   for (size_t i = 0; i < num_layers; ++i) {
     const at::Tensor& weight = weights[i];
     grads[1 + i] = at::zeros_like(weight);
@@ -84,18 +84,19 @@ Tensors layers_backward(at::TensorList inputs, at::TensorList weights, const at:
     for (size_t i = num_layers; i-- > 0;) {
       const at::Tensor& weight = weights[i];
       const int64_t num_inputs = weight.size(1), num_outputs = weight.size(0);
-      const Matrix of_layer = rows_from(begin, inputs[i]);
-      float* of_weight = grads[1 + i].data_ptr<float>();
-      matmul(transposed(grad), of_layer, {of_weight, num_inputs, 1}, num_outputs, num_rows, num_inputs, of_weight);
-      if (i == 0 && !of_rows) {
+      const Matrix layer_inputs = rows_from(begin, inputs[i]);
+      float* weight_grad = grads[1 + i].data_ptr<float>();
+      matmul(transposed(grad), layer_inputs, {weight_grad, num_inputs, 1}, num_outputs, num_rows, num_inputs,
+             weight_grad);
+      if (i == 0 && !rows_need_grad) {
         break;
       }
-      float* of_inputs = i > 0 ? hidden[i].data_ptr<float>() : grads[0].data_ptr<float>() + begin * num_inputs;
-      matmul(grad, rows_from(0, weight), {nullptr, 0, 1}, num_rows, num_outputs, num_inputs, of_inputs);
+      float* input_grad = i > 0 ? hidden[i].data_ptr<float>() : grads[0].data_ptr<float>() + begin * num_inputs;
+      matmul(grad, rows_from(0, weight), {nullptr, 0, 1}, num_rows, num_outputs, num_inputs, input_grad);
       if (i > 0) {
-        tanh_backward(of_inputs, of_layer.values, num_rows, num_inputs, grads[num_layers + i].data_ptr<float>());
+        tanh_backward(input_grad, layer_inputs.values, num_rows, num_inputs, grads[num_layers + i].data_ptr<float>());
       }
-      grad = {of_inputs, num_inputs, 1};
+      grad = {input_grad, num_inputs, 1};
     }
   }
   return grads;
@@ -121,7 +122,7 @@ class Perceptron : public torch::autograd::Function<Perceptron> {
     const size_t num_layers = saved.size() / 2;
     auto grads = layers_backward(both.slice(0, num_layers), both.slice(num_layers), grad_outputs.front(),
                                  context->needs_input_grad(0));
-    grads.emplace_back();  // of the layers as a whole
+    grads.emplace_back();  // the layers as a whole have none
     return grads;
   }
 };

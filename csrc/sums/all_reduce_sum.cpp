@@ -18,7 +18,7 @@ AllReduceSum::AllReduceSum(Bucket bucket, c10::intrusive_ptr<c10d::ProcessGroup>
 }
 
 void AllReduceSum::send() {
-  bucket_.pack(all_values(), bucket_.wire_dtype, memory_.data_ptr(), Turn());
+  bucket_.pack(all_values(), bucket_.wire_dtype, memory_.data_ptr(), Position());
   std::vector<at::Tensor> buffers{memory_.view(scalar_type_of(bucket_.wire_dtype))};
   if (has_room_) {
     put_values(bucket_.side_values, memory_, num_bytes_, /*stride=*/0, /*count=*/1);
@@ -35,7 +35,7 @@ void AllReduceSum::finish(const std::function<void()>& on_reduced) {
     bucket_.side_values = memory_.narrow(0, num_bytes_, bucket_.side_bytes()).view(at::kFloat);
   }
   on_reduced();
-  bucket_.unpack(all_values(), memory_.data_ptr(), /*num_wires=*/1, /*stride=*/0, bucket_.mean_factor, Turn());
+  bucket_.unpack(all_values(), memory_.data_ptr(), /*num_wires=*/1, /*stride=*/0, bucket_.mean_factor, Position());
   use_memory_on_current_stream();
 }
 

@@ -62,24 +62,24 @@ void Bucket::redirect() {
   }
 }
 
-void Bucket::pack(const std::vector<Range>& ranges, DType dtype, void* wire, Turn turn) const {
+void Bucket::pack(const std::vector<Range>& ranges, DType dtype, void* wire, Position position) const {
   RECORD_FUNCTION("fastsync::pack", {});
   const std::vector<Segment> from = cut(segments, ranges, grad_dtype);
   PackArgs args{from.data(),         static_cast<int64_t>(from.size()), grad_dtype, dtype, wire, multiplier, limit,
                 data_or_null(scale), stats.data_ptr<double>()};
-  args.turn = turn;
+  args.position = position;
   args.weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr;
   run_pack(args, device, workspace);
 }
 
 void Bucket::unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride,
-                    double factor, Turn turn) const {
+                    double factor, Position position) const {
   RECORD_FUNCTION("fastsync::unpack", {});
   const std::vector<Segment> to = output.defined()
                                       ? cut({{output.data_ptr(), output.numel(), /*offset=*/0}}, ranges, grad_dtype)
                                       : cut(segments, ranges, grad_dtype);
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
-              stats.data_ptr<double>(), num_wires, stride, factor, turn, 1.0 / mean_factor},
+              stats.data_ptr<double>(), num_wires, stride, factor, position, 1.0 / mean_factor},
              device, workspace);
 }
 

@@ -58,11 +58,11 @@ struct Bucket {
   void redirect();
 
   // Packs these ranges of the gradients' values.
-  void pack(const std::vector<Range>& ranges, DType dtype, void* wire, Turn turn) const;
+  void pack(const std::vector<Range>& ranges, DType dtype, void* wire, Position position) const;
   // Adds up the wires, each value times the factor, and unpacks the sums to these ranges of the gradients' values, or
   // of the output's.
   void unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride, double factor,
-              Turn turn) const;
+              Position position) const;
   // The arguments of run_reduce for rows that have the bucket's scale, each times the factor, encoded for the wire.
   ReduceArgs reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
                          double factor) const;

@@ -86,7 +86,7 @@ class Planner {
   // A row of so many values. In the last chunk the side values follow them.
   Row row_of(const Chunk& chunk, int64_t values, DType dtype) const {
     const int64_t bytes = bytes_of(values, dtype);
-    const bool has_more = chunk.turn.is_last && key_.side_bytes > 0;
+    const bool has_more = chunk.position.is_last && key_.side_bytes > 0;
     const int64_t length = has_more ? round_up(bytes, sizeof(float)) + key_.side_bytes : bytes;
     const int64_t alignment = unit_of(dtype).values > 1 ? bytes_of(shard_multiple(dtype), dtype) : kRowAlignment;
     return {length, round_up(length, alignment)};
@@ -95,7 +95,7 @@ class Planner {
   // The side values at the end of these rows; none unless the chunk is the last.
   Rows side_values(const Chunk& chunk, const Rows& rows) const {
     return {rows.offset + rows.length - key_.side_bytes, key_.side_bytes, rows.stride,
-            chunk.turn.is_last && key_.side_bytes > 0 ? rows.count : 0};
+            chunk.position.is_last && key_.side_bytes > 0 ? rows.count : 0};
   }
 
   // A row for each of the first num_receivers members. In shared memory a row is received where it is sent from.

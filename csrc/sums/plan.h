@@ -59,7 +59,7 @@ struct Phase {
 struct Chunk {
   int64_t begin;  // in values, of the bucket or, in a reduce-scatter, of each shard
   int64_t end;
-  Turn turn;
+  Position position;
   std::vector<Range> packed = {};
   int64_t packed_at = 0;  // where the ranges' offsets count from, in bytes
   std::vector<Phase> phases = {};

@@ -44,8 +44,8 @@ void PlannedSum::send() {
     }
   }
   for (const Chunk& chunk : plan_->chunks) {
-    bucket_.pack(chunk.packed, plan_->packed_as, address(chunk.packed_at), chunk.turn);
-    if (chunk.turn.is_last) {
+    bucket_.pack(chunk.packed, plan_->packed_as, address(chunk.packed_at), chunk.position);
+    if (chunk.position.is_last) {
       put_side_values(chunk.phases.front());
     }
     transfer(chunk, 0)->send();
@@ -191,10 +191,10 @@ void PlannedSum::receive(const std::function<void()>& on_reduced) {
     if (side_values.count > 0) {
       sum_side_values(side_values);
     }
-    if (chunk.turn.is_last) {
+    if (chunk.position.is_last) {
       on_reduced();
     }
-    bucket_.unpack(chunk.unpacked, address(rows.offset), rows.count, rows.stride, plan_->factor, chunk.turn);
+    bucket_.unpack(chunk.unpacked, address(rows.offset), rows.count, rows.stride, plan_->factor, chunk.position);
   }
   if (plan_->chunks.empty()) {
     on_reduced();

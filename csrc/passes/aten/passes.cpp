@@ -141,7 +141,7 @@ at::Tensor to_numbers(const at::Tensor& bytes, int bits) {
 at::Tensor encode_blocks(const at::Tensor& values, int bits) {
   // The divisor is on the device, for CUDA would multiply with the inverse of one on the host.
   const at::Tensor largest = at::full({1}, largest_number(bits), values.options());
-  const at::Tensor amax = values.abs().amax(/*dim=*/1, /*keepdim=*/true);  // nan where one of them is
+  const at::Tensor amax = values.abs().amax(/*dim=*/1, /*keepdim=*/true);  // nan if one of them is
   const at::Tensor is_finite = amax.isfinite();
   const at::Tensor counted = amax.clamp_min(kSmallestAmax);
   const at::Tensor numbers = at::where(is_finite, values.mul(at::div(largest, counted)), 0.0).round().to(at::kInt);
@@ -184,7 +184,7 @@ double largest_of(DType dtype) {
   return largest;
 }
 
-// What values may be before they are encoded, as limit_on.
+// The largest magnitude that values may have before they are encoded, as limit_on.
 double limit_of(DType wire, double limit) {
   dispatch(wire, [&](auto w) { limit = limit_on<decltype(w), double>(limit); });
   return limit;
@@ -256,7 +256,7 @@ void pack(const PackArgs& args, c10::Device device) {
   const at::ScalarType grad = scalar_type_of(args.grad_dtype);
   const at::ScalarType compute = compute_of(args.grad_dtype);
   const at::Tensor num_saturated = over(args.stats + kNumSaturated, {1}, at::kDouble, device);
-  if (args.turn.is_first) {
+  if (args.position.is_first) {
     num_saturated.zero_();
   }
   const Segments segments(args.segments, args.num_segments, args.wire_dtype, device);
@@ -294,7 +294,7 @@ void unpack(const UnpackArgs& args, c10::Device device) {
   const at::ScalarType grad = scalar_type_of(args.grad_dtype);
   const at::ScalarType compute = compute_of(args.grad_dtype);
   const at::Tensor stats = over(args.stats, {kNumStats}, at::kDouble, device);
-  if (args.turn.is_first) {
+  if (args.position.is_first) {
     begin_stats(stats);
   }
   const Segments segments(args.segments, args.num_segments, args.wire_dtype, device);
@@ -314,7 +314,7 @@ void unpack(const UnpackArgs& args, c10::Device device) {
     segments.scatter(values, &Segment::data, grad);
     add_to_stats(segments.without_padding(values), stats);
   }
-  if (args.turn.is_last && args.bucket_scale != nullptr) {
+  if (args.position.is_last && args.bucket_scale != nullptr) {
     move_on(args.bucket_scale, stats, args.scale_share, device);
   }
 }

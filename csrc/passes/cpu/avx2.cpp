@@ -1,5 +1,5 @@
-// The passes for CPUs with AVX2. Only the loops are compiled for it: what other files share with this one has to run
-// anywhere.
+// The passes for CPUs with AVX2. Only the loops are compiled for it. The headers that other files include too are not,
+// because their functions must run on any CPU.
 #include "passes/cpu/instruction_sets.h"
 
 #if FASTSYNC_HAS_AVX2

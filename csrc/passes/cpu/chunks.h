@@ -1,4 +1,4 @@
-// What the loops of each instruction set share: chunks of the segments, and the wires.
+// Chunks of segments, and wires: the loops of every instruction set take them.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -12,7 +12,7 @@
 
 namespace fastsync::cpu {
 
-// Several ranks' wires, of which each holds the same elements.
+// The wires of several ranks, which hold the same elements.
 struct Wires {
   const void* first;
   int64_t num;
@@ -24,6 +24,7 @@ struct Wires {
   }
 };
 
+// A range of a segment, which one thread works on.
 struct Chunk {
   const Segment& segment;
   int64_t begin;  // in elements, within the segment
@@ -37,10 +38,10 @@ struct Chunk {
   C* residual() const {
     return segment.residual == nullptr ? nullptr : static_cast<C*>(segment.residual) + begin;
   }
-  int64_t place() const { return segment.offset + begin; }  // on the wire
+  int64_t offset() const { return segment.offset + begin; }  // on the wire
 };
 
-// Runs work for every chunk of the segments, and adds up what it returns, in the chunks' order. It is no template,
+// Runs work for every chunk of the segments, and adds up what it returns, in the chunks' order. It is not a template,
 // because there are a hundred kinds of work.
 Tally for_each_chunk(const Segment* segments, int64_t num_segments, c10::function_ref<Tally(const Chunk&)> work);
 

@@ -1,4 +1,4 @@
-// The passes of pack_unpack.h, once for each instruction set. pack_unpack.cpp chooses.
+// The passes of pack_unpack.h, once for each instruction set. pack_unpack.cpp chooses one.
 #pragma once
 
 #include "passes/pack_unpack.h"

@@ -1,12 +1,12 @@
-// The loops over values: what each pass does to one chunk, a block at a time. any.cpp and avx2.cpp include this, each
-// in its own namespace and for its own instruction set. So there is no #pragma once, and what it needs is included
-// there.
+// The loops over values: what each pass does to one chunk, a block at a time. any.cpp and avx2.cpp include this file,
+// each in its own namespace and for its own instruction set. So it has no #pragma once, and they include what it needs.
 //
-// Values out of the ordinary (beyond the limit, inf or nan) show in a block's largest magnitude: then the arithmetic of
-// wire_format.h goes through the block once more, value by value.
+// Values beyond the limit, inf and nan show in a block's largest magnitude. Such a block is gone through once more,
+// value by value, with the arithmetic of wire_format.h.
 #include "passes/cpu/vectors.h"
 
-// kBlock values of memory that may end before: then they are worked on as a copy, which zeros fill up.
+// Memory of at most kBlock values, seen as a whole block. If it is shorter, a copy filled up with zeros stands in for
+// it.
 template <class T>
 class Whole {
  public:
@@ -33,7 +33,7 @@ class Whole {
 
 // ---- a wire's values ------------------------------------------------------------------------------------------------
 
-// Calls call(i, value) with each value of blocks.
+// Calls call(i, value) with each value in the blocks.
 template <class C, class W, class Call>
 FASTSYNC_INLINE void decode_blocks(const W* block, int64_t numel, const Call& call) {
   for (int64_t i = 0; i < numel; i += kBlockValues, ++block) {
@@ -45,7 +45,7 @@ FASTSYNC_INLINE void decode_blocks(const W* block, int64_t numel, const Call& ca
   }
 }
 
-// Calls call(values) with what load takes, kBlock of them: those of blocks are decoded first.
+// Calls call(values) with kBlock values that load can read. Blocks are decoded first.
 template <class C, class W, class Call>
 FASTSYNC_INLINE void with_values(const W* wire, int64_t numel, const Call& call) {
   if constexpr (kIsBlock<W>) {
@@ -58,7 +58,7 @@ FASTSYNC_INLINE void with_values(const W* wire, int64_t numel, const Call& call)
   }
 }
 
-// Values whose largest magnitude, times the multiplier, this is.
+// Encodes a block. amax is the largest magnitude of its values times the multiplier.
 template <class T, class W>
 FASTSYNC_INLINE void quantize(const T* values, float multiplier, float amax, W& block) {
   if (!is_finite(amax)) {
@@ -75,8 +75,8 @@ FASTSYNC_INLINE void quantize(const T* values, float multiplier, float amax, W& 
   W::put(numbers, block.bytes);
 }
 
-// wire[i] = encode(values[i] * multiplier), within ±limit if finite. Returns how many saturated. The wire may be where
-// the values are.
+// wire[i] = encode(values[i] * multiplier), within ±limit if finite. Returns how many values saturated. The wire may be
+// the values' own memory.
 template <class C, class T, class W>
 int64_t encode_values(const T* values, C multiplier, C limit, W* wire) {
   if constexpr (kIsBlock<W>) {
@@ -91,16 +91,16 @@ int64_t encode_values(const T* values, C multiplier, C limit, W* wire) {
         continue;
       }
       float clamped[kBlockValues];
-      Bits<float> of_clamped{};
+      Bits<float> clamped_bits{};
       for (int j = 0; j < kBlockValues; ++j) {
         bool saturated;
         clamped[j] = static_cast<float>(scale_and_clamp<C>(decode(values[i + j]), multiplier, limit, saturated));
         num_saturated += saturated;
       }
       for (int j = 0; j < kBlockValues; j += kLanes<float>) {
-        of_clamped = larger<float>(of_clamped, load<float>(clamped + j));
+        clamped_bits = larger<float>(clamped_bits, load<float>(clamped + j));
       }
-      quantize(clamped, 1.0F, largest_of(of_clamped), *wire);
+      quantize(clamped, 1.0F, largest_of(clamped_bits), *wire);
     }
     return num_saturated;
   } else {
@@ -129,7 +129,7 @@ int64_t encode_values(const T* values, C multiplier, C limit, W* wire) {
   }
 }
 
-// residual[i] = (values[i] - what decoding wire[i] gives, times the multiplier) * unit, where that is finite.
+// residual[i] = (values[i] - decode(wire[i]) * multiplier) * unit, unless the decoded value is inf or nan.
 template <class W, class C>
 void keep_loss(const C* values, const W* wire, C multiplier, C unit, C* residual) {
   with_values<C>(wire, kBlock, [&](const auto* sent_values) {
@@ -144,8 +144,8 @@ void keep_loss(const C* values, const W* wire, C multiplier, C unit, C* residual
   });
 }
 
-// sums[i] = sum over the wires of element first + i, times the multiplier. Sums of plain values stay in registers while
-// all wires are gone through; four make finding the next wire cheap.
+// sums[i] = sum over the wires of element first + i, times the multiplier. For single values, four vectors of sums stay
+// in registers while the loop goes over the wires. With fewer, finding the next wire would cost more than adding.
 template <class W, class C>
 void sum_wires(const Wires& wires, int64_t first, int64_t numel, C multiplier, C* sums) {
   constexpr int kVectors = 4;
@@ -184,19 +184,19 @@ void sum_wires(const Wires& wires, int64_t first, int64_t numel, C multiplier, C
 
 // ---- gradients ------------------------------------------------------------------------------------------------------
 
-// The values to be sent: the gradient, weighted, and the residual, if there is one.
+// The values to be sent: gradient * weight, and the residual if there is one.
 template <class G, class C>
 void gather(const G* gradient, const C* residual, C weight, C* gathered) {
   for (int64_t i = 0; i < kBlock; i += kLanes<C>) {
     Vec<C> values{};
-    if (weight != C(0)) {  // else it counts for nothing, whatever it is
+    if (weight != C(0)) {  // else it counts as 0, also if it is inf or nan
       values = load<C>(gradient + i) * weight;
     }
     store<C, C>(gathered + i, residual != nullptr ? values + load<C>(residual + i) : values);
   }
 }
 
-// Of a block of which load_at gives the vectors: its squares, summed per column in float, and its largest magnitude.
+// The squares and the largest magnitude of a block. load_at(i) gives the vector at index i.
 template <class Load>
 FASTSYNC_INLINE BlockSquares measure(const Load& load_at) {
   Vec<float> low{}, high{};
@@ -214,7 +214,7 @@ FASTSYNC_INLINE BlockSquares measure(const Load& load_at) {
   return squares;
 }
 
-// A block of values, in the wire's own type or summed, to gradients, which lie elsewhere.
+// Writes a block of values, which are sums or in the wire's type, to gradients in other memory.
 template <class T, class G>
 void unpack_values(const T* values, Compute<G> multiplier, G* gradient, int64_t numel, Tally& tally) {
   const auto one_by_one = [&] {
@@ -229,7 +229,7 @@ void unpack_values(const T* values, Compute<G> multiplier, G* gradient, int64_t 
     tally.add_values(gradient, numel);
   } else {
     const auto stored = [&](int64_t i) { return load<float>(gradient + i); };
-    Bits<float> largest{};  // of what was not yet encoded, for a nan need not be one then
+    Bits<float> largest{};  // of values before they are encoded: what store makes of a nan need not be one
     BlockSquares squares = measure([&](int64_t i) {
       const Vec<float> scaled = load<float>(values + i) * multiplier;
       largest = larger<float>(largest, scaled);
@@ -244,7 +244,7 @@ void unpack_values(const T* values, Compute<G> multiplier, G* gradient, int64_t 
   }
 }
 
-// Of gradients that are what they should be already.
+// The statistics of gradients that unpacking leaves as they are.
 template <class G>
 Tally measure_chunk(const G* gradient, int64_t numel) {
   Tally tally;

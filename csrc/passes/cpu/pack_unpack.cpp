@@ -1,5 +1,5 @@
-// The passes of pack_unpack.h on a CPU: chunks of the segments, shared out over threads, each done by the loops of the
-// best instruction set that the machine has.
+// The passes of pack_unpack.h on a CPU. Threads share out the chunks of the segments, and work on them by the loops of
+// the best instruction set that the machine has.
 #include "passes/pack_unpack.h"
 
 #include <ATen/Parallel.h>
@@ -28,7 +28,7 @@ bool has_f16c() {
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }
 
-// ATEN_CPU_CAPABILITY=default, which makes torch itself do without vector instructions, does so here too.
+// ATEN_CPU_CAPABILITY=default turns vector instructions off here, as it does in torch.
 bool has_avx2() {
   static const bool has = __builtin_cpu_supports("avx2") && has_f16c() && at::get_cpu_capability() != "DEFAULT";
   return has;

@@ -1,4 +1,4 @@
-// The statistics that the CPU's passes take.
+// The statistics of the CPU's passes.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,14 @@ namespace fastsync::cpu {
 constexpr int kRow = 16;
 constexpr int64_t kBlock = 256;
 
-// Squares of a block, summed per column in float, and its largest magnitude: a nan's if there is one.
+// The squares of a block, summed per column in float, and its largest magnitude, which is nan if a value is.
 struct BlockSquares {
   float columns[kRow];
   float largest;
 };
 
-// The sum of squares in double, one sum per column, so that the result depends neither on the number of threads nor on
-// the instruction set. Blocks whose squares are safe in float come in summed; the others value by value.
+// Statistics of gradients. The squares have one sum per column, in double, so that the result depends neither on the
+// number of threads nor on the instruction set. Blocks add sums in float if these are safe, and else value by value.
 struct Tally {
   double columns[kRow] = {};
   double largest = 0.0;

@@ -1,5 +1,5 @@
-// The passes of pack_unpack.h by the loops of one instruction set, whose namespace any.cpp and avx2.cpp include this
-// in. So there is no #pragma once, and what it needs is included there.
+// The passes of pack_unpack.h by the loops of one instruction set. any.cpp and avx2.cpp include this file in a
+// namespace each. So it has no #pragma once, and they include what it needs.
 
 namespace {
 
@@ -15,10 +15,10 @@ void pack_typed(const PackArgs& args) {
   const auto weight = static_cast<C>(args.weight != nullptr ? *args.weight : 1.0);
   const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
     return pack_chunk<W>(chunk.data<const G>(), chunk.residual<C>(), chunk.length, multiplier,
-                         limit_on<W, C>(args.limit), weight, args.wire, chunk.place());
+                         limit_on<W, C>(args.limit), weight, args.wire, chunk.offset());
   });
   args.stats[kNumSaturated] =
-      (args.turn.is_first ? 0.0 : args.stats[kNumSaturated]) + static_cast<double>(tally.num_saturated);
+      (args.position.is_first ? 0.0 : args.stats[kNumSaturated]) + static_cast<double>(tally.num_saturated);
 }
 
 template <class G, class W>
@@ -27,11 +27,11 @@ void unpack_typed(const UnpackArgs& args) {
   const C inverse_scale = C(1) / value_or_one<C>(args.bucket_scale);
   const Wires wires{args.wire, args.num_wires, args.stride_bytes};
   const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
-    return unpack_chunk<W>(wires, chunk.place(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
+    return unpack_chunk<W>(wires, chunk.offset(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
                            inverse_scale);
   });
-  tally.write_to(args.stats, args.turn.is_first);
-  if (args.turn.is_last && args.bucket_scale != nullptr) {
+  tally.write_to(args.stats, args.position.is_first);
+  if (args.position.is_last && args.bucket_scale != nullptr) {
     *args.bucket_scale = next_bucket_scale(*args.bucket_scale, args.stats[kMaxMagnitude] * args.scale_share);
   }
 }

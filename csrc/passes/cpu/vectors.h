@@ -1,9 +1,9 @@
-// Vectors of 32 bytes: loads and stores of each type. A part of loops.h, and included as often.
+// Vectors of 32 bytes: loads and stores of each type. Only loops.h includes this file.
 //
 // Note [Vectors without intrinsics]
 //   Arithmetic is written in vectors of 32 bytes, which GCC and clang lower to what the target has: one AVX2 register,
-//   or two of SSE2's or NEON's. Both namespaces give the same bits, for each lane is rounded as a single value is.
-//   Only what narrows or widens 16 bits has instructions of its own, which are all here.
+//   or two of SSE2's or NEON's. Both namespaces give the same bits, because each lane is rounded as a single value is.
+//   Only conversions from and to 16 bits use intrinsics, all in this file.
 
 template <class T, int bytes = 32>
 struct VectorOf {
@@ -51,7 +51,7 @@ FASTSYNC_INLINE Vec<C> load(const T* p) {
   }
 }
 
-// To nearest even, but for a nan.
+// Rounds to nearest even. What it makes of a nan need not be one.
 template <class T, class C>
 FASTSYNC_INLINE void store(T* p, Vec<C> vector) {
   if constexpr (std::is_same_v<C, T>) {
@@ -82,7 +82,7 @@ FASTSYNC_INLINE Vec<C> magnitudes(Vec<C> v) {
   return reinterpret_cast<Vec<C>>(reinterpret_cast<Bits<C>>(v) & std::numeric_limits<decltype(+Bits<C>{}[0])>::max());
 }
 
-// The larger of each magnitude, as bits, which are ordered like magnitudes, inf and nan above all.
+// The larger magnitude in each lane, as bits. Bits are ordered as magnitudes are, with inf and nan at the top.
 template <class C>
 FASTSYNC_INLINE Bits<C> larger(Bits<C> largest, Vec<C> values) {
   const auto seen = reinterpret_cast<Bits<C>>(magnitudes<C>(values));

@@ -1,5 +1,5 @@
-// How the segments of one launch are cut into chunks of at most one size, which its blocks share out evenly. Pure
-// arithmetic, so that tests on a CPU cover it.
+// Cuts the segments of one launch into chunks of at most one size, which the launch's blocks share out evenly. It is
+// pure arithmetic, so that tests on a CPU cover it.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,10 @@ struct Chunk {
 template <int kMaxSegments>
 struct ChunkTable {
   int64_t num_segments;
-  Segment segments[kMaxSegments + 1];     // and an empty one behind them
-  int64_t first_chunk[kMaxSegments + 1];  // of each segment; then the number of all chunks
+  Segment segments[kMaxSegments + 1];     // followed by an empty one
+  int64_t first_chunk[kMaxSegments + 1];  // of each segment, followed by the number of all chunks
 
-  // Of one that is not empty.
+  // The segment must not be empty.
   void add(const Segment& segment, int64_t chunk_size) {
     segments[num_segments] = segment;
     first_chunk[num_segments + 1] = first_chunk[num_segments] + (segment.numel + chunk_size - 1) / chunk_size;
@@ -29,7 +29,7 @@ struct ChunkTable {
 
   FASTSYNC_HOST_DEVICE int64_t num_chunks() const { return first_chunk[num_segments]; }
 
-  // Of the last segment whose first chunk is not beyond the index.
+  // The chunk at an index. Its segment is the last one whose first chunk is not beyond the index.
   FASTSYNC_HOST_DEVICE Chunk find(int64_t index, int64_t chunk_size) const {
     int64_t low = 0;
     int64_t high = num_segments;
@@ -44,7 +44,7 @@ struct ChunkTable {
     return chunk_at(low, (index - first_chunk[low]) * chunk_size, chunk_size);
   }
 
-  // The one behind it; behind the last, one of no length.
+  // The chunk after this one; after the last one, a chunk of no length.
   FASTSYNC_HOST_DEVICE Chunk next(const Chunk& chunk, int64_t chunk_size) const {
     const bool is_last_of_segment = chunk.begin + chunk_size >= segments[chunk.segment].numel;
     return is_last_of_segment ? chunk_at(chunk.segment + 1, 0, chunk_size)

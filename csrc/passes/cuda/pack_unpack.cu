@@ -1,6 +1,5 @@
-// The passes on a GPU: one launch serves all segments of a call, whose table travels as a kernel
-// argument. Blocks share out the chunks; the last block to finish adds the blocks' statistics up, so that they cost no
-// launch.
+// The passes on a GPU. One launch serves the segments of a call, whose table is a kernel argument. The launch's blocks
+// share out the chunks. The last block to finish adds up the statistics of all blocks, so that these cost no launch.
 #include "passes/pack_unpack.h"
 
 #include <cuda_runtime.h>
@@ -17,41 +16,41 @@
 namespace fastsync::cuda {
 namespace {
 
-// The number of blocks does not follow the device, because the order of the sums follows it: all GPUs give the same
-// statistics. kBlocksAtOnce of them fit on an H100 SXM or an H200. Large calls were faster on an H100 with more, each
-// of kMinChunks at least.
+// The number of blocks does not depend on the device. The order of sums depends on it, and all GPUs are to give the
+// same statistics. kBlocksAtOnce blocks fit on an H100 SXM or an H200 at once. On an H100, large calls were faster with
+// more blocks, of at least kMinChunks each.
 constexpr int kThreads = 256;
 constexpr int kMinBlocksPerMultiprocessor = 4;
 constexpr int64_t kBlocksAtOnce = 512;
 constexpr int64_t kMinChunks = 4;
 
-// Each thread has this many vectors in flight before it uses the first: more values do not fit into its registers.
+// The number of vectors that a thread loads before it uses the first. More values do not fit into its registers.
 template <class Pass>
 constexpr int kVectors = std::min(4, 16 / Pass::kWidth);
 
 template <class Pass>
 constexpr int kChunk = kThreads * kVectors<Pass> * Pass::kWidth;
 
-// One chunk. Neighbouring threads take neighbouring vectors; a warp goes on as long as the block that it shares has a
-// value, for its threads encode it together. Input and output may be the same memory, but no thread writes what another
-// reads. The order of the sums does not depend on where in memory the values lie. A whole chunk has full length, and
-// what it loads first and stores is aligned.
+// Converts one chunk. Neighbouring threads take neighbouring vectors. The threads of a warp encode a block together, so
+// all of them take part if one has a value in it. Input and output may be the same memory, but no thread writes what
+// another one reads. The order of the sums does not depend on where in memory the values lie. A whole chunk has full
+// length, and its gradients and its first wire are aligned.
 template <bool kWhole, class Pass>
 __device__ void convert_chunk(const Pass& pass, const Segment& segment, const Chunk& chunk,
                               typename Pass::Total& total) {
   static_assert(kChunk<Pass> % Pass::kUnit == 0);
   const auto length = static_cast<int>(chunk.length);
-  const auto index_of = [](int v) { return (v * kThreads + static_cast<int>(threadIdx.x)) * Pass::kWidth; };
+  const auto index_at = [](int v) { return (v * kThreads + static_cast<int>(threadIdx.x)) * Pass::kWidth; };
   const auto num_valid_at = [&](int v) {
-    return kWhole ? Pass::kWidth : max(0, min(Pass::kWidth, length - index_of(v)));
+    return kWhole ? Pass::kWidth : max(0, min(Pass::kWidth, length - index_at(v)));
   };
-  const auto place_of = [&](int v) { return Place{segment, chunk.begin + index_of(v), num_valid_at(v), kWhole}; };
-  const auto takes_part = [&](int v) { return kWhole || index_of(v) / Pass::kUnit * Pass::kUnit < length; };
+  const auto slice_at = [&](int v) { return Slice{segment, chunk.begin + index_at(v), num_valid_at(v), kWhole}; };
+  const auto takes_part = [&](int v) { return kWhole || index_at(v) / Pass::kUnit * Pass::kUnit < length; };
   typename Pass::Loaded loaded[kVectors<Pass>];
 #pragma unroll
   for (int v = 0; v < kVectors<Pass>; ++v) {
     if (takes_part(v)) {
-      loaded[v] = pass.load(place_of(v));
+      loaded[v] = pass.load(slice_at(v));
     }
   }
   typename Pass::Total::Batch batch{};
@@ -59,33 +58,34 @@ __device__ void convert_chunk(const Pass& pass, const Segment& segment, const Ch
   for (int v = 0; v < kVectors<Pass>; ++v) {
     if (takes_part(v)) {
       typename Pass::C values[Pass::kWidth];
-      pass.decode(place_of(v), loaded[v], values);
-      typename Pass::Total::Batch of_vector{};  // of its own: fewer roundings follow each other
-      pass.encode(place_of(v), values, of_vector);
-      batch.add(of_vector);
+      pass.decode(slice_at(v), loaded[v], values);
+      typename Pass::Total::Batch vector_batch{};  // separate, so that fewer roundings follow each other
+      pass.encode(slice_at(v), values, vector_batch);
+      batch.add(vector_batch);
     }
   }
-  add_batch(batch, total, [&](auto& of_thread) {
+  add_batch(batch, total, [&](auto& thread_total) {
     const auto* const gradient = static_cast<const typename Pass::Gradient*>(segment.data) + chunk.begin;
     for (int v = 0; v < kVectors<Pass>; ++v) {
-      of_thread.add_values(gradient + index_of(v), num_valid_at(v));
+      thread_total.add_values(gradient + index_at(v), num_valid_at(v));
     }
   });
 }
 
 // ---- one launch -----------------------------------------------------------------------------------------------------
 
-// Of one launch, as its argument: more gradients than a bucket of ordinary size has.
+// The table of one launch, which is a kernel argument. Buckets of ordinary size have fewer gradients than this.
 constexpr int kMaxSegments = 160;
 using LaunchTable = ChunkTable<kMaxSegments>;
 
 template <class Total>
 struct Workspace {
   unsigned num_finished;
-  Total of_block[kMaxBlocks];
+  Total block_totals[kMaxBlocks];
 };
 
-// The sum over the block's threads, in a fixed order; thread 0 gets it. Between two calls the block has to synchronise.
+// Sums over the block's threads, in a fixed order, and returns the result to thread 0. Between two calls the block has
+// to synchronise.
 template <class Total>
 __device__ Total add_over_block(const Total& own) {
   __shared__ Total totals[kThreads];
@@ -99,34 +99,35 @@ __device__ Total add_over_block(const Total& own) {
   return totals[threadIdx.x];
 }
 
-// Hands in this block's total; true for the block that finds all others' there. Synchronises the block.
+// Stores this block's total. Returns true to the block that finds the totals of all others. Synchronises the block.
 template <class Total>
-__device__ bool is_last_block(const Total& of_block, Workspace<Total>& workspace) {
+__device__ bool is_last_block(const Total& block_total, Workspace<Total>& workspace) {
   __shared__ bool is_last;
   if (threadIdx.x == 0) {
-    workspace.of_block[blockIdx.x] = of_block;
+    workspace.block_totals[blockIdx.x] = block_total;
     __threadfence();  // the total is seen before the count ...
     is_last = atomicAdd(&workspace.num_finished, 1U) == gridDim.x - 1;
-    __threadfence();  // ... and whoever sees the count complete sees all totals
+    __threadfence();  // ... and a block that sees the whole count sees all totals
   }
   __syncthreads();
   return is_last;
 }
 
 template <class Pass, class Total>
-__device__ void add_to_stats(const Pass& pass, const Total& of_thread, Workspace<Total>& workspace, Turn turn) {
-  if (!is_last_block(add_over_block(of_thread), workspace)) {
+__device__ void add_to_stats(const Pass& pass, const Total& thread_total, Workspace<Total>& workspace,
+                             Position position) {
+  if (!is_last_block(add_over_block(thread_total), workspace)) {
     return;
   }
-  Total of_all{};
+  Total sum{};
   for (unsigned block = threadIdx.x; block < gridDim.x; block += kThreads) {
-    of_all.add(workspace.of_block[block]);
+    sum.add(workspace.block_totals[block]);
   }
-  of_all = add_over_block(of_all);
+  sum = add_over_block(sum);
   if (threadIdx.x == 0) {  // every block has read the scale by now
-    of_all.add_to(pass.stats, turn.is_first);
+    sum.add_to(pass.stats, position.is_first);
     if constexpr (requires { pass.move_on(); }) {
-      if (turn.is_last) {
+      if (position.is_last) {
         pass.move_on();
       }
     }
@@ -137,7 +138,7 @@ __device__ void add_to_stats(const Pass& pass, const Total& of_thread, Workspace
 template <class Pass>
 __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
     run_pass(const LaunchTable __grid_constant__ table, const Pass pass, Workspace<typename Pass::Total>* workspace,
-             Turn turn) {
+             Position position) {
   using Total = typename Pass::Total;
   Total total{};
   const Pass scaled = pass.with_scale();
@@ -153,26 +154,27 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
     chunk = table.next(chunk, kChunk<Pass>);
   }
   if constexpr (!std::is_same_v<Total, Nothing>) {
-    add_to_stats(pass, total, *workspace, turn);
+    add_to_stats(pass, total, *workspace, position);
   }
 }
 
 template <class Pass>
-void launch(LaunchTable& table, Turn turn, Pass pass, void* workspace, void* stream) {
+void launch(LaunchTable& table, Position position, Pass pass, void* workspace, void* stream) {
   const int64_t num_at_once = std::clamp<int64_t>(table.num_chunks(), 1, kBlocksAtOnce);
   const int64_t num_blocks = std::clamp(table.num_chunks() / kMinChunks, num_at_once, kMaxBlocks);
-  void* arguments[] = {&table, &pass, &workspace, &turn};
+  void* arguments[] = {&table, &pass, &workspace, &position};
   const cudaError_t error = cudaLaunchKernel(run_pass<Pass>, dim3(static_cast<unsigned>(num_blocks)), dim3(kThreads),
                                              arguments, 0, static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) {
-    cudaGetLastError();  // thrown here, so nobody else is to find it
+    cudaGetLastError();  // clears the error, which is thrown here
     throw std::runtime_error(std::string("fastsync: launching ") + Pass::kName + " on " + std::to_string(num_blocks) +
                              " blocks failed: " + cudaGetErrorString(error));
   }
 }
 
 template <class Pass>
-void run(const Segment* segments, int64_t num_segments, Turn turn, const Pass& pass, void* workspace, void* stream) {
+void run(const Segment* segments, int64_t num_segments, Position position, const Pass& pass, void* workspace,
+         void* stream) {
   static_assert(sizeof(Workspace<typename Pass::Total>) <= kWorkspaceBytes);
   LaunchTable table{};
   for (const Segment* segment = segments; segment < segments + num_segments; ++segment) {
@@ -180,13 +182,13 @@ void run(const Segment* segments, int64_t num_segments, Turn turn, const Pass& p
       continue;
     }
     if (table.num_segments == kMaxSegments) {
-      launch(table, Turn{turn.is_first, false}, pass, workspace, stream);
+      launch(table, Position{position.is_first, false}, pass, workspace, stream);
       table = {};
-      turn.is_first = false;
+      position.is_first = false;
     }
     table.add(*segment, kChunk<Pass>);
   }
-  launch(table, turn, pass, workspace, stream);  // of no segments, too: statistics are written all the same
+  launch(table, position, pass, workspace, stream);  // also without segments, because statistics are written
 }
 
 }  // namespace
@@ -197,7 +199,7 @@ void pack(const PackArgs& args, void* workspace, void* stream) {
     using W = decltype(wire);
     const Pack<decltype(grad), W> pass{static_cast<W*>(args.wire),      args.bucket_scale,          args.weight,
                                        static_cast<C>(args.multiplier), limit_on<W, C>(args.limit), args.stats};
-    run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
+    run(args.segments, args.num_segments, args.position, pass, workspace, stream);
   });
 }
 
@@ -208,7 +210,7 @@ void unpack(const UnpackArgs& args, void* workspace, void* stream) {
                     args.bucket_scale,
                     args.stats,
                     args.scale_share};
-    run(args.segments, args.num_segments, args.turn, pass, workspace, stream);
+    run(args.segments, args.num_segments, args.position, pass, workspace, stream);
   });
 }
 
@@ -226,7 +228,7 @@ void reduce(const ReduceArgs& args, void* workspace, void* stream) {
         args.bucket_scale,
         static_cast<C>(args.residual_share)};
     const Segment all{nullptr, args.numel, 0, args.residual};
-    run(&all, 1, Turn{}, pass, workspace, stream);
+    run(&all, 1, Position{}, pass, workspace, stream);
   });
 }
 

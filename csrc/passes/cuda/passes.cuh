@@ -1,4 +1,4 @@
-// What each pass does to the vectors of a thread: load them, decode and add up, encode and store.
+// What each pass does to a thread's vectors: it loads them, decodes and adds up, encodes and stores.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,16 +11,16 @@
 
 namespace fastsync::cuda {
 
-// Of a thread's values in their segment: the first num_valid from the index on. In a whole chunk all are valid, and
-// what is loaded first and stored is aligned; residuals and further wires need not be.
-struct Place {
+// A range of a segment, which one thread has at a time: the first num_valid values from the index on. In a whole chunk
+// all values are valid, and the gradients and the first wire are aligned; residuals and further wires need not be.
+struct Slice {
   const Segment& segment;
   int64_t index;
   int num_valid;
   bool is_whole;
 };
 
-// A pointer is chosen, not a value: a branch would make the compiler write every loop twice.
+// These choose a pointer and not a value, because the compiler would write every loop twice for a branch.
 __device__ const float kUnitScale = 1.0F;
 __device__ const double kUnitWeight = 1.0;
 
@@ -34,7 +34,7 @@ __device__ C weight_or_one(const double* weight) {
 }
 
 template <class C, int kWidth>
-__device__ void add_residual(const Place& at, C scale, C (&values)[kWidth]) {
+__device__ void add_residual(const Slice& at, C scale, C (&values)[kWidth]) {
   if (at.segment.residual == nullptr) {
     return;
   }
@@ -45,9 +45,9 @@ __device__ void add_residual(const Place& at, C scale, C (&values)[kWidth]) {
   }
 }
 
-// residual[i] = (values[i] - what decoding gives, times the multiplier) * unit, where that is finite.
+// residual[i] = (values[i] - decoded * multiplier) * unit, unless the decoded value is inf or nan.
 template <class W, class C, int kWidth>
-__device__ void keep_loss(const Place& at, const C (&values)[kWidth], const Encoded<W, kWidth>& sent, C multiplier,
+__device__ void keep_loss(const Slice& at, const C (&values)[kWidth], const Encoded<W, kWidth>& sent, C multiplier,
                           C unit) {
   C* const kept = static_cast<C*>(at.segment.residual);
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ void keep_loss(const Place& at, const C (&values)[kWidth], const Enco
   }
 }
 
-// The sum over the wires of their values, each times the multiplier.
+// Sums over the wires of their values, each times the multiplier.
 template <class C, class W, int kWidth>
 struct Sum {
   const void* first_wire;
@@ -76,10 +76,10 @@ struct Sum {
     return Encoded<W, kWidth>::is_aligned(unit_at<W>(first_wire, index));
   }
 
-  __device__ void add_up(const Encoded<W, kWidth>& of_first, int64_t index, int num_valid, C (&sums)[kWidth]) const {
+  __device__ void add_up(const Encoded<W, kWidth>& first, int64_t index, int num_valid, C (&sums)[kWidth]) const {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      sums[i] = of_first.template decoded<C>(i) * multiplier;
+      sums[i] = first.template decoded<C>(i) * multiplier;
     }
     for (int64_t wire = 1; wire < num_wires; ++wire) {
       const auto next = load(wire, index, num_valid);
@@ -121,12 +121,12 @@ struct Pack {
            Encoded<W, kWidth>::is_aligned(unit_at<W>(wire, segment.offset));
   }
 
-  __device__ Loaded load(const Place& at) const {
+  __device__ Loaded load(const Slice& at) const {
     return Loaded::load(static_cast<const G*>(at.segment.data), at.index, at.num_valid, at.is_whole);
   }
 
-  __device__ void decode(const Place& at, const Loaded& loaded, C (&values)[kWidth]) const {
-    const C factor = at.segment.residual != nullptr ? own_weight : C(1);  // else the multiplier has it
+  __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
+    const C factor = at.segment.residual != nullptr ? own_weight : C(1);  // else encode multiplies with it
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       values[i] = own_weight == C(0) ? C(0) : loaded.template decoded<C>(i) * factor;
@@ -134,7 +134,7 @@ struct Pack {
     add_residual(at, C(1), values);
   }
 
-  __device__ void encode(const Place& at, const C (&values)[kWidth], Total& total) const {
+  __device__ void encode(const Slice& at, const C (&values)[kWidth], Total& total) const {
     const C factor = at.segment.residual != nullptr ? multiplier : multiplier * own_weight;
     C scaled[kWidth];
 #pragma unroll
@@ -143,7 +143,7 @@ struct Pack {
       scaled[i] = scale_and_clamp(values[i], factor, limit, saturated);
       total.count += saturated;
     }
-    const auto sent = Encoded<W, kWidth>::of(scaled);
+    const auto sent = Encoded<W, kWidth>::from(scaled);
     sent.store(wire, at.segment.offset + at.index, at.num_valid, at.is_whole);
     if (at.segment.residual != nullptr) {
       keep_loss(at, values, sent, C(1) / factor, C(1));
@@ -177,15 +177,15 @@ struct Unpack {
     return Encoded<G, kWidth>::is_aligned(static_cast<const G*>(segment.data)) && sum.is_aligned(segment.offset);
   }
 
-  __device__ Loaded load(const Place& at) const {
+  __device__ Loaded load(const Slice& at) const {
     return sum.load(0, at.segment.offset + at.index, at.num_valid, at.is_whole);
   }
 
-  __device__ void decode(const Place& at, const Loaded& loaded, C (&values)[kWidth]) const {
+  __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
     sum.add_up(loaded, at.segment.offset + at.index, at.num_valid, values);
   }
 
-  __device__ void encode(const Place& at, const C (&values)[kWidth], Total::Batch& batch) const {
+  __device__ void encode(const Slice& at, const C (&values)[kWidth], Total::Batch& batch) const {
     Encoded<G, kWidth> gradients;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -207,7 +207,7 @@ struct Unpack {
   }
 };
 
-// Of one segment, the sums, which has no memory but a residual.
+// Its only segment stands for the sums, and has no memory besides the residual.
 template <class T, class W, class Out>
 struct Reduce {
   using Gradient = T;
@@ -223,7 +223,7 @@ struct Reduce {
   C limit;
   const float* bucket_scale;
   C residual_share;
-  C scale = C(1);  // of residuals
+  C scale = C(1);  // of the residuals
 
   __device__ Reduce with_scale() const {
     Reduce scaled = *this;
@@ -235,21 +235,21 @@ struct Reduce {
     return Encoded<Out, kWidth>::is_aligned(out) && sum.is_aligned(0);
   }
 
-  __device__ Loaded load(const Place& at) const { return sum.load(0, at.index, at.num_valid, at.is_whole); }
+  __device__ Loaded load(const Slice& at) const { return sum.load(0, at.index, at.num_valid, at.is_whole); }
 
-  __device__ void decode(const Place& at, const Loaded& loaded, C (&values)[kWidth]) const {
+  __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
     sum.add_up(loaded, at.index, at.num_valid, values);
     add_residual(at, scale, values);
   }
 
-  __device__ void encode(const Place& at, const C (&values)[kWidth], Total& /*total*/) const {
+  __device__ void encode(const Slice& at, const C (&values)[kWidth], Total& /*total*/) const {
     C within[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       bool saturated;
       within[i] = scale_and_clamp(values[i], C(1), limit, saturated);
     }
-    const auto sent = Encoded<Out, kWidth>::of(within);
+    const auto sent = Encoded<Out, kWidth>::from(within);
     sent.store(out, at.index, at.num_valid, at.is_whole);
     if (at.segment.residual != nullptr) {
       keep_loss(at, values, sent, C(1), C(1) / scale);

@@ -1,4 +1,4 @@
-// What the kernels add up.
+// The totals that kernels add up over their values.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@ struct Nothing {
   __device__ void add(const Nothing& /*other*/) {}
 };
 
-// No constructors: the totals also live in shared memory, which has none. Total{} is zero.
+// Totals also lie in shared memory, where no constructor runs. So they have none, and Total{} is zero.
 struct Saturations {
   using Batch = Saturations;
   int64_t count;
@@ -24,11 +24,11 @@ struct Saturations {
   }
 };
 
-// Of at most 32 values that a thread has at once: added up in float, for a conversion to double costs more than all
-// else. Where that is not safe, the values have to be gone through again.
+// The squares of at most 32 values that a thread has at once. They are added up in float, because converting to double
+// costs more than all else. If that is not safe, the values are gone through again in double.
 struct FloatSquares {
   float sum;
-  float largest;  // a nan shows in the sum alone
+  float largest;  // a nan shows only in the sum
   int num_saturated;
 
   __device__ void add_value(float value) {
@@ -90,12 +90,12 @@ struct Squares {
   }
 };
 
-// A batch to a thread's total. again(total) adds its values one by one.
+// Adds a batch to a thread's total. again(total) adds the batch's values one by one.
 template <class Total, class Again>
 __device__ void add_batch(const typename Total::Batch& batch, Total& total, const Again& again) {
   if constexpr (!std::is_same_v<typename Total::Batch, Total>) {
     if (!batch.is_safe()) {
-      total.num_saturated += batch.num_saturated;  // which what was written does not show
+      total.num_saturated += batch.num_saturated;  // the values that were written do not show it
       return again(total);
     }
   }

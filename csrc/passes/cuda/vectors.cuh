@@ -14,8 +14,8 @@ constexpr int kVectorBytes = 16;
 constexpr int kWarp = 32;
 constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
 
-// How many values a thread has at a time: a vector's on the side with the wider type, or its share of a block, which a
-// warp has.
+// The number of values that a thread has at a time. It is a vector of the wider type, or a thread's part of a block,
+// which a whole warp works on.
 template <class In, class Out>
 constexpr int vector_width() {
   constexpr int64_t kBlock = std::max(kUnitValues<In>, kUnitValues<Out>);
@@ -28,15 +28,15 @@ struct alignas(kWidth * sizeof(T)) Vector {
   T values[kWidth];
 };
 
-// Values of type W, as they travel. Of those in memory the first num_valid are the thread's; zeros follow them.
+// A thread's values in a wire's type. The first num_valid are in memory, and zeros follow them.
 template <class W, int kWidth>
 struct Encoded {
   using Whole = Vector<W, kWidth>;
   Whole vector;
 
-  // Of values that are within the limit already.
+  // Encodes values that are within the limit.
   template <class C>
-  __device__ static Encoded of(const C (&values)[kWidth]) {
+  __device__ static Encoded from(const C (&values)[kWidth]) {
     Encoded encoded;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -45,7 +45,7 @@ struct Encoded {
     return encoded;
   }
 
-  // Known to be whole: all are valid, and lie where a vector can.
+  // known_whole: all values are valid, and aligned as a vector.
   __device__ static Encoded load(const W* data, int64_t index, int num_valid, bool known_whole = false) {
     Encoded loaded{};
     if (known_whole || (num_valid == kWidth && is_aligned(data + index))) {
@@ -82,7 +82,7 @@ struct Encoded {
   __device__ static bool is_aligned(const W* data) { return reinterpret_cast<uintptr_t>(data) % sizeof(Whole) == 0; }
 };
 
-// A thread's share of a block, which the whole warp encodes together. What is not valid is zero.
+// A thread's part of a block. The whole warp encodes the block together. Values that are not valid are zero.
 template <class Block, int kWidth>
   requires kIsBlock<Block>
 struct Encoded<Block, kWidth> {
@@ -91,7 +91,7 @@ struct Encoded<Block, kWidth> {
   Whole vector;
 
   template <class C>
-  __device__ static Encoded of(const C (&values)[kWidth]) {
+  __device__ static Encoded from(const C (&values)[kWidth]) {
     uint32_t largest_bits = 0;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {

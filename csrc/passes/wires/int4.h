@@ -1,4 +1,4 @@
-// The wire of int4: blocks of whole numbers from -7 to 7, two a byte, the first of them in its lower half.
+// The int4 wire: blocks of whole numbers from -7 to 7, two in a byte, the first one in its lower half.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace fastsync {
 
-// What a block is, is said at kIsBlock in wire_format.h.
+// See Note [Wires] in wire_format.h.
 struct Int4Block {
   static constexpr int kBits = 4;
   float scale;

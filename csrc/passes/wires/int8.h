@@ -1,4 +1,4 @@
-// The wire of int8: blocks of whole numbers from -127 to 127, a byte each.
+// The int8 wire: blocks of whole numbers from -127 to 127, a byte each.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace fastsync {
 
-// What a block is, is said at kIsBlock in wire_format.h.
+// See Note [Wires] in wire_format.h.
 struct Int8Block {
   static constexpr int kBits = 8;
   float scale;
