@@ -1,4 +1,4 @@
-"""What the handles of all entry points have in common: statistics, state, and the compression."""
+"""The base classes of all handles: statistics, state, and the compression."""
 
 from __future__ import annotations
 

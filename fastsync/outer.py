@@ -148,9 +148,9 @@ class DiLoCo:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Takes part in the means of the sites whose loops go on, and then in the last ones, after which all are equal.
+        """Takes part in the means of sites whose loops go on, and in the last means, after which all weights are equal.
 
-        Not where an error ends the block: a block that is entered afterwards goes on from where this one was.
+        If an error ends the block, nothing is averaged, and the next block goes on from here.
 
         Raises:
             RuntimeError: the optimizer has never stepped, and another one has.
@@ -391,8 +391,8 @@ def _check_number(name: str, number: object, least: int, most: int) -> None:
 def _shapes(state: Mapping[str, Any]) -> list[object]:
     """Returns the keys and shapes that a state must have in common with this one."""
     outer = state.get("outer", [])
-    of_weights = [{name: weight.shape for name, weight in each["weights"].items()} for each in outer]
-    return [sorted(state), of_weights, [each["buffers"].shape for each in outer]]
+    weights = [{name: weight.shape for name, weight in each["weights"].items()} for each in outer]
+    return [sorted(state), weights, [each["buffers"].shape for each in outer]]
 
 
 def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:

@@ -67,8 +67,8 @@ class Fragment:
 
     Note [What sites say before a mean]
     Before each mean every site says four numbers: whether its loop has ended, whether it counts, whether parameters
-    beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes on. After
-    that it counts where it has moved since the mean before.
+    beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes on. Once
+    the loop has ended, it counts if it has moved since the previous mean.
     """
 
     averager: Averager
@@ -88,7 +88,7 @@ class Fragment:
         self.under_way: UnderWay | None = None
         self._tensors = tensors
         self._names = list(names)
-        self._is_first = is_first  # of all fragments; buffers and other parameters travel with it
+        self._is_first = is_first  # buffers and other parameters are averaged with the first fragment
         self._compression = compression
         self.outer: dict[str, Tensor] = {}
         for name in names:
@@ -98,8 +98,8 @@ class Fragment:
         self.take_over()
         buffers = self._buffers()
         self._shapes = {name: buffer.shape for name, buffer in buffers.items()}
-        self.buffers_mean = _flat(buffers.values())  # as of the newest mean
-        self._means_of_others: dict[str, Tensor] = {}  # of the newest mean, until they are merged
+        self.buffers_mean = _flat(buffers.values())  # the newest mean
+        self._means_of_others: dict[str, Tensor] = {}  # of the newest mean, until ``merge`` writes them
         self._marks = marks(self._others())
         for outer in self.outer.values():
             outer.requires_grad_()

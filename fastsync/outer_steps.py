@@ -33,7 +33,7 @@ class BlockSteps:
         self._step = step
         self._patience = max(patience, PATIENCE)
         self._owner = owner  # named in the error
-        self.has_begun = False
+        self.has_begun = False  # whether the sites have compared their weights, or have loaded a state
         self._num_steps = self._num_steps_of_others = 0
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_any),

@@ -1,1 +1,1 @@
-"""Choosing what gradients travel with by measuring the process group."""
+"""Chooses a compression by measuring the process group."""

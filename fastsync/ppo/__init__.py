@@ -1,4 +1,4 @@
-"""Proximal policy optimisation over many ranks, whose gradients go through fastsync.
+"""Proximal policy optimisation over many ranks. fastsync averages the gradients.
 
     from fastsync.ppo import Settings, train
     policy, result = train(Settings(env="CartPole-v1"))
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for: processes of environments need none of it."""
+    """Imports a name when it is first used, because processes of environments need none of them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = {"ActorCritic": "policies", "Batch": "batches", "Policy": "policies", "hidden_layers": "policies"}

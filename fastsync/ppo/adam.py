@@ -1,4 +1,4 @@
-"""Adam for a policy: few parameters, and small ones."""
+"""Adam for a policy, which has few and small parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Adam(torch.optim.Adam):
-    """``torch.optim.Adam(fused=True)`` without what takes longer than updates of small parameters do.
+    """``torch.optim.Adam(fused=True)`` without the overhead that outweighs updates of small parameters.
 
     It computes the same, calls the same hooks and has the same state. It takes no closures. The learning rate is a
     0-dim tensor, so that it can change without a copy.
@@ -20,7 +20,7 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes a step with the gradients there are. ``grad_scale`` and ``found_inf`` are as GradScaler sets them."""
+        """Takes a step with the gradients that are not None. It reads the attributes that GradScaler sets."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]

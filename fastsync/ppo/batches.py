@@ -1,4 +1,4 @@
-"""The rows of a rollout: their buffers, and the minibatches made of them."""
+"""The rows of a rollout: buffers for them, and minibatches of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .policies import Policy
 from .random_streams import RandomStreams
 
 EXTREME = 1e4
-"""Rows that do not count are blanked beyond it: the arithmetic that multiplies them by 0 must not overflow, even in 16
-bits."""
+"""The largest magnitude in rows that do not count. Larger ones are blanked, because the arithmetic that multiplies them
+by 0 must not overflow, even in 16 bits."""
 
 
 class Buffers:
@@ -43,14 +43,14 @@ class Buffers:
         # Views of each row, made once.
         self.rows = list(zip(self.outputs.unbind(), self.values[:-1].unbind(), strict=True))
         self._observations, self._actions = self.observations.unbind(), self.actions.unbind()
-        # Arrays that share memory with them.
+        # Arrays in the same memory, on CPUs.
         self._arrays = (self.observations.numpy(), self.actions.numpy()) if device.type == "cpu" else None
 
     def observe(self, row: int, observations: Array) -> Tensor:
         """Keeps the observations [N, *observation_shape] before a step, and returns them on the device."""
         if self._arrays is None:
             self._observations[row].copy_(torch.from_numpy(observations))
-        else:  # takes a third of the time
+        else:  # numpy takes a third of the time
             self._arrays[0][row] = observations
         return self._observations[row]
 
@@ -61,10 +61,10 @@ class Buffers:
         return array
 
     def blank_unused(self) -> None:
-        """Writes zeros into rows that do not count and hold nan, inf or what is extreme.
+        """Writes zeros into rows that do not count if they hold nan, inf or extreme values.
 
-        Nobody needs the value of a terminated episode's last observation. It may be anything where a simulation has
-        failed. But nan times a weight of 0 is nan, and so is the square of a number that is large enough.
+        The value of a terminated episode's last observation is not needed. The observation may be anything if a
+        simulation has failed. But nan times a weight of 0 is nan, and the square of a large number overflows.
 
         Raises:
             RuntimeError: a truncated episode ends with such an observation, whose value is needed.
@@ -101,7 +101,7 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
     """Returns the weight of each row in its minibatch's loss, which is a sum of weighted rows.
 
     Weights are those of a mean over the average number of valid rows in a minibatch. So each valid row of each rank
-    counts the same, also where a minibatch or a rank has more restarts than others. Without valid rows all are 0.
+    counts the same, even if a minibatch or a rank has more restarts than others. Without valid rows all are 0.
     """
     return valid * (world_size * num_minibatches / num_valid.clamp(min=1))
 
@@ -127,8 +127,8 @@ class Shuffler:
     """Shuffles rollouts and cuts them into minibatches.
 
     The rows of each environment are shuffled separately. Each minibatch takes the same number of rows from each
-    environment, if num_minibatches divides num_steps. So all ranks have equally large parts of a minibatch, and the
-    whole minibatch does not depend on how environments are spread over ranks.
+    environment, if num_minibatches divides num_steps. So all ranks have the same number of rows of a minibatch, and
+    the whole minibatch does not depend on how environments are spread over ranks.
 
     Args:
         num_minibatches: number of minibatches per pass, of equal size.
@@ -142,7 +142,7 @@ class Shuffler:
     def minibatches(self, batch: Batch, num_epochs: int) -> Iterator[Batch]:
         """Yields the minibatches of each pass over ``batch``, whose columns are [T, N, ...]."""
         rows = batch.map(lambda column: column.flatten(0, 1))
-        if self._num_minibatches == 1:  # its order does not matter
+        if self._num_minibatches == 1:  # the order of rows does not matter
             yield from [rows] * num_epochs
             return
         num_steps, num_envs = batch.log_probs.shape
@@ -152,7 +152,7 @@ class Shuffler:
 
     @staticmethod
     def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
-        """Yields equal parts, as views."""
+        """Yields equal batches, as views."""
         if num_parts == 1:
             yield batch
             return

@@ -1,6 +1,6 @@
 """The trainer's command line: ``fastsync train``, and ``python -m fastsync.train`` on one rank.
 
-Settings come from a YAML file or a preset. Options on the command line win over them.
+Settings come from a YAML file or a preset. Options on the command line override them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .settings import file_words, words_of
 from .whole_numbers import WHOLE_NUMBERS
 
 STOPPED = 128 + 15
-"""Exit status of a training that was asked to stop and has saved, as shells have it for SIGTERM."""
+"""Exit status of a training that was asked to stop and has saved: the one that shells give for SIGTERM."""
 
 Command = TypeVar("Command")
 
@@ -76,13 +76,13 @@ class Arguments:
 
 
 def train_rank(settings: Settings) -> str | None:
-    """Trains as the rank that torchrun's environment variables give, or as the only one.
+    """Trains as the rank that torchrun's environment variables tell, or as the only one.
 
     Returns:
         The name of the signal that stopped the training early, or None.
     """
     with process_group(settings.timeout) as device:
-        # Rank 0's settings count. They may come from the folder of a run, which only rank 0 has to see.
+        # All ranks take rank 0's settings, because only rank 0 has to see the run's folder.
         of_rank_0 = [settings]
         torch.distributed.broadcast_object_list(of_rank_0)
         return train(of_rank_0[0], device)[1].stopped_by
@@ -160,7 +160,7 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
     """
     settings = options.settings
     if settings.run_name is None and settings.resume != "auto":
-        # A name with the time of this start, which restarted ranks find.
+        # The name includes the time of this start, so that restarted ranks find the run.
         settings = replace(settings, run_name=default_run_name(settings, time.time()))
     check_environment(settings)
     check_run(settings, options.nproc)
@@ -168,7 +168,7 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         settings = replace(settings, resume="auto")  # for restarted ranks
     if options.launcher == "ray":
         return _launch_on_ray(options, settings, work)
-    # Its own messages about signals and failed ranks repeat what is printed below.
+    # torchrun's messages about signals and failed ranks would repeat what is printed below.
     logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     is_told = logging.ERROR if options.max_restarts else logging.CRITICAL
@@ -180,7 +180,7 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         stopped_by = launch_ranks(work, options.nproc, settings, **stopping, **told)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        message: Any = failure.message  # a dict where the rank has raised, a string where its process has died
+        message: Any = failure.message  # a dict if the rank has raised, a string if its process has died
         reason = message["message"] if isinstance(message, dict) else message
         ended = f"SIGKILL ended {' and '.join(killed)}; " if killed else ""
         print(f"{error}\nfastsync train: {ended}torchrun saw rank {rank} fail first: {reason}", file=sys.stderr)
@@ -192,7 +192,7 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         return 128 + ended_by
     reasons = [reason for reason in stopped_by if reason]
     if reasons:
-        # A rank without a signal of its own only knows that another rank had one.
+        # A rank that got no signal itself only knows that another rank got one.
         reason = next((reason for reason in reasons if reason in signal.Signals.__members__), reasons[0])
         print(f"fastsync train: stopped by {reason}{_how_to_resume(options, settings)}", file=sys.stderr)
         return STOPPED

@@ -30,10 +30,10 @@ UNSEEN = 2**31
 """Number of the environment to evaluate in. No training environment has it, so the episodes are new."""
 
 PROGRESS_SECONDS = 10.0
-"""How often a message says how far the episodes have come."""
+"""The seconds between messages about the progress."""
 
 LISTED = 5
-"""How many runs a message names."""
+"""The most runs that a message names."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 1 if the checkpoint is damaged.
 
     Raises:
-        ValueError: no checkpoint is said, there is no such one, or its environment cannot be made.
+        ValueError: no checkpoint is named or found, or its environment cannot be made.
     """
     options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments, registry=WHOLE_NUMBERS)
     if options.checkpoint is None:
@@ -89,8 +89,8 @@ def find_checkpoint(path: Path) -> Checkpoint:
     """Reads a checkpoint file, or the newest good one in the folder of a run.
 
     Raises:
-        ValueError: there is none.
-        RuntimeError: the file is damaged, or all of them are.
+        ValueError: there is no checkpoint.
+        RuntimeError: the file is damaged, or all files of the run are.
     """
     if path.is_file():
         return load_checkpoint(path)
@@ -103,7 +103,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def _runs_here() -> str:
-    """Ends a message: with the commands that play the newest runs here."""
+    """Returns the end of a message: commands that play the newest runs in this folder."""
     home = Settings.runs_dir
     found = sorted(Path(home).glob(f"**/{CHECKPOINTS}"), key=lambda folder: folder.stat().st_mtime, reverse=True)
     if not found:
@@ -153,8 +153,8 @@ def play(
 ) -> list[Episode]:  # fmt: skip
     """Plays episodes in a single environment, one after the other, with the likeliest actions, in eval mode.
 
-    An episode that has not ended after ``max_steps`` steps is cut. ``say`` is told of the first one, and at the end how
-    many there were. It is also told now and then how far the episodes have come.
+    An episode that has not ended after ``max_steps`` steps is cut. ``say`` is called with messages: about the first
+    one, about their number at the end, and about the progress now and then.
     """
     observations, episodes = environment.reset(), list[Episode]()
     length, total, num_cut, told = 0, 0.0, 0, time.monotonic()

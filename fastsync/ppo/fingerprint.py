@@ -1,7 +1,7 @@
-"""Fingerprints of functions: whether a source still is the one that an operator was proven equal to.
+"""Fingerprints of functions, which tell whether a source is still the one that an operator was proven equal to.
 
-It is of the syntax tree, so comments, formatting and quotes do not count. Neither the text that ``ast.unparse`` writes
-nor tokens would do: the first changed with Python 3.11, and Python 3.12 splits f-strings into other tokens.
+A fingerprint is a hash of the syntax tree, so comments, formatting and quotes do not count. The text of ``ast.unparse``
+changed with Python 3.11, and the tokens of f-strings with Python 3.12, so neither would do.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 DECORATORS = {"fused.Operator", "staticmethod"}
-"""Those that change nothing of what a function computes."""
+"""Decorators that do not change what a function computes."""
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
-    """Hashes functions' source without docstrings and comments. Empty if one has none, or decorators of one's own.
+    """Hashes the source of functions without docstrings and comments. Empty if one has no source, or other decorators.
 
     The same source has the same fingerprint under every Python.
     """
@@ -26,7 +26,7 @@ def fingerprint(*functions: Callable[..., Any]) -> str:
     for function in functions:
         try:
             definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-        except (OSError, TypeError, SyntaxError):  # the last of a lambda within an expression
+        except (OSError, TypeError, SyntaxError):  # SyntaxError: a lambda inside an expression
             return ""
         if not isinstance(definition, ast.FunctionDef) or hasattr(function, "__wrapped__"):
             return ""
@@ -38,9 +38,9 @@ def fingerprint(*functions: Callable[..., Any]) -> str:
 
 
 def _structure(node: object) -> str:
-    """Writes a syntax tree. Empty fields are left out, because newer Pythons have more of them.
+    """Returns a syntax tree as text. Empty fields are left out, because newer versions of Python have more of them.
 
-    So are empty parts of f-strings: Python 3.12 puts one behind ``{y}`` in ``{x:{y}}``.
+    Empty strings in f-strings are left out too: Python 3.12 adds one after ``{y}`` in ``{x:{y}}``.
     """
     if isinstance(node, list):
         return f"[{' '.join(map(_structure, node))}]"
@@ -48,6 +48,6 @@ def _structure(node: object) -> str:
         parts = [part for part in node.values if not isinstance(part, ast.Constant) or part.value != ""]
         return f"JoinedStr{_structure(parts)}"
     if not isinstance(node, ast.AST):
-        return ascii(node)  # repr would show what this Python's Unicode knows
+        return ascii(node)  # repr depends on the version of Unicode
     named = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
     return f"{type(node).__name__}({' '.join(f'{name}={_structure(value)}' for name, value in named)})"

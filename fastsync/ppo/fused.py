@@ -2,8 +2,8 @@
 
 An operator replaces a function under ``@Operator`` only while the function's source has the fingerprint noted here;
 ``tests/ppo/test_ops.py`` compares the two. An operator replaces a ``torch.nn.Sequential`` only while it consists of
-small linear layers with tanh between them, without hooks. That of ``minibatch_loss`` needs both: the loss and the
-policy's methods as they were proven, and such layers. Everything else runs as it is written.
+small linear layers with tanh between them, without hooks. The operator of ``minibatch_loss`` needs both: the loss and
+the policy's methods as they were proven, and such layers. Everything else runs as it is written.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _is_enabled = True
 _ran: dict[str, bool] = {}
 """Whether the operator ran at the last call, by the names of functions and layers."""
 _seen = threading.local()
-"""``policies`` is a dict inside of ``look_once``: what is known of each."""
+"""Inside ``look_once``, ``policies`` maps policies to their weights and biases, or to None."""
 
 
 def enable(enabled: bool, own: Sequence[Callable[..., Any]] = ()) -> None:
-    """With False no operator replaces a function from now on. ``what_ran`` names functions in ``own``, too."""
+    """Turns operators on or off from now on. ``what_ran`` then also names the functions in ``own``."""
     global _is_enabled, _ran
     _is_enabled = enabled
     _ran = {getattr(each, "__name__", repr(each)): False for each in own if not isinstance(each, Operator)}
@@ -54,7 +54,7 @@ def what_ran() -> str:
 
 @contextmanager
 def look_once() -> Iterator[None]:
-    """Inside, the operator of ``minibatch_loss`` looks at a policy once, not in every minibatch."""
+    """Inside the ``with`` block, the operator of ``minibatch_loss`` inspects a policy once, not in every minibatch."""
     _seen.policies = {}
     try:
         yield
@@ -62,7 +62,7 @@ def look_once() -> Iterator[None]:
         del _seen.policies
 
 
-# What replaces a function returns None for what it cannot compute.
+# Each of these replaces a plain function. It returns None for arguments that the operator cannot compute.
 def _categorical(logits: Tensor, actions: Tensor) -> Any:
     return _ppo.categorical(logits, actions) if _suits(logits) else None
 
@@ -79,7 +79,7 @@ def _ppo_loss(new: Any, batch: Any, settings: Any, remaining: float) -> Any:
 
 
 def _minibatch_loss(policy: Any, batch: Any, settings: Any, remaining: float, loss: Any) -> Any:
-    # One node of the graph, for a policy of two perceptrons and one choice a step.
+    # It is one node of the graph, for a policy of two perceptrons and one choice a step.
     policies: dict[nn.Module, Any] = getattr(_seen, "policies", {})
     if policy not in policies:
         policies[policy] = _perceptrons(policy)
@@ -106,8 +106,8 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...]]] = {
     "ppo_loss": ("4af4ff858aba0eed", _ppo_loss, ()),
     "minibatch_loss": ("36661b8ee4d5be09", _minibatch_loss, ("autocast",)),
 }
-"""By the name of a plain function: the fingerprint of it and of the functions named last, and the operator that was
-proven equal."""
+"""Maps the name of a plain function to a fingerprint, the operator that was proven equal, and names of more functions
+that the fingerprint includes."""
 
 _METHODS = ("forward", "features", "outputs", "value", "_in_full_precision")
 _PROVEN = "5e02c0429322d665"
@@ -169,7 +169,7 @@ def _suits(rows: Tensor) -> bool:
 
 
 def _perceptrons(policy: Any) -> list[list[Tensor]] | None:
-    """Returns weights and biases of actor and critic; None unless these and one choice a step are all of the policy."""
+    """Returns weights and biases of actor and critic; None if the policy is more than two perceptrons and a choice."""
     kind, distribution, networks = type(policy), policy.distribution, (policy.actor, policy.critic)
     if policy.trunk is not None or policy.normalizer is not None or distribution.shape:
         return None

@@ -18,8 +18,8 @@ class LearningRate:
 
     def __init__(self, settings: Any, world_size: int, optimizer: Optimizer) -> None:
         self._settings, self._optimizer, self._warmup = settings, optimizer, 1.0
-        # The batch grows with the number of ranks. linear keeps the change per row (Goyal et al., 2017), sqrt the noise
-        # of a step (Krizhevsky, 2014).
+        # The batch grows with the number of ranks. linear keeps the change per row (Goyal et al., 2017), and sqrt keeps
+        # the noise of a step (Krizhevsky, 2014).
         factors = {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": world_size}
         self._peak = settings.learning_rate * factors[settings.lr_scaling]
         device = optimizer.param_groups[0]["lr"].device

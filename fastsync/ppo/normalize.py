@@ -14,7 +14,7 @@ LIMIT = 10.0
 
 
 def moments(values: Tensor, valid: Tensor) -> Tensor:
-    """Count, sum and sum of squares of the valid rows of ``values`` [..., D], as one fp64 vector [1 + 2 D].
+    """Returns count, sum and sum of squares of the valid rows of ``values`` [..., D], as one fp64 vector [1 + 2 D].
 
     The sum of these vectors over ranks gives the moments over all ranks. fp64 keeps the variance exact enough when two
     large numbers are subtracted.
@@ -82,7 +82,7 @@ class RewardNormalizer(RunningMoments):
         self.register_buffer("carried", torch.zeros(num_envs, dtype=dtype, device="cpu"), persistent=False)
 
     carried: Tensor
-    """[N]: R of the step before; 0 at the beginning of an episode."""
+    """[N]: R of the previous step; 0 at the beginning of an episode."""
 
     def forward(self, rewards: Tensor) -> Tensor:
         deviation = (self.variance + 1e-8).sqrt().to(rewards.dtype)

@@ -29,7 +29,7 @@ Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 @fused.Operator
 def categorical(logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [B] of actions [B] under logits [B, n], and entropies [B], in nats."""
+    """Returns log-probabilities [B] of actions [B] under logits [B, n], and entropies [B], in nats."""
     log_probabilities = torch.log_softmax(logits, dim=-1)
     entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
     return log_probabilities.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropy
@@ -37,7 +37,7 @@ def categorical(logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
 
 @fused.Operator
 def choose(logits: Tensor, noise: Tensor) -> Tensor:
-    """The likeliest [B] of logits + noise [B, n]: with Gumbel noise a sample of the logits' distribution."""
+    """Returns the argmax [B] of logits + noise [B, n]: with Gumbel noise, a sample of the logits' distribution."""
     return torch.argmax(logits + noise, dim=-1)
 
 
@@ -155,9 +155,9 @@ def make_distribution(action_space: spaces.Space, *, log_std_init: float) -> Act
 class Policy(nn.Module):
     """An actor and a critic. A subclass calls ``super().__init__`` and makes ``actor`` and ``critic``.
 
-    It acts in eval mode, in rollouts and in ``fastsync eval``, and learns in train mode. What the subclass leaves in
-    eval mode, such as a frozen layer, stays so. Buffers of its own, such as the running mean of a BatchNorm, are rank
-    0's on every rank, with each sync of gradients; with ``sync`` other than gradients, whenever weights are averaged.
+    It acts in eval mode, in rollouts and in ``fastsync eval``, and learns in train mode. A layer that the subclass
+    leaves in eval mode, such as a frozen one, stays so. All ranks take rank 0's buffers, such as the running mean of a
+    BatchNorm, with each sync of gradients. With another ``sync`` they do so whenever weights are averaged.
 
     Attributes:
         actor: maps observations ``[..., *shape]`` to the distribution's outputs [..., distribution.num_outputs].
@@ -237,19 +237,19 @@ class ActorCritic(Policy):
 
 @contextmanager
 def in_eval_mode(policy: nn.Module) -> Iterator[None]:
-    """Inside, the policy and all its layers are in eval mode. Afterwards each is in the mode that it had before."""
+    """Sets the policy and its layers to eval mode inside a ``with`` block, and restores each mode afterwards."""
     modes = [(module, module.training) for module in policy.modules()]
     policy.eval()
     try:
         yield
     finally:
-        for module, mode in modes:  # outer ones first, because they change those inside, too
+        for module, mode in modes:  # outer ones first, because they also change the inner ones
             if module.training != mode:
                 module.train(mode)
 
 
 def own_buffers(policy: Policy) -> dict[str, Tensor]:
-    """Returns the buffers of a user's layers by name. Those of the normalizer are the same on all ranks anyway."""
+    """Returns the buffers of a user's layers by name. The normalizer's buffers are equal on all ranks anyway."""
     return {name: buffer for name, buffer in policy.named_buffers() if not name.startswith("normalizer.")}
 
 
@@ -261,12 +261,12 @@ def make_policy(
 ) -> Policy:
     """Makes a policy in float32 on the CPU, with weights from torch's global generator.
 
-    A default dtype or device of torch's that somebody has set, such as a module of an environment, changes nothing.
+    Another default dtype or device of torch, such as an environment's module may have set, changes nothing.
 
     Args:
         settings: settings of the run. ``settings.policy`` names the class if ``kind`` is None.
-        observation_space: that of ``make_environments``.
-        action_space: likewise.
+        observation_space: the observation space of ``make_environments``.
+        action_space: its action space.
         kind: a subclass of Policy, or a function that returns one, of both spaces and the settings.
 
     Raises:
@@ -291,7 +291,7 @@ def make_policy(
 
 @contextmanager
 def _torchs_defaults() -> Iterator[None]:
-    """Inside, new tensors are float32 on the CPU unless the caller says otherwise."""
+    """Makes new tensors float32 on the CPU inside a ``with`` block, unless the caller says otherwise."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -302,7 +302,7 @@ def _torchs_defaults() -> Iterator[None]:
 
 
 def _body(space: Space[Any], settings: RunSettings) -> tuple[nn.Sequential, int]:
-    """Makes all layers but the last, and returns their width, too."""
+    """Returns all layers except the last one, and their width."""
     assert space.shape
     if len(space.shape) == 3:
         return nn.Sequential(_Convolutions(space.shape)), IMAGE_FEATURES

@@ -1,7 +1,7 @@
 """PPO on one rank or on many, from top to bottom: settings, rollout, advantages, loss, update, loop.
 
 The algorithm: Schulman et al., "Proximal policy optimization algorithms", 2017, https://arxiv.org/abs/1707.06347
-Shapes stand beside tensors: T steps of a rollout, N environments of this rank, B rows of a minibatch.
+Comments give shapes of tensors: T steps of a rollout, N environments of this rank, B rows of a minibatch.
 
 What you edit here is what runs. On CPUs a fused operator of csrc/ppo replaces each function under ``@fused.Operator``,
 but only while the function's source is the one that the operator was proven equal to. The run prints which operators it
@@ -168,7 +168,7 @@ class Collector:
 
 # --- Advantages -------------------------------------------------------------------------------------------------------
 def discounted_sums(summands: Tensor, decays: Tensor) -> Tensor:
-    """Discounted sums [T, N]: ``sums[t] = summands[t] + decays[t] * sums[t + 1]``; the last row is its summand."""
+    """Returns sums [T, N]: ``sums[t] = summands[t] + decays[t] * sums[t + 1]``; the last row is its summand."""
     sums = summands.clone()
     following, *rows = reversed(sums.unbind())
     for row, decay in zip(rows, decays[:-1].flip(0), strict=True):
@@ -247,7 +247,9 @@ def minibatch_loss(
     policy: Policy, batch: Batch, settings: Settings, remaining: float, loss: Loss
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Evaluates the policy on a minibatch, and then the loss."""
-    with autocast(settings.precision, batch.log_probs.device):  # the loss stays in fp32, for sums in 16 bits are coarse
+    with autocast(
+        settings.precision, batch.log_probs.device
+    ):  # the loss stays in fp32, because sums in 16 bits are coarse
         outputs, values = policy(batch.observations)
     log_prob, entropy = policy.distribution.log_prob_and_entropy(outputs, batch.actions)
     result = loss(Evaluated(log_prob, entropy, values, outputs), batch, settings, remaining)
@@ -333,7 +335,7 @@ class PPO:
             metrics = dict.fromkeys((*fused.METRICS, "grad_norm"), math.nan) | {"optimizer_steps": 0.0}
         metrics["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if self.policy.normalizer is not None:
-            # Not earlier: the rollout's log-probabilities belong to observations under the old normalisation.
+            # The rollout's log-probabilities belong to the old normalisation, so it is updated only now.
             self.policy.normalizer.update(self._moments(rollout.observations, rollout.valid))
         self.step += int(num_valid)
         self.update += 1
@@ -348,14 +350,14 @@ class PPO:
         return self.sync.stats() if self.outer is None else self.outer.stats()[0]
 
     def _moments(self, values: Tensor, valid: Tensor) -> Tensor:
-        """Count, sum and sum of squares of the valid rows of ``values`` [T, N, D], over all ranks [1 + 2 D]."""
+        """Returns count, sum and sum of squares [1 + 2 D] of valid rows of ``values`` [T, N, D], over all ranks."""
         mine = moments(values, valid)
         with self.waiting:
             return self.exchange.sum(mine)
 
     @fused.look_once()
     def _update(self, batch: Batch, remaining: float) -> dict[str, float]:
-        """Epochs of minibatches. Returns the metrics' means over the optimizer steps; NaN if there was none."""
+        """Learns from epochs of minibatches. Returns the means of metrics over optimizer steps; NaN without steps."""
         settings, steps = self.settings, list[list[Tensor]]()
         for minibatch in self.shuffler.minibatches(batch, settings.num_epochs):
             for parameter in self.parameters:  # zero_grad() takes longer
@@ -374,14 +376,14 @@ class PPO:
         with torch.no_grad():
             none = torch.empty(0, len(names), device=self.device)
             table = torch.stack(logged).float().view(len(steps), -1) if steps else none
-            # GradScaler skips steps whose gradients are not finite, until its scale is 0: such a training is lost.
+            # GradScaler skips steps whose gradients are not finite. If its scale is 0, the training is lost.
             if self.scaler.is_enabled() and self.scaler.get_scale() > 0.0:
                 table = table[table[:, -1].isfinite()]
             means = table.mean(0).tolist()
         return dict(zip(names, means, strict=True)) | {"optimizer_steps": len(table)}
 
     def _take_step(self) -> Tensor:
-        """One optimizer step, the same on every rank, for which the host does not wait. Returns the gradient norm."""
+        """Takes an optimizer step, equal on every rank. The host does not wait for it. Returns the gradient norm."""
         max_norm = self.settings.max_grad_norm
         grad_norm = clip_grad_norm_(self.sync, max_norm, optimizer=self.optimizer, scaler=self.scaler)
         self.scaler.step(self.optimizer)

@@ -1,4 +1,4 @@
-"""Random numbers for each environment, the same on whatever rank and device it lives."""
+"""Random numbers for each environment, equal on all ranks and devices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class RandomStreams:
     """A stream of random numbers for each of this rank's environments.
 
     A number depends on the seed, on the environment's number among those of all ranks, and on the number of earlier
-    draws. So it does not depend on how environments are spread over ranks, and the whole state is one integer, which
-    torch's generators do not offer on every device. The numbers are counters mixed by SplitMix64 (Steele, Lea and
-    Flood, OOPSLA 2014).
+    draws. So it does not depend on how environments are spread over ranks, and the whole state is one integer. torch's
+    generators do not offer that on every device. The numbers are counters mixed by SplitMix64 (Steele, Lea and Flood,
+    OOPSLA 2014).
 
     Args:
         seed: seed of all streams.
@@ -29,11 +29,11 @@ class RandomStreams:
         self._streams = _mix(_mix(torch.tensor(seed, device=device)) + _STEP * indices)
 
     def bits(self, num_rows: int, num_columns: int = 1) -> Tensor:
-        """Draws 64 random bits each, [num_rows, N, num_columns] int64. All ranks must draw the same shapes in turn."""
+        """Draws 64 random bits each, [num_rows, N, num_columns] int64. All ranks must draw the same shapes in order."""
         self.num_draws += 1
         keys = _mix(self._streams + _signed(_STEP * self.num_draws))
-        places = torch.arange(1, num_rows * num_columns + 1, device=self.device).view(num_rows, 1, num_columns)
-        return _mix(keys.unsqueeze(1) + _STEP * places)
+        counters = torch.arange(1, num_rows * num_columns + 1, device=self.device).view(num_rows, 1, num_columns)
+        return _mix(keys.unsqueeze(1) + _STEP * counters)
 
     def uniform(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
         """Draws numbers in the open interval (0, 1), [num_rows, N, num_columns]: 23 random bits each, 52 in fp64."""

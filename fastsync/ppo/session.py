@@ -47,7 +47,7 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
         ValueError: the environment is not supported, the run folder exists already, or the run cannot be resumed.
     """
     with ExitStack() as stack:
-        if "OMP_NUM_THREADS" not in os.environ:  # one, as torchrun has it: more gain nothing on networks this small
+        if "OMP_NUM_THREADS" not in os.environ:  # as under torchrun: more threads gain nothing on small networks
             torch.set_num_threads(1)
         chosen = stack.enter_context(process_group(settings.timeout))
         opened = [stack.enter_context(open_run(settings, dist.get_world_size())) if dist.get_rank() == 0 else None]
@@ -93,8 +93,8 @@ class Session:
                 self._stack.callback(logger.close)
             for sentence in (*self._notes, *self.environments.notes):
                 self._console.say(sentence)
-        gc.collect()  # start-up's garbage: in the loop a collection takes longer than an update
-        dist.barrier()  # rank 0 has spent time on opening the logs
+        gc.collect()  # in the loop, collecting the garbage of the start would take longer than an update
+        dist.barrier()  # rank 0 has taken time to open the logs
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()
         self._before = ppo.sync_stats(), 0.0
@@ -138,14 +138,14 @@ class Session:
         if self.is_over or reports[0].checkpoint_due:
             self._save()
             self._saved_at = time.perf_counter()
-        self._reporting_seconds = time.perf_counter() - gathered_at  # likewise
+        self._reporting_seconds = time.perf_counter() - gathered_at  # counted in the next update, too
 
     def finish(self) -> TrainResult:
         """Compares the ranks' weights, and returns how the run ended."""
         stopped_by = None
         if self._ppo.step < self._settings.total_steps:
             stopped_by = self._signals.received.name if self._signals.received else "a signal to another rank"
-        if stopped_by is None or self._ppo.outer is None:  # else ranks differ until weights are averaged again
+        if stopped_by is None or self._ppo.outer is None:  # DiLoCo's ranks differ until weights are averaged again
             check_consistency(self._ppo.policy)
         returns, sync = returns_of(self._last_episodes), self._ppo.sync_stats()
         result = TrainResult(self._ppo.step, self._seconds, returns, sync, stopped_by)
@@ -166,7 +166,7 @@ class Session:
         self._wire_bytes = stats.wire_bytes - before.wire_bytes
         self._gradients_seconds = stats.exposed_time - before.exposed_time
         waited, gathering = waited_so_far - waited_before + self._gradients_seconds, self._gathering_seconds
-        is_alone = self._world_size == 1  # what it calls for the others' sake is not communication
+        is_alone = self._world_size == 1  # a single rank does not communicate
         return PhaseTimes(
             environment=rollout.environment_seconds,
             policy=rollout.policy_seconds,
@@ -179,7 +179,7 @@ class Session:
         """Gathers the state of all ranks. Rank 0 writes it into a checkpoint."""
         ppo = self._ppo
         learner = {name: _on_host(part.state_dict()) for name, part in _parts(ppo).items()}
-        # The residuals of error feedback differ between ranks. The rest of the engine's state is the same on all.
+        # The residuals of error feedback differ between ranks. The rest of the engine's state is equal on all.
         residuals = learner["sync"].pop("residuals")
         mine = {
             "environments": self.environments.state(),
@@ -207,7 +207,7 @@ class Session:
         return [torch.get_rng_state(), *on_gpu]
 
     def _resume(self, checkpoint: Checkpoint) -> list[str]:
-        """Restores a checkpoint, also of another number of ranks. Returns sentences about what is not exact."""
+        """Restores a checkpoint, even of another number of ranks. Returns sentences about what is not exact."""
         ppo, saved = self._ppo, checkpoint.environments
         ppo.step, ppo.update, self._seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
         self._last_episodes.extend(Episode(*episode) for episode in checkpoint.window)

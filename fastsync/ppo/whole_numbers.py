@@ -7,11 +7,11 @@ from decimal import Decimal, InvalidOperation
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 WHOLE_NUMBERS = ConstructorRegistry()
-"""For ``tyro.cli(..., registry=WHOLE_NUMBERS)``, whose own rule takes digits only."""
+"""The rule for ``tyro.cli(..., registry=WHOLE_NUMBERS)``. tyro's own rule takes digits only."""
 
 
 def whole_number(text: str) -> int:
-    """Reads a whole number. Raises ValueError, which says what is accepted, if it is none."""
+    """Reads a whole number. Raises ValueError, with what is accepted, if the text is none."""
     try:
         return int(text)
     except ValueError:

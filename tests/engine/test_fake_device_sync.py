@@ -4,7 +4,7 @@ waits. What the device proves and what not is in docs/reference/gpu.md."""
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from fastsync import Compression
 from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import Averaged, average
+from tests.engine.stderr import NO_TIMES, NOTHING_UNUSED, expected_on_stderr
 from tests.fake_device import DEVICE, unwaited, watched
 from tests.models import Given, random_grads
 
@@ -97,6 +98,10 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def warnings_of_ddp(entry_point: str) -> AbstractContextManager[None]:
+    return expected_on_stderr(NOTHING_UNUSED, NO_TIMES) if entry_point == "hook" else nullcontext()
+
+
 def _gives_the_cpus_bits(
     rank: int, world_size: int, entry_point: str, compressions: list[Compression], kernels: str, runs_at_once: bool
 ) -> None:
@@ -105,17 +110,18 @@ def _gives_the_cpus_bits(
         fake_device.backend_of(group).run_at_once()
     if kernels == "generic":  # test_kernels.py has the warning
         warnings.filterwarnings("ignore", f"fastsync: gradients on {DEVICE} are packed by torch's own operations")
-    for compression in compressions:
-        expected = train(entry_point, compression, "cpu", world())
-        with watched():
-            actual = train(entry_point, compression, DEVICE, group)
-        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            what = f"{entry_point}, {compression}: tensor {index}"
-            if kernels == "generic" and index % (NORM_AT[entry_point] + 1 + len(SHAPES)) == NORM_AT[entry_point]:
-                # Another order of additions: sixteen roundings to float32, see test_ops.py.
-                torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
-            else:
-                assert_bitwise_equal(one, other, what)
+    with warnings_of_ddp(entry_point):
+        for compression in compressions:
+            expected = train(entry_point, compression, "cpu", world())
+            with watched():
+                actual = train(entry_point, compression, DEVICE, group)
+            for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+                what = f"{entry_point}, {compression}: tensor {index}"
+                if kernels == "generic" and index % (NORM_AT[entry_point] + 1 + len(SHAPES)) == NORM_AT[entry_point]:
+                    # Another order of additions: sixteen roundings to float32, see test_ops.py.
+                    torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+                else:
+                    assert_bitwise_equal(one, other, what)
 
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
@@ -138,13 +144,13 @@ def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str, runs_at_on
     group = fake_device.new_group()
     if runs_at_once:
         fake_device.backend_of(group).run_at_once()
-    for compression in ONE_LEVEL:
-        given = begin(entry_point, compression, DEVICE, group)
-        for step in range(FIRST_QUIET_STEP):
-            _step(given, gradients_of(rank, step, DEVICE), torch.zeros(3, device=DEVICE))
-            assert fake_device.backend_of(group).kept_bytes() == 0, (
-                f"{entry_point}, {compression}: the group keeps tensors"
-            )
+    with warnings_of_ddp(entry_point):
+        for compression in ONE_LEVEL:
+            given = begin(entry_point, compression, DEVICE, group)
+            for step in range(FIRST_QUIET_STEP):
+                _step(given, gradients_of(rank, step, DEVICE), torch.zeros(3, device=DEVICE))
+                kept = fake_device.backend_of(group).kept_bytes()
+                assert kept == 0, f"{entry_point}, {compression}: the group keeps tensors"
 
 
 @pytest.mark.parametrize("runs_at_once", [False, True])

@@ -104,7 +104,7 @@ class Environments(ABC):
             The observations to act on, [N, ...]; None if the environments could not be restored exactly. Then they
             must be reset.
         """
-        # Copies, of which those without a dimension become numpy's scalars.
+        # It copies the tensors. Tensors without dimensions become numpy's scalars.
         saved = tree_map_only(torch.Tensor, lambda value: value.numpy().copy()[()], state)
         observations = self._restore(saved)
         if observations is None or not same_values(observations, saved["observations"]):

@@ -20,7 +20,7 @@ from .spaces import suits
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
 
-# The extra that an environment needs, by a part of its entry point or of the error.
+# Maps a word in an environment's entry point, or in the error, to the extra that it needs.
 EXTRAS = {"ale": "atari", "atari": "atari", "box2d": "box2d", "mujoco": "mujoco"}
 
 

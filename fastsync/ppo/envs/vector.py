@@ -72,7 +72,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             observation, self._told_again = self._told_again, None
             return observation, 0.0, *self._ended, {}
         if len(self._actions) <= MAX_ACTIONS:
-            # A row of an array that the caller may overwrite.
+            # The action is a row of an array that the caller may overwrite.
             self._actions.append(action.copy() if isinstance(action, np.ndarray) else action)
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._ended = (bool(terminated), bool(truncated))
@@ -80,7 +80,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     @property
     def snapshot(self) -> dict[str, Any] | None:
-        """The state for ``restore``; None if the episode is too long."""
+        """Returns the state for ``restore``; None if the episode is too long."""
         if len(self._actions) > MAX_ACTIONS:
             return None
         return {"episode": self._episode, "actions": np.array(self._actions), "resets": list(self._resets)}

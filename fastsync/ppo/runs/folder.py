@@ -20,9 +20,9 @@ from .checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.yaml"
 
-# With other values the saved state does not fit the policy, the observations, or what ranks average.
+# Settings that must not change: otherwise the saved state does not fit the policy, observations, or averages.
 _FIXED = ("env", "policy", "network", "hidden_sizes", "activation", "norm_observations", "sync")
-# They say where a run is stored.
+# Settings that say where a run is stored.
 _UNMENTIONED = ("resume", "run_name", "runs_dir")
 
 Opened = tuple[Path, Checkpoint | None, list[str]]

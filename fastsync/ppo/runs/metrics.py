@@ -26,9 +26,9 @@ class PhaseTimes:
     policy: float = 0.0  # Choosing actions, and the rest of the rollout.
     learning: float = 0.0  # Losses, backward and optimizer, without waiting for communication.
     communication: float = 0.0
-    """Waiting for collectives: for the network, and for slower ranks. Of the gradients' collectives only what backward
-    does not hide. 0 on one rank."""
-    reporting: float = 0.0  # Console, logs and checkpoints, since the update before.
+    """Waiting for collectives: for the network, and for slower ranks. Collectives of gradients count only as far as
+    backward does not hide them. 0 on one rank."""
+    reporting: float = 0.0  # Console, logs and checkpoints, since the previous update.
 
 
 PHASES = tuple(phase.name for phase in fields(PhaseTimes))
@@ -40,22 +40,22 @@ class RankReport:
     """A rank's report to the others after an update."""
 
     times: PhaseTimes
-    gradients_seconds: float = 0.0  # The part of times.communication that waited for gradients, or for weights.
-    wire_bytes: float = 0.0  # Bytes that it sent in collectives.
-    episodes: Sequence[Episode] = ()  # Those that ended in the rollout. The last 100 of each rank are sent.
+    gradients_seconds: float = 0.0  # Seconds of times.communication that waited for gradients, or for weights.
+    wire_bytes: float = 0.0  # Bytes that the rank sent in collectives.
+    episodes: Sequence[Episode] = ()  # Episodes that ended in the rollout. The last 100 of each rank are sent.
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the update. All ranks must report the same names in the same order."""
     stop_requested: bool = False  # Whether this rank was asked to stop.
     checkpoint_due: bool = False  # Whether it is time for a checkpoint.
 
     def numbers(self) -> list[float]:
-        """Returns the report as numbers, for ``from_numbers``. The first one tells lists of metrics' names apart."""
+        """Returns the report as numbers, for ``from_numbers``. The first one is a hash of the metrics' names."""
         own = [self.gradients_seconds, self.wire_bytes, self.stop_requested, self.checkpoint_due]
-        return [_mark(self.metrics), *astuple(self.times), *own, *self.metrics.values(), *chain(*self.episodes)]
+        return [_hash_of(self.metrics), *astuple(self.times), *own, *self.metrics.values(), *chain(*self.episodes)]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float], names: Collection[str]) -> RankReport:
-        """Returns the report that ``numbers()`` has told, of metrics of these names."""
+        """Returns the report whose ``numbers()`` these are. ``names`` are the names of its metrics."""
         rest = iter(numbers[1:])
         times = PhaseTimes(*islice(rest, len(PHASES)))
         gradients_seconds, wire_bytes, stop_requested, checkpoint_due = islice(rest, 4)
@@ -68,8 +68,8 @@ class RankReport:
         )  # fmt: skip
 
 
-def _mark(names: Iterable[str]) -> int:
-    """Returns a number that tells one list of names from another."""
+def _hash_of(names: Iterable[str]) -> int:
+    """Returns a hash of the names and their order."""
     return crc32("\n".join(names).encode())
 
 
