@@ -148,8 +148,8 @@ void BucketSync::share_memory(const Bucket& bucket, const Sync& sync) {
   const int64_t bytes = is_across_hosts ? most_bytes(bucket, hosts, adds_hosts_at_once(bucket, sync.compression))
                                         : most_bytes(bucket, teams.all()->size());
   if (!teams.has_room(bytes)) {
-    (sync.scatter ? sync.scatter->memory : memory_) =
-        SumMemory();  // which belongs to the shared memory that there is now
+    // The memory of sums lies in the shared memory that there is now.
+    (sync.scatter ? sync.scatter->memory : memory_) = SumMemory();
     teams.make_room(bytes);
   }
   totals_->why_not_shared = teams.why_not_shared();
@@ -221,8 +221,8 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync)
 
 // ---- the scale and the statistics -----------------------------------------------------------------------------------
 
-// After a sum of zeros, or of nothing finite, the scale may be anything. To know that the host would have to wait for a
-// device: there the scale rises step by step instead, see next_bucket_scale.
+// After a sum of zeros, or of nothing finite, the scale may be anything. On a device the host would have to wait to
+// know that. There the scale rises step by step instead, see next_bucket_scale.
 bool BucketSync::has_lost_scale() const {
   const double* stats = readable(stats_);
   return stats != nullptr && has_followed_ && stats[kMaxMagnitude] == 0.0;
