@@ -219,8 +219,8 @@ std::unique_ptr<BucketSum> BucketSync::make_sum(Bucket bucket, const Sync& sync)
 
 // ---- the scale and the statistics -----------------------------------------------------------------------------------
 
-// After a sum of zeros, or of nothing finite, the scale may be anything. To know that the host would have to wait for a
-// device: there the scale rises step by step instead, see next_bucket_scale.
+// After a sum of zeros, or of nothing finite, the scale may be anything. On a device the host would have to wait to
+// know that. There the scale rises step by step instead, see next_bucket_scale.
 bool BucketSync::has_lost_scale() const {
   const double* stats = readable(stats_);
   return stats != nullptr && has_followed_ && stats[kMaxMagnitude] == 0.0;

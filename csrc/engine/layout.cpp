@@ -14,7 +14,7 @@ namespace fastsync {
 
 namespace {
 
-// As many values of the dtype that travels, in almost no memory.
+// A tensor with as many values as are sent, of their dtype, in almost no memory.
 at::Tensor outline_of(const at::Tensor& parameter) {
   return at::empty({1}, parameter.options().dtype(real_dtype_of(parameter))).expand({num_reals_of(parameter)});
 }

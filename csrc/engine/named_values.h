@@ -25,10 +25,11 @@ class NamedValues {
   // Then they get slots.
   void make_slots();
 
-  // What a sync sends, flat, on the device. counts: the values of this rank do. A rank that has failed leaves all slots
-  // empty. Throws c10::ValueError if a CUDA graph is captured that would repeat the value of one of them.
+  // Returns what a sync sends, flat, on the device. counts: whether this rank's values count in the means. A rank that
+  // has failed leaves all slots empty. Throws c10::ValueError if a CUDA graph is captured that would repeat the value
+  // of one of them.
   std::vector<at::Tensor> to_send(bool counts, bool has_failed, c10::Device device);
-  // Of sums over the ranks, or what was made of them: those under names that this rank has sent.
+  // Splits sums over the ranks, or means made of them. Returns those under names that this rank has sent.
   Tensors by_name(const at::Tensor& sums) const;
 
  private:

@@ -58,8 +58,8 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
 void ShardedState::all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values) {
   TORCH_CHECK_VALUE(values.is_contiguous(), "values: expected contiguous ones");
   run(identity, name, values, /*scatter=*/nullptr);
-  use_on_current_stream(
-      values);  // another stream has made them, and may free them as soon as fully_shard has read them
+  // Another stream has made them, and may free them as soon as fully_shard has read them.
+  use_on_current_stream(values);
 }
 
 void ShardedState::run(const at::Tensor& identity, const std::string& name, const at::Tensor& values,

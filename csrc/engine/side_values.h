@@ -18,13 +18,13 @@ class SideValues {
   GradientFlags flags;
   NamedValues named;
 
-  // The vector, on the device. Without a stamp the one before takes its slots. See NamedValues::to_send.
+  // Returns the vector, on the device. Without a stamp the one before takes its slots. See NamedValues::to_send.
   at::Tensor to_send(std::optional<std::vector<float>> stamp, bool counts, bool has_failed, c10::Device device);
   // The sums over the ranks have come. They may lie in memory that the next sync writes to.
   void arrive(const at::Tensor& sums, bool is_captured);
-  // Of these, the stamps; undefined if none were sent.
+  // The sums of the stamps; undefined if none were sent.
   at::Tensor stamps() const;
-  // And the named values.
+  // The sums of the named values.
   at::Tensor named_sums() const { return sums_.narrow(0, num_fixed(), sums_.numel() - num_fixed()); }
 
  private:
@@ -36,7 +36,7 @@ class SideValues {
   bool has_new_stamp_ = false;
   std::vector<float> fixed_;  // what is on the device: flags and stamp
   at::Tensor fixed_on_device_;
-  std::vector<at::Tensor> captured_;  // which CUDA graphs go on reading
+  std::vector<at::Tensor> captured_;  // vectors that CUDA graphs go on reading
   at::Tensor sums_;
 };
 

@@ -82,8 +82,8 @@ bool Step::may_go_early(size_t index) const {
   const LayoutBucket& next = layout().buckets[index];
   const BucketSync& bucket = *next.bucket;
   const bool is_last = index + 1 == layout().buckets.size();
-  // On a CPU it depends on time whether weights have come. What the group itself adds up, it pairs by the order of
-  // calls. So a collective that somebody else calls inside backward would come before it here, and after it there.
+  // On a CPU it depends on time whether weights have come. But the group pairs its collectives by the order of calls.
+  // So a user's collective inside backward could come before the bucket's on one rank, and after it on another.
   const bool waits_for_end = context_.weight.is_on() && bucket.device().is_cpu() && !bucket.has_room();
   return num_waiting_[index] == 0 && !waits_for_end && have_agreed() &&
          !bucket.waits_to_send(engine().compressions()->at(next.num_reals)) &&
@@ -131,7 +131,7 @@ void Step::leave_behind() {
   engine().liveness().give_up();
 }
 
-// Accumulators that were made under several streams accumulate on several, and this may be yet another one.
+// Gradients get ready on the streams under which their accumulators were made. The current stream may be another one.
 void Step::wait_for_gradients(const LayoutBucket& bucket) const {
   const c10::Stream current = current_stream(bucket.bucket->device());
   std::vector<c10::Stream> waited_for;
@@ -179,9 +179,9 @@ void Step::send_next() {
   if (is_last) {
     engine().end_step();
   }
-  // While backward goes on, or another bucket is waited for, something else has to see to what follows on the arrival
-  // of messages. To wake a thread for the only bucket, at the end of backward, would take longer than to do it here.
-  // After a failure nobody waits for it here, perhaps for long.
+  // This thread may go on with backward, or wait for another bucket, when messages arrive. Then the progress thread
+  // does what follows. For the only bucket, at the end of backward, to wake a thread would take longer than to do it
+  // here. After a failure this thread may not come back for long.
   if (layout().buckets.size() > 1 || has_failed() || !device.is_cpu()) {
     BucketWork::drive_later(works_.back(), engine().progress());
   }

@@ -45,7 +45,7 @@ struct BucketTotals {
   void add(const BucketTotals& other);  // the counts and times; what is before them is one bucket's
 };
 
-// What the syncs of a model have cost.
+// The costs of all syncs of a model.
 struct SyncTotals {
   std::vector<BucketTotals> buckets;  // of the newest step, in the order they were sent
   BucketTotals all;                   // of all the buckets there have been
@@ -68,7 +68,7 @@ class Stopwatch {
   // Whether the device has passed kDone. Never true of a stopwatch that does not measure, nor while a CUDA graph is
   // captured, nor of a captured sync: its events belong to the graph.
   bool done() const;
-  // What follows is for after that.
+  // The rest is for a stopwatch that is done.
   void add_up() const;  // to the totals
   // How long the last bucket of the step had been on its way when this one was done.
   double seconds_after(const Stopwatch& last) const;

@@ -54,8 +54,8 @@ class WeightSum {
 
   // The current stream may use it from now on.
   void use() const;
-  // What this rank's gradients are multiplied with, so that the mean over all ranks is the weighted one, or the sum is
-  // the weighted sum: float64 [1], undefined if it is 1.
+  // The factor that makes the mean of all ranks' gradients the weighted mean, or their sum the weighted sum. This
+  // rank's are multiplied with it: float64 [1], undefined if it is 1.
   at::Tensor factor(c10::Device device) const;
   // 1 for each rank that still has gradients, else 0; nan from one that has failed: float64.
   const at::Tensor& active() const { return active_; }
