@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/bucket_sync.h"
+#include "engine/bucket.h"
 #include "engine/ddp_hook.h"
 #include "engine/sharded.h"
 #include "engine/synchronizer.h"

@@ -8,8 +8,8 @@
 
 namespace fastsync {
 
-std::shared_ptr<BucketSync> Buckets::find_or_add(const std::vector<at::Tensor>& parameters, const std::string& name,
-                                                 c10::Device device) {
+std::shared_ptr<Bucket> Buckets::find_or_add(const std::vector<at::Tensor>& parameters, const std::string& name,
+                                             c10::Device device) {
   const auto same = [](const ParameterId& id, const at::Tensor& parameter) {
     return id._unsafe_get_target() == parameter.unsafeGetTensorImpl();
   };
@@ -25,23 +25,22 @@ std::shared_ptr<BucketSync> Buckets::find_or_add(const std::vector<at::Tensor>& 
     ids.emplace_back(parameter.getIntrusivePtr());
     moved.insert(parameter.unsafeGetTensorImpl());
   }
-  forget([&](const BucketSync& bucket) {
+  forget([&](const Bucket& bucket) {
     return std::any_of(bucket.parameters.begin(), bucket.parameters.end(),
                        [&](const ParameterId& id) { return id.expired() || moved.contains(id._unsafe_get_target()); });
   });
   return add(std::move(ids), std::make_shared<Agreement>(*group_, name), name, device);
 }
 
-std::shared_ptr<BucketSync> Buckets::add(std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement,
-                                         const std::string& name, c10::Device device) {
-  auto bucket =
-      std::make_shared<BucketSync>(group_, name, device, liveness_, std::move(parameters), std::move(agreement));
+std::shared_ptr<Bucket> Buckets::add(std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement,
+                                     const std::string& name, c10::Device device) {
+  auto bucket = std::make_shared<Bucket>(group_, name, device, liveness_, std::move(parameters), std::move(agreement));
   begin_with_saved(*bucket);
   all_.push_back(bucket);
   return bucket;
 }
 
-void Buckets::forget(const std::function<bool(const BucketSync&)>& which) {
+void Buckets::forget(const std::function<bool(const Bucket&)>& which) {
   const auto is_forgotten = [&](const auto& bucket) { return which(*bucket); };
   std::erase_if(newest_, is_forgotten);
   times_.collect();
@@ -60,7 +59,7 @@ void Buckets::save_and_forget() {
   for (const auto& bucket : all_) {
     saved_.record_scale(bucket->parameters, bucket->scale());
   }
-  forget([](const BucketSync& /*bucket*/) { return true; });
+  forget([](const Bucket& /*bucket*/) { return true; });
 }
 
 std::vector<SavedState::Row> Buckets::saved() const {
@@ -79,7 +78,7 @@ void Buckets::set_saved(const std::vector<SavedState::Row>& rows) {
   }
 }
 
-void Buckets::begin_with_saved(BucketSync& bucket) {
+void Buckets::begin_with_saved(Bucket& bucket) {
   bucket.set_scale(saved_.smallest_scale(bucket.parameters, bucket.device()));
   bucket.feedback().set_residuals(saved_.take_residuals(bucket.parameters, bucket.device()));
 }

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/bucket_sync.h"
+#include "engine/bucket.h"
 #include "engine/saved_state.h"
 #include "engine/sync_times.h"
 
@@ -22,23 +22,23 @@ class Buckets {
   Buckets(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<Liveness> liveness)
       : group_(std::move(group)), liveness_(std::move(liveness)) {}
 
-  const std::vector<std::shared_ptr<BucketSync>>& all() const { return all_; }
+  const std::vector<std::shared_ptr<Bucket>>& all() const { return all_; }
 
   // Adds a bucket of parameters, which starts with what is saved of them. The name is for errors.
-  std::shared_ptr<BucketSync> add(std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement,
-                                  const std::string& name, c10::Device device);
+  std::shared_ptr<Bucket> add(std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement,
+                              const std::string& name, c10::Device device);
   // Finds the bucket of exactly these parameters. A new one has an agreement of its own, and takes the place of the
   // buckets that held one of them, or a parameter that is gone.
-  std::shared_ptr<BucketSync> find_or_add(const std::vector<at::Tensor>& parameters, const std::string& name,
-                                          c10::Device device);
+  std::shared_ptr<Bucket> find_or_add(const std::vector<at::Tensor>& parameters, const std::string& name,
+                                      c10::Device device);
   // Forgets all. Their scales, residuals and totals are kept. Waits for the device.
   void save_and_forget();
 
   // ---- the newest step, as far as it has come ----
 
-  const std::vector<std::shared_ptr<BucketSync>>& newest() const { return newest_; }
+  const std::vector<std::shared_ptr<Bucket>>& newest() const { return newest_; }
   void clear_newest() { newest_.clear(); }
-  void add_newest(std::shared_ptr<BucketSync> bucket) { newest_.push_back(std::move(bucket)); }
+  void add_newest(std::shared_ptr<Bucket> bucket) { newest_.push_back(std::move(bucket)); }
   // Each step sends all.
   void set_newest_to_all() { newest_ = all_; }
 
@@ -60,13 +60,13 @@ class Buckets {
   SyncTotals totals();
 
  private:
-  void begin_with_saved(BucketSync& bucket);
-  void forget(const std::function<bool(const BucketSync&)>& which);
+  void begin_with_saved(Bucket& bucket);
+  void forget(const std::function<bool(const Bucket&)>& which);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::shared_ptr<Liveness> liveness_;
-  std::vector<std::shared_ptr<BucketSync>> all_;
-  std::vector<std::shared_ptr<BucketSync>> newest_;
+  std::vector<std::shared_ptr<Bucket>> all_;
+  std::vector<std::shared_ptr<Bucket>> newest_;
   SavedState saved_;
   BucketTotals forgotten_totals_;
   SyncTimes times_;

@@ -112,13 +112,13 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   return future;
 }
 
-std::shared_ptr<BucketWork> HookState::send(BucketSync& bucket, c10d::GradBucket& grad_bucket,
+std::shared_ptr<BucketWork> HookState::send(Bucket& bucket, c10d::GradBucket& grad_bucket,
                                             const Compression& compression) {
   const auto stopwatch = start_bucket(bucket);
-  Sync sync{compression, step_under_way(), first_tag(bucket.agreement->number)};
-  sync.in_place = true;
+  SendOptions options{compression, step_under_way(), first_tag(bucket.agreement->number)};
+  options.in_place = true;
   const at::Tensor side_values = grad_bucket.isLast() ? stamp(bucket, grad_bucket) : at::Tensor();
-  return bucket.send(gradients_of(grad_bucket, compression), sync, stopwatch, side_values);
+  return bucket.send(gradients_of(grad_bucket, compression), options, stopwatch, side_values);
 }
 
 void HookState::note_update() {
@@ -158,7 +158,7 @@ bool HookState::gradients_are_unchanged() {
 }
 
 // Undefined if none travels in this step, which is the same on all ranks.
-at::Tensor HookState::stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket) {
+at::Tensor HookState::stamp(Bucket& bucket, c10d::GradBucket& grad_bucket) {
   // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.
   const bool has_gradients = current_graph_task() != kNoGraphTask;
   const c10::Device device = bucket.device();

@@ -1,4 +1,4 @@
-// The entry point for DDP: brings the buckets that its Reducer hands over to BucketSync and back. It touches no Python
+// The entry point for DDP: brings the buckets that its Reducer hands over to Bucket and back. It touches no Python
 // object, and runs without the GIL.
 #pragma once
 
@@ -39,8 +39,8 @@ class HookState : public EngineState {
 
  private:
   void note_gradients();
-  std::shared_ptr<BucketWork> send(BucketSync& bucket, c10d::GradBucket& grad_bucket, const Compression& compression);
-  at::Tensor stamp(BucketSync& bucket, c10d::GradBucket& grad_bucket);
+  std::shared_ptr<BucketWork> send(Bucket& bucket, c10d::GradBucket& grad_bucket, const Compression& compression);
+  at::Tensor stamp(Bucket& bucket, c10d::GradBucket& grad_bucket);
 
   std::optional<size_t> newest_index_;                      // of the step under way; none between steps
   std::vector<std::pair<ParameterId, Snapshot>> averaged_;  // empty if nobody has noted them

@@ -79,7 +79,7 @@ void EngineState::set_saved(const std::vector<SavedState::Row>& rows) {
   agree_anew("a state was loaded");
 }
 
-void EngineState::agree_on_bucket(const BucketSync& bucket, const std::string& name,
+void EngineState::agree_on_bucket(const Bucket& bucket, const std::string& name,
                                   const std::shared_ptr<const CompressionTable>& compressions,
                                   const std::function<std::string()>& lines) {
   Agreement& agreement = *bucket.agreement;
@@ -90,7 +90,7 @@ void EngineState::agree_on_bucket(const BucketSync& bucket, const std::string& n
   pass_agreement(agreement, step_under_way());
 }
 
-std::shared_ptr<Stopwatch> EngineState::start_bucket(const BucketSync& bucket) {
+std::shared_ptr<Stopwatch> EngineState::start_bucket(const Bucket& bucket) {
   const c10::Device device = bucket.device();
   is_captured_ = is_capturing(device);
   return buckets_.times().start_bucket(bucket.totals(), device);

@@ -74,7 +74,7 @@ class EngineState {
   int64_t step_under_way() const { return step_ - 1; }
   // The times of a step are those of its buckets between begin_step and end_step, or the next begin_step.
   void begin_step() { buckets_.times().begin_step(); }
-  std::shared_ptr<Stopwatch> start_bucket(const BucketSync& bucket);
+  std::shared_ptr<Stopwatch> start_bucket(const Bucket& bucket);
   void end_step() { buckets_.times().end_step(); }
 
   // The ranks have to agree again before the next step. The reason is for errors.
@@ -86,7 +86,7 @@ class EngineState {
              int64_t step, const std::string& lines, c10::Device device);
   // Does the same for a bucket that has an agreement of its own, unless the ranks have agreed on it already. The lines
   // are asked for only if they are needed. Then this rank has passed agreement in the step under way.
-  void agree_on_bucket(const BucketSync& bucket, const std::string& name,
+  void agree_on_bucket(const Bucket& bucket, const std::string& name,
                        const std::shared_ptr<const CompressionTable>& compressions,
                        const std::function<std::string()>& lines);
   // Notes for other ranks that this one agrees on nothing more before it averages in the step.

@@ -10,14 +10,14 @@
 #include <string>
 #include <vector>
 
-#include "engine/bucket_sync.h"
+#include "engine/bucket.h"
 
 namespace fastsync {
 
 struct LayoutBucket {
   std::vector<size_t> parameters;  // their indices
   int64_t num_reals = 0;
-  std::shared_ptr<BucketSync> bucket = nullptr;  // set by the engine
+  std::shared_ptr<Bucket> bucket = nullptr;  // set by the engine
 };
 
 // It holds until a parameter is frozen, unfrozen, moved, cast or put in another order in memory. The buckets come in

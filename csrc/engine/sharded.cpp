@@ -51,7 +51,8 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
     }
   }
   SumMemory for_once;  // an allocator keeps a device's memory
-  const Sync::Scatter scatter{output, factor_of(op, group_->getSize()), *teams_, input.is_cpu() ? memory_ : for_once};
+  const SendOptions::Scatter scatter{output, factor_of(op, group_->getSize()), *teams_,
+                                     input.is_cpu() ? memory_ : for_once};
   run(identity, name, input, &scatter);
 }
 
@@ -63,7 +64,7 @@ void ShardedState::all_reduce(const at::Tensor& identity, const std::string& nam
 }
 
 void ShardedState::run(const at::Tensor& identity, const std::string& name, const at::Tensor& values,
-                       const Sync::Scatter* scatter) {
+                       const SendOptions::Scatter* scatter) {
   check_not_forked("shard the model in the process that trains");
   TORCH_INTERNAL_ASSERT(identity.numel() == values.numel());
   if (values.numel() == 0) {
@@ -77,14 +78,14 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
                   [&] { return c10::str(name, " with ", values.numel(), " values of ", values.scalar_type()); });
   TORCH_CHECK_VALUE(is_supported(values.scalar_type()), "fastsync: ", name, " has ", values.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
-  Sync sync{compressions_->at(values.numel()), step_under_way(), first_tag(bucket->agreement->number)};
-  sync.scatter = scatter;
+  SendOptions options{compressions_->at(values.numel()), step_under_way(), first_tag(bucket->agreement->number)};
+  options.scatter = scatter;
   const auto forget_scale = c10::make_scope_exit([&] {
     if (scatter) {
       bucket->set_scale({});  // it has followed what this rank got: the next one is agreed on anew
     }
   });
-  const auto work = bucket->send({values}, sync, start_bucket(*bucket));
+  const auto work = bucket->send({values}, options, start_bucket(*bucket));
   work->receive();
   liveness_->rest();
 }
@@ -98,7 +99,7 @@ void ShardedState::give_up() const {
 
 // A step is a backward. A pipeline's schedule hands gradients over outside of any backward: there a step is over when
 // the first of its buckets comes again.
-void ShardedState::enter_step(const std::shared_ptr<BucketSync>& bucket) {
+void ShardedState::enter_step(const std::shared_ptr<Bucket>& bucket) {
   const bool is_outside = current_graph_task() == kNoGraphTask;
   const auto& newest = buckets_.newest();
   const bool has_come = std::find(newest.begin(), newest.end(), bucket) != newest.end();

@@ -32,9 +32,10 @@ class ShardedState : public EngineState {
 
  private:
   // A reduce-scatter, or an all-reduce if scatter is null.
-  void run(const at::Tensor& identity, const std::string& name, const at::Tensor& values, const Sync::Scatter* scatter);
+  void run(const at::Tensor& identity, const std::string& name, const at::Tensor& values,
+           const SendOptions::Scatter* scatter);
   void give_up() const override;
-  void enter_step(const std::shared_ptr<BucketSync>& bucket);
+  void enter_step(const std::shared_ptr<Bucket>& bucket);
 
   std::weak_ptr<void> backward_;  // that the newest step belongs to, until it ends or fails
 

@@ -80,7 +80,7 @@ void Step::send_full_buckets() {
 
 bool Step::may_go_early(size_t index) const {
   const LayoutBucket& next = layout().buckets[index];
-  const BucketSync& bucket = *next.bucket;
+  const Bucket& bucket = *next.bucket;
   const bool is_last = index + 1 == layout().buckets.size();
   // On a CPU it depends on time whether weights have come. But the group pairs its collectives by the order of calls.
   // So a user's collective inside backward could come before the bucket's on one rank, and after it on another.
@@ -149,7 +149,7 @@ void Step::wait_for_gradients(const LayoutBucket& bucket) const {
 void Step::send_next() {
   const size_t number = works_.size();
   const LayoutBucket& next = layout().buckets[number];
-  BucketSync& bucket = *next.bucket;
+  Bucket& bucket = *next.bucket;
   if (!has_failed()) {
     wait_for_gradients(next);
     if (weights_) {
@@ -169,13 +169,13 @@ void Step::send_next() {
   const c10::Device device = bucket.device();
   const bool is_last = number + 1 == layout().buckets.size();
   const at::Tensor side_values = is_last ? side_values_to_send(device, grads) : at::Tensor();
-  const Sync sync{engine().compressions()->at(next.num_reals),
-                  number_,
-                  first_tag(context_.agreement->number) + static_cast<int>(number) * kTagsPerBucket,
-                  engine().num_steps(),
-                  /*is_weighted_mean=*/context_.weight.is_on() && !context_.sums,
-                  weights_ && !has_failed() ? weights_->factor(device) : at::Tensor()};
-  works_.push_back(bucket.send(std::move(grads), sync, engine().start_bucket(bucket), side_values, stand_in));
+  const SendOptions options{engine().compressions()->at(next.num_reals),
+                            number_,
+                            first_tag(context_.agreement->number) + static_cast<int>(number) * kTagsPerBucket,
+                            engine().num_steps(),
+                            /*is_weighted_mean=*/context_.weight.is_on() && !context_.sums,
+                            weights_ && !has_failed() ? weights_->factor(device) : at::Tensor()};
+  works_.push_back(bucket.send(std::move(grads), options, engine().start_bucket(bucket), side_values, stand_in));
   if (is_last) {
     engine().end_step();
   }

@@ -63,7 +63,7 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   const void* const sequence_;
   Backward backward_;                                 // that the step under way belongs to
   std::vector<std::shared_ptr<GradientHook>> hooks_;  // one for each parameter, while attached
-  bool overlaps_ = false;  // hooks are on, and send gradients while backward goes on
+  bool overlaps_ = false;                             // hooks are on, and send gradients while backward goes on
   bool is_enabled_ = true;
 };
 

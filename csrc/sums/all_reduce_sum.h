@@ -9,18 +9,18 @@
 #include <memory>
 #include <vector>
 
-#include "sums/bucket_sum.h"
+#include "sums/sum_work.h"
 #include "transport/team.h"
 
 namespace fastsync {
 
 // Side values travel behind the gradients on a float32 wire that is memory of its own, else in a collective of their
 // own.
-class AllReduceSum final : public BucketSum {
+class AllReduceSum final : public SumWork {
  public:
   // kept: the memory of the sum before, which is made anew if it does not fit. in_place: a single gradient of the
   // wire's dtype is summed in its own memory, which nobody else may use meanwhile.
-  AllReduceSum(Bucket bucket, c10::intrusive_ptr<c10d::ProcessGroup> group, at::Tensor& kept, bool in_place);
+  AllReduceSum(FlatGradients gradients, c10::intrusive_ptr<c10d::ProcessGroup> group, at::Tensor& kept, bool in_place);
 
   void send() override;
   bool may_be_sent_again() const override { return true; }
@@ -28,7 +28,7 @@ class AllReduceSum final : public BucketSum {
   int64_t sent_bytes() const override { return transfer_->sent_bytes(); }
 
  private:
-  std::vector<Range> all_values() const { return {{0, bucket_.num_values, /*offset=*/0}}; }
+  std::vector<Range> all_values() const { return {{0, gradients_.num_values, /*offset=*/0}}; }
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const int64_t num_bytes_;  // of the gradients on the wire

@@ -17,14 +17,14 @@ std::vector<at::Tensor> flat_clones(std::vector<at::Tensor> tensors) {
 
 }  // namespace
 
-void ErrorFeedback::lend(Bucket& bucket, const std::vector<bool>& stand_in) {
+void ErrorFeedback::lend(FlatGradients& gradients, const std::vector<bool>& stand_in) {
   before_.clear();
-  if (!memory_.defined() || memory_.numel() != bucket.num_values || alignment_ != bucket.alignment) {
-    lay_out(bucket);
+  if (!memory_.defined() || memory_.numel() != gradients.num_values || alignment_ != gradients.alignment) {
+    lay_out(gradients);
   }
-  bucket.residual = memory_;
+  gradients.residual = memory_;
   for (size_t i = 0; i < residuals_.size(); ++i) {
-    bucket.segments[i].residual = residuals_[i].data_ptr();
+    gradients.segments[i].residual = residuals_[i].data_ptr();
     if (i < stand_in.size() && stand_in[i]) {
       before_.emplace(i, residuals_[i].clone());
     }
@@ -32,14 +32,14 @@ void ErrorFeedback::lend(Bucket& bucket, const std::vector<bool>& stand_in) {
 }
 
 // Residuals lie as the gradients do on the wire, so that a sum's values find theirs at the same offsets.
-void ErrorFeedback::lay_out(const Bucket& bucket) {
-  const at::Tensor& like = bucket.grads.front();
-  memory_ = at::zeros({bucket.num_values}, like.options().dtype(compute_dtype(like.scalar_type())));
-  alignment_ = bucket.alignment;
-  residuals_.resize(bucket.grads.size());
+void ErrorFeedback::lay_out(const FlatGradients& gradients) {
+  const at::Tensor& like = gradients.grads.front();
+  memory_ = at::zeros({gradients.num_values}, like.options().dtype(compute_dtype(like.scalar_type())));
+  alignment_ = gradients.alignment;
+  residuals_.resize(gradients.grads.size());
   for (size_t i = 0; i < residuals_.size(); ++i) {
-    const at::Tensor& gradient = bucket.grads[i];
-    const at::Tensor laid_out = memory_.narrow(0, bucket.segments[i].offset, bucket.segments[i].numel)
+    const at::Tensor& gradient = gradients.grads[i];
+    const at::Tensor laid_out = memory_.narrow(0, gradients.segments[i].offset, gradients.segments[i].numel)
                                     .as_strided(gradient.sizes(), gradient.strides());
     residuals_[i] = residuals_[i].defined() ? laid_out.copy_(residuals_[i].reshape(gradient.sizes())) : laid_out;
   }

@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "sums/bucket.h"
+#include "sums/flat_gradients.h"
 
 namespace fastsync {
 
@@ -18,7 +18,7 @@ class ErrorFeedback {
  public:
   // Has the bucket's passes send the residuals, and keep what they lose. stand_in tells which gradients stand in for
   // one that this rank does not have.
-  void lend(Bucket& bucket, const std::vector<bool>& stand_in);
+  void lend(FlatGradients& gradients, const std::vector<bool>& stand_in);
 
   // One for each gradient, flat, in the order of its indices and not of its memory. Undefined if nothing is kept.
   std::vector<at::Tensor> residuals() const;
@@ -28,7 +28,7 @@ class ErrorFeedback {
   void take_back(size_t index);
 
  private:
-  void lay_out(const Bucket& bucket);
+  void lay_out(const FlatGradients& gradients);
 
   std::vector<at::Tensor> residuals_;  // by gradient; undefined if nothing is kept
   at::Tensor memory_;                  // of all residuals, laid out as the gradients on the wire; undefined before lend

@@ -25,7 +25,7 @@
 #include <optional>
 #include <vector>
 
-#include "sums/bucket.h"
+#include "sums/flat_gradients.h"
 #include "transport/team.h"
 #include "transport/teams.h"
 

@@ -12,8 +12,8 @@ namespace fastsync {
 
 // A plan's memory is zero at first, because the gaps between gradients are added and encoded with the blocks around
 // them.
-PlannedSum::PlannedSum(Bucket bucket, SumMemory& memory)
-    : BucketSum(std::move(bucket)),
+PlannedSum::PlannedSum(FlatGradients gradients, SumMemory& memory)
+    : SumWork(std::move(gradients)),
       plan_(memory.plan),
       use_(plan_->team->use_rows()),
       transfers_(plan_->chunks.size() * plan_->num_phases()),
@@ -24,7 +24,7 @@ PlannedSum::PlannedSum(Bucket bucket, SumMemory& memory)
   memory_ = memory.bytes;
 }
 
-bool PlannedSum::may_be_sent_again() const { return plan_->team->shares_memory() || !bucket_.device.is_cpu(); }
+bool PlannedSum::may_be_sent_again() const { return plan_->team->shares_memory() || !gradients_.device.is_cpu(); }
 
 std::unique_ptr<Transfer>& PlannedSum::transfer(const Chunk& chunk, size_t phase) {
   return transfers_[index_of(chunk) * plan_->num_phases() + phase];
@@ -44,7 +44,7 @@ void PlannedSum::send() {
     }
   }
   for (const Chunk& chunk : plan_->chunks) {
-    bucket_.pack(chunk.packed, plan_->packed_as, address(chunk.packed_at), chunk.position);
+    gradients_.pack(chunk.packed, plan_->packed_as, address(chunk.packed_at), chunk.position);
     if (chunk.position.is_last) {
       put_side_values(chunk.phases.front());
     }
@@ -61,7 +61,7 @@ void PlannedSum::drive() {
   try {
     use_memory_on_current_stream();
     drive_all();
-    driven_.set(bucket_.device);
+    driven_.set(gradients_.device);
   } catch (...) {
     error_ = std::current_exception();
     plan_->team->give_up();  // so that nobody waits for this rank
@@ -122,13 +122,13 @@ void PlannedSum::reduce(const Chunk& chunk, const Phase& phase) {
       break;
     }
     const void* const rows = address(phase.received.offset + bytes_of(skipped, reduce.dtype));
-    ReduceArgs args = bucket_.reduce_args(rows, reduce.dtype, phase.received.count, phase.received.stride, num_values,
-                                          address(reduce.outs[shard]), reduce.factor);
-    if (bucket_.residual.defined()) {
-      args.residual = bucket_.residual.narrow(0, begin, num_values).data_ptr();
+    ReduceArgs args = gradients_.reduce_args(rows, reduce.dtype, phase.received.count, phase.received.stride,
+                                             num_values, address(reduce.outs[shard]), reduce.factor);
+    if (gradients_.residual.defined()) {
+      args.residual = gradients_.residual.narrow(0, begin, num_values).data_ptr();
       args.residual_share = reduce.residual_factor;
     }
-    run_reduce(args, bucket_.device);
+    run_reduce(args, gradients_.device);
   }
 }
 
@@ -136,11 +136,11 @@ void PlannedSum::reduce(const Chunk& chunk, const Phase& phase) {
 
 // Writes them to the end of each row that this rank fills.
 void PlannedSum::put_side_values(const Phase& phase) const {
-  if (bucket_.side_bytes() == 0) {
+  if (gradients_.side_bytes() == 0) {
     return;
   }
   const auto put = [&](const Rows& rows, int64_t first, int64_t count) {
-    put_values(bucket_.side_values, memory_, rows.begin(first) + rows.length - bucket_.side_bytes(), rows.stride,
+    put_values(gradients_.side_values, memory_, rows.begin(first) + rows.length - gradients_.side_bytes(), rows.stride,
                count);
   };
   const int64_t rank = phase.team->rank();
@@ -155,12 +155,12 @@ void PlannedSum::put_side_values(const Phase& phase) const {
 }
 
 void PlannedSum::sum_side_values(const Rows& rows) {
-  const at::Tensor sums = at::empty_like(bucket_.side_values);
+  const at::Tensor sums = at::empty_like(gradients_.side_values);
   run_reduce({address(rows.offset), rows.count, rows.stride, sums.numel(), DType::kFloat32, DType::kFloat32,
               sums.data_ptr(), DType::kFloat32, /*multiplier=*/1.0, /*limit=*/std::numeric_limits<double>::infinity(),
               /*bucket_scale=*/nullptr, /*residual=*/nullptr},
-             bucket_.device);
-  bucket_.side_values = sums;
+             gradients_.device);
+  gradients_.side_values = sums;
 }
 
 // ---- the end --------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ void PlannedSum::receive(const std::function<void()>& on_reduced) {
     if (chunk.position.is_last) {
       on_reduced();
     }
-    bucket_.unpack(chunk.unpacked, address(rows.offset), rows.count, rows.stride, plan_->factor, chunk.position);
+    gradients_.unpack(chunk.unpacked, address(rows.offset), rows.count, rows.stride, plan_->factor, chunk.position);
   }
   if (plan_->chunks.empty()) {
     on_reduced();

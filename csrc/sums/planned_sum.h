@@ -12,8 +12,8 @@
 #include <optional>
 #include <vector>
 
-#include "sums/bucket_sum.h"
 #include "sums/plan.h"
+#include "sums/sum_work.h"
 #include "transport/progress_thread.h"
 #include "transport/team.h"
 
@@ -26,10 +26,10 @@ struct SumMemory {
   at::Tensor bytes = {};                       // that rows lie in; undefined before the first sum
 };
 
-class PlannedSum final : public BucketSum {
+class PlannedSum final : public SumWork {
  public:
   // Runs the memory's plan.
-  PlannedSum(Bucket bucket, SumMemory& memory);
+  PlannedSum(FlatGradients gradients, SumMemory& memory);
 
   // Packs chunk after chunk, each on its way before the next one is packed.
   void send() override;

@@ -21,7 +21,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // The version of what ranks send each other: how buckets are laid out, the order of messages, wires, side values. Raise
 // it with each change of these, because ranks with different versions would add up what does not belong together.
-constexpr int kProtocol = 1;
+constexpr int kProtocol = 2;
 const char* const kProtocolLine = "fastsync's protocol ";
 
 // Each sleep is a part of the time that the wait has lasted, so that no wait gets much longer.

@@ -15,7 +15,7 @@ namespace fastsync {
 namespace {
 
 // The number of a chunk is made of its sum's number and its index.
-constexpr int64_t kPiecesOfASum = 1 << 20;
+constexpr int64_t kChunksOfASum = 1 << 20;
 
 // The group's time-out, or PyTorch's default if a backend that wraps another one does not tell.
 std::chrono::milliseconds limit_of(c10d::ProcessGroup& group) {
@@ -123,7 +123,7 @@ void SharedTeam::check_announced() const {
 std::shared_ptr<void> SharedTeam::use_rows() {
   numbers_of(rank())[kRead].raise_to(sum_before_);
   wait_for_all(kRead, sum_before_);
-  num_pieces_.fill(0);
+  num_chunks_.fill(0);
   auto use = std::make_shared<char>();
   use_ = use;
   return use;
@@ -131,9 +131,9 @@ std::shared_ptr<void> SharedTeam::use_rows() {
 
 std::unique_ptr<Transfer> SharedTeam::next(int tag, int64_t bytes) {
   const size_t phase = static_cast<size_t>(tag) % kPhases;
-  const int64_t piece = ++num_pieces_[phase];
-  TORCH_INTERNAL_ASSERT(piece < kPiecesOfASum);
-  return std::make_unique<Arrival>(shared_from_this(), phase, sum_ * kPiecesOfASum + piece, bytes);
+  const int64_t chunk = ++num_chunks_[phase];
+  TORCH_INTERNAL_ASSERT(chunk < kChunksOfASum);
+  return std::make_unique<Arrival>(shared_from_this(), phase, sum_ * kChunksOfASum + chunk, bytes);
 }
 
 std::unique_ptr<Transfer> SharedTeam::all_to_all(const at::Tensor& /*buffer*/, const Rows& from, const Rows& /*to*/,

@@ -65,7 +65,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   int64_t sum_ = 0;         // the number of the newest sum, which is the same on all ranks
   int64_t sum_before_ = 0;  // the number of the sum before it
   int64_t announced_ = 0;   // this rank's kAnnounced in the newest sum; 0 if ranks cannot mistake the sum
-  std::array<int64_t, kPhases> num_pieces_{};  // how many chunks of the newest sum have been sent in each phase
+  std::array<int64_t, kPhases> num_chunks_{};  // how many chunks of the newest sum have been sent in each phase
   std::weak_ptr<void> use_;                    // expires when this rank's newest sum no longer uses the rows
   std::mutex mutex_;                           // guards the next
   std::string failure_;                        // the error of the first wait that failed

@@ -11,7 +11,8 @@
 
 namespace fastsync {
 
-// Equal rows of a buffer, one for each rank of a team, or one for each of the first so many. All but the count are bytes.
+// Equal rows of a buffer, one for each rank of a team, or one for each of the first so many. All but the count are
+// bytes.
 struct Rows {
   int64_t offset;     // where the first row begins
   int64_t length;     // how much of a row is used

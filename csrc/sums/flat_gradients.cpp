@@ -1,4 +1,4 @@
-#include "sums/bucket.h"
+#include "sums/flat_gradients.h"
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
@@ -46,7 +46,7 @@ int64_t values_in(int64_t bytes, DType dtype) {
   return bytes / unit.bytes * unit.values;
 }
 
-Bucket::Bucket(std::vector<at::Tensor> of, DType wire, c10::Device where)
+FlatGradients::FlatGradients(std::vector<at::Tensor> of, DType wire, c10::Device where)
     : device(where),
       grads(std::move(of)),
       grad_dtype(dtype_of(grads.front().scalar_type())),
@@ -56,13 +56,13 @@ Bucket::Bucket(std::vector<at::Tensor> of, DType wire, c10::Device where)
       num_values(wire_length(segments, alignment)),
       limit(saturation_limit(wire, /*world_size=*/1)) {}
 
-void Bucket::redirect() {
+void FlatGradients::redirect() {
   for (size_t i = 0; i < segments.size(); ++i) {
     segments[i].data = nowhere.emplace_back(at::empty_like(grads[i])).data_ptr();
   }
 }
 
-void Bucket::pack(const std::vector<Range>& ranges, DType dtype, void* wire, Position position) const {
+void FlatGradients::pack(const std::vector<Range>& ranges, DType dtype, void* wire, Position position) const {
   RECORD_FUNCTION("fastsync::pack", {});
   const std::vector<Segment> from = cut(segments, ranges, grad_dtype);
   PackArgs args{from.data(),         static_cast<int64_t>(from.size()), grad_dtype, dtype, wire, multiplier, limit,
@@ -72,8 +72,8 @@ void Bucket::pack(const std::vector<Range>& ranges, DType dtype, void* wire, Pos
   run_pack(args, device, workspace);
 }
 
-void Bucket::unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride,
-                    double factor, Position position) const {
+void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride,
+                           double factor, Position position) const {
   RECORD_FUNCTION("fastsync::unpack", {});
   const std::vector<Segment> to = output.defined()
                                       ? cut({{output.data_ptr(), output.numel(), /*offset=*/0}}, ranges, grad_dtype)
@@ -83,8 +83,8 @@ void Bucket::unpack(const std::vector<Range>& ranges, const void* wire, int64_t 
              device, workspace);
 }
 
-ReduceArgs Bucket::reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel,
-                               void* out, double factor) const {
+ReduceArgs FlatGradients::reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel,
+                                      void* out, double factor) const {
   return {.wire = rows,
           .num_wires = num_rows,
           .stride_bytes = stride,

@@ -9,18 +9,18 @@
 #include <functional>
 #include <memory>
 
-#include "sums/bucket.h"
+#include "sums/flat_gradients.h"
 
 namespace fastsync {
 
-class BucketSum {
+class SumWork {
  public:
-  explicit BucketSum(Bucket bucket);
-  virtual ~BucketSum() = default;
-  BucketSum(const BucketSum&) = delete;
-  BucketSum& operator=(const BucketSum&) = delete;
+  explicit SumWork(FlatGradients gradients);
+  virtual ~SumWork() = default;
+  SumWork(const SumWork&) = delete;
+  SumWork& operator=(const SumWork&) = delete;
 
-  Bucket& bucket() { return bucket_; }
+  FlatGradients& gradients() { return gradients_; }
 
   // Packs the gradients and sends them. Returns at once. Error feedback is lent before.
   virtual void send() = 0;
@@ -34,7 +34,7 @@ class BucketSum {
   // return at once. finish throws its errors.
   virtual void drive() {}
   // Drops a sum whose result nobody wants. What other ranks wait for is done all the same, in the background.
-  static void abandon(std::unique_ptr<BucketSum> sum);
+  static void abandon(std::unique_ptr<SumWork> sum);
 
   // Waits for the rest, calls on_reduced, and unpacks. From then on the bucket's side values are sums, perhaps in
   // memory that its next sum writes to.
@@ -47,7 +47,7 @@ class BucketSum {
   void let_go_of_gradients();
   void use_memory_on_current_stream() const;
 
-  Bucket bucket_;
+  FlatGradients gradients_;
   at::Tensor memory_;  // what travels lies in it
 
  private:

@@ -1,4 +1,4 @@
-#include "sums/bucket_sum.h"
+#include "sums/sum_work.h"
 
 #include <exception>
 #include <utility>
@@ -7,31 +7,31 @@
 
 namespace fastsync {
 
-BucketSum::BucketSum(Bucket bucket) : bucket_(std::move(bucket)) {}
+SumWork::SumWork(FlatGradients gradients) : gradients_(std::move(gradients)) {}
 
 // A forked child frees nothing, because threads that may still use it have stayed behind in its parent.
-void BucketSum::abandon(std::unique_ptr<BucketSum> sum) {
+void SumWork::abandon(std::unique_ptr<SumWork> sum) {
   if (getpid() != sum->process_id_) {
     sum.release();
-  } else if (sum->needs_driving() && sum->bucket_.device.is_cpu()) {
+  } else if (sum->needs_driving() && sum->gradients_.device.is_cpu()) {
     sum->let_go_of_gradients();
     try {
-      ProgressThread().post(c10::kCPU, [sum = std::shared_ptr<BucketSum>(std::move(sum))] { sum->drive(); });
+      ProgressThread().post(c10::kCPU, [sum = std::shared_ptr<SumWork>(std::move(sum))] { sum->drive(); });
     } catch (const std::exception&) {  // there is no thread: other ranks wait in vain
     }
   }
 }
 
 // Here, and not on whichever thread drops the sum: gradients may be Python's, whose last owner needs the interpreter.
-void BucketSum::let_go_of_gradients() {
-  bucket_.grads.clear();
-  bucket_.nowhere.clear();
+void SumWork::let_go_of_gradients() {
+  gradients_.grads.clear();
+  gradients_.nowhere.clear();
 }
 
 // The memory was made on backward's stream or beside it.
-void BucketSum::use_memory_on_current_stream() const {
+void SumWork::use_memory_on_current_stream() const {
   use_on_current_stream(memory_);
-  use_on_current_stream(bucket_.side_values);
+  use_on_current_stream(gradients_.side_values);
 }
 
 }  // namespace fastsync

@@ -26,9 +26,9 @@ inline const std::byte* advance(const void* data, int64_t bytes) { return static
 int64_t bytes_of(int64_t values, DType dtype);
 int64_t values_in(int64_t bytes, DType dtype);
 
-struct Bucket {
+struct FlatGradients {
   // The gradients are dense, contiguous, of one supported dtype and on the device.
-  Bucket(std::vector<at::Tensor> grads, DType wire_dtype, c10::Device device);
+  FlatGradients(std::vector<at::Tensor> grads, DType wire_dtype, c10::Device device);
 
   c10::Device device;
   std::vector<at::Tensor> grads;

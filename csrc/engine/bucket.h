@@ -17,15 +17,15 @@
 #include "engine/saved_state.h"
 #include "engine/step_check.h"
 #include "engine/sync_times.h"
-#include "sums/bucket_sum.h"
 #include "sums/error_feedback.h"
 #include "sums/planned_sum.h"
+#include "sums/sum_work.h"
 #include "transport/progress_thread.h"
 #include "transport/teams.h"
 
 namespace fastsync {
 
-class BucketSync;
+class Bucket;
 
 // What the ranks of an engine, or of one bucket, have agreed on. Its step check tells whether the gradients that meet
 // from then on belong together.
@@ -39,7 +39,7 @@ struct Agreement {
 };
 
 // How a bucket is sent in one step. All of it but the weight is the same on all ranks.
-struct Sync {
+struct SendOptions {
   // Where the result of a reduce-scatter goes. Several buckets share its teams and memory, one after the other.
   struct Scatter {
     at::Tensor output;
@@ -53,7 +53,7 @@ struct Sync {
   int tag = 0;                    // of its messages, which have the next kTagsPerBucket - 1 as well
   int64_t attempt = 0;            // the same if a step that failed is sent again; with 0 each is another one
   bool is_weighted_mean = false;  // on all ranks
-  at::Tensor weight = {};         // see Bucket
+  at::Tensor weight = {};         // see FlatGradients
   bool in_place = false;          // nobody else uses the gradients' memory until the sum is there
   const Scatter* scatter = nullptr;
 };
@@ -81,25 +81,24 @@ class BucketWork {
   // Does the same, but the averages go nowhere. The scale follows them as it does on other ranks.
   void discard();
 
-  bool has_error_feedback() const { return sum_->bucket().residual.defined(); }
+  bool has_error_feedback() const { return sum_->gradients().residual.defined(); }
   // The sums of the side values, after receive. They may lie in memory that the bucket's next sum writes to.
-  const at::Tensor& side_values() const { return sum_->bucket().side_values; }
+  const at::Tensor& side_values() const { return sum_->gradients().side_values; }
 
  private:
-  friend class BucketSync;
+  friend class Bucket;
 
-  std::shared_ptr<BucketSync> sync_;
-  std::unique_ptr<BucketSum> sum_;
+  std::shared_ptr<Bucket> bucket_;
+  std::unique_ptr<SumWork> sum_;
   std::shared_ptr<Stopwatch> stopwatch_;
 };
 
 // Must be owned by a shared_ptr.
-class BucketSync : public std::enable_shared_from_this<BucketSync> {
+class Bucket : public std::enable_shared_from_this<Bucket> {
  public:
   // It tells liveness what the engine is doing.
-  BucketSync(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
-             std::shared_ptr<Liveness> liveness, std::vector<ParameterId> parameters,
-             std::shared_ptr<Agreement> agreement);
+  Bucket(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& name, c10::Device device,
+         std::shared_ptr<Liveness> liveness, std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement);
 
   const std::vector<ParameterId> parameters;
   const std::shared_ptr<Agreement> agreement;
@@ -110,7 +109,7 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
   // Packs the gradients and sends them. They are dense, contiguous, of one supported dtype and on the bucket's device,
   // the same on every rank. Only one sum may be under way. stand_in: gradients that stand in for missing ones, which
   // take no part in error feedback; empty if there are none. Each moment is marked on the stopwatch.
-  std::shared_ptr<BucketWork> send(std::vector<at::Tensor> grads, const Sync& sync,
+  std::shared_ptr<BucketWork> send(std::vector<at::Tensor> grads, const SendOptions& options,
                                    std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values = {},
                                    const std::vector<bool>& stand_in = {});
 
@@ -165,11 +164,11 @@ class BucketSync : public std::enable_shared_from_this<BucketSync> {
     return compression.wire == DType::kFloat16 && (!scale_.defined() || has_lost_scale());
   }
   bool has_lost_scale() const;
-  void agree_on_scale(const Bucket& bucket);
-  Bucket make_bucket(std::vector<at::Tensor> grads, const Sync& sync, const at::Tensor& side_values);
-  PlanKey plan_key(const Bucket& bucket, const Sync& sync, const Teams& teams) const;
-  void choose_plan(const Bucket& bucket, const Sync& sync);
-  std::unique_ptr<BucketSum> make_sum(Bucket bucket, const Sync& sync);
+  void agree_on_scale(const FlatGradients& gradients);
+  FlatGradients flatten(std::vector<at::Tensor> grads, const SendOptions& options, const at::Tensor& side_values);
+  PlanKey plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const;
+  void choose_plan(const FlatGradients& gradients, const SendOptions& options);
+  std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options);
   void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
 
   c10::Device device_;
