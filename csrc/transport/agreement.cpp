@@ -19,12 +19,13 @@ namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// The version of what ranks send each other: how buckets are laid out, the order of messages, wires, side values. Raise
-// it with each change of these, because ranks with different versions would add up what does not belong together.
+// The version of fastsync's protocol: how buckets are laid out, the order of messages, wires, side values. Raise it
+// with each change of these, because ranks with different versions would add up what does not belong together.
 constexpr int kProtocol = 2;
 const char* const kProtocolLine = "fastsync's protocol ";
 
-// Each sleep is a part of the time that the wait has lasted, so that no wait gets much longer.
+// Calls look until the work is done, and sleeps in between. Each sleep is a part of the time that the wait has lasted,
+// so that no wait gets much longer.
 void look_while_waiting(c10d::ProcessGroup& group, c10d::Work& work, const std::function<void()>& look) {
   using Clock = std::chrono::steady_clock;
   constexpr Clock::duration kShortest = std::chrono::microseconds(20);
@@ -42,8 +43,8 @@ void look_while_waiting(c10d::ProcessGroup& group, c10d::Work& work, const std::
   }
 }
 
-// Returns a row for each rank, on the CPU. Only with Gloo it looks while it waits, because other backends' works may
-// not tell that they are done before somebody waits for them.
+// Returns a row for each rank, on the CPU. It calls look only with Gloo, because other backends' works may not tell
+// that they are done before somebody waits for them.
 at::Tensor all_gather(const Group& group, const at::Tensor& mine, c10::Device device,
                       const std::function<void()>& look = nullptr) {
   const WithoutPythonObjects without_python;
@@ -58,7 +59,7 @@ at::Tensor all_gather(const Group& group, const at::Tensor& mine, c10::Device de
   return all.cpu();
 }
 
-// The first line in which the ranks differ, such as "rank 0, 2: compression fp16; rank 1: compression none".
+// Describes the first line in which the ranks differ, as in "rank 0, 2: compression fp16; rank 1: compression none".
 std::string first_difference(const std::vector<std::string>& texts) {
   std::vector<std::istringstream> rest(texts.begin(), texts.end());
   std::map<std::string, std::string> ranks_of;

@@ -18,17 +18,17 @@ uint64_t fingerprint(const std::string& text);
 std::vector<std::string> gather_texts(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& text,
                                       int64_t size, c10::Device device);
 
-// Makes all waits fail in which a rank of the group waits for this one, and this rank's own waits: Gloo closes all
-// connections of a rank whose message does not come in time. The group is of no use afterwards. Other backends take no
-// notice.
+// Closes all connections of this rank in a group of Gloo: its own waits fail, and so do those of ranks that wait for
+// it. To that end it waits for a message that never comes, on whose time-out Gloo closes them. The group is of no use
+// afterwards. Other backends take no notice.
 void close_connections(c10d::ProcessGroup& group);
 
-// Compares lines of text, and the version of what ranks send each other, over all ranks of the group. If they differ,
-// every rank throws c10::ValueError with the first line that differs, and which ranks have which version of it. `what`
-// names what they do not agree on. While ranks agree, only a hash travels, as a tensor on the device. Returns a number
-// that the group's ranks have agreed on, and that no earlier call has returned.
-// With Gloo it calls `look` while it waits. If `look` throws, the wait ends, and all connections of the group are
-// closed.
+// Compares lines of text, and the version of fastsync's protocol, over all ranks of the group. If they differ, every
+// rank throws c10::ValueError with the first line that differs, and which ranks have which version of it. `what` names
+// in the error what they do not agree on. While ranks agree, only a hash travels, as a tensor on the device. Returns a
+// number that is the same on all ranks of the group, and that no earlier call has returned.
+// With Gloo it calls `look` while it waits. If `look` throws, the wait ends, and this rank's connections of the group
+// are closed.
 int64_t check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& lines,
                         c10::Device device, const std::string& what = "what to synchronise",
                         const std::function<void()>& look = nullptr);

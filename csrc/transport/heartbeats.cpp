@@ -19,9 +19,9 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kPeriod(1000);     // between two heartbeats
-constexpr milliseconds kListenFor(2500);  // to know whether there are any
-constexpr milliseconds kLimit(4000);      // for an answer of the store, which may hang
-constexpr milliseconds kAtExit(200);      // for the thread's call of a store
+constexpr milliseconds kListenFor(2500);  // how long ask listens for new heartbeats
+constexpr milliseconds kLimit(4000);      // how long ask waits for the store, which may hang
+constexpr milliseconds kAtExit(200);      // how long the process's exit waits for the sender's call of a store
 constexpr milliseconds kLookEvery(5000);  // longer than a rank that agrees may be held up
 
 const char* const kKey = "fastsync/alive";  // followed by the rank; by itself it counts questions
@@ -39,7 +39,7 @@ std::vector<std::string> keys_of_ranks(int64_t size) {
   return keys;
 }
 
-// By the group's backend. One around another backend may not tell: then the ranks of the group.
+// Asks the group's backend. One that wraps another backend may not tell: then each rank keeps its number in the group.
 std::vector<int64_t> global_ranks_of(c10d::ProcessGroup& group) {
   std::vector<uint64_t> told;
   try {
@@ -60,7 +60,7 @@ std::vector<EngineStatus> where_it_is(std::vector<EngineStatus> engines) {
   return in_step.empty() && !engines.empty() ? std::vector{std::move(engines.back())} : in_step;
 }
 
-// The heartbeats of this process's groups, and the thread that sends them. Never destroyed, because the thread may hang
+// The sender: a thread, and the groups whose heartbeats it writes. It is never destroyed, because the thread may hang
 // in a call of a store.
 struct Sender {
   static Sender* of_this_process();  // null in a forked child
@@ -81,7 +81,7 @@ Sender* Sender::of_this_process() {
         made->beat_all();
       }
     }).detach();
-    // From then on the thread uses no store, for what stores are made of is torn down next.
+    // At exit the thread stops using stores, because what stores are made of is torn down next.
     std::atexit([] {
       if (Sender* const own = of_this_process()) {
         std::ignore = own->using_stores.try_lock_for(kAtExit);
@@ -114,7 +114,7 @@ void Sender::beat_all() {
     const std::lock_guard<std::timed_mutex> lock(using_stores);
     try {
       living[index]->beat(std::move(others));
-    } catch (const std::exception&) {  // the store is gone, which whoever asks is told
+    } catch (const std::exception&) {  // the store is gone, which ask reports
     }
   }
 }
@@ -155,7 +155,7 @@ void Heartbeats::tell(const std::shared_ptr<SharedStatus>& status) {
   statuses_.push_back(status);
 }
 
-// ---- what the thread does -------------------------------------------------------------------------------------------
+// ---- what the sender does -------------------------------------------------------------------------------------------
 
 std::vector<EngineStatus> Heartbeats::own_statuses() {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -205,7 +205,7 @@ bool Heartbeats::is_time_to_look() {
          });
 }
 
-// A heartbeat that is not the newest does no harm: an agreement that a rank has passed it does not come back to.
+// An old heartbeat does no harm, because a rank does not come back to an agreement that it has passed.
 void Heartbeats::look_who_is_past() {
   if (connection_.is_file()) {
     connection_.store()->add(kKey, 1);
@@ -231,7 +231,7 @@ std::vector<int64_t> Heartbeats::ranks_past(int64_t agreement, int64_t step) {
   return ranks;
 }
 
-// ---- who asks -------------------------------------------------------------------------------------------------------
+// ---- how a rank asks ------------------------------------------------------------------------------------------------
 
 std::vector<std::string> Heartbeats::read() const { return connection_.get(keys_); }
 
@@ -256,7 +256,7 @@ std::vector<RankState> Heartbeats::listen() const {
   return states;
 }
 
-// On a thread of its own, because the store may hang.
+// Listens on a thread of its own, because the store may hang.
 std::vector<RankState> Heartbeats::ask(Clock::duration most_age) {
   if (getpid() != process_id_) {
     return {};
@@ -276,7 +276,7 @@ std::vector<RankState> Heartbeats::ask(Clock::duration most_age) {
     if (answer_.wait_for(milliseconds(0)) == std::future_status::ready) {
       return answer_.get();
     }
-  } catch (const std::exception&) {  // the store's
+  } catch (const std::exception&) {  // the store has thrown
   }
   TORCH_CHECK(false, "the store of their group does not answer",
               connection_.is_file() ? "" : ": the process that holds it, the launcher or rank 0's, is stopped or gone");

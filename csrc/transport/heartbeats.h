@@ -1,9 +1,10 @@
-// The heartbeats by which ranks of a group tell each other where they are.
+// Heartbeats tell the ranks of a group where each of them is.
 //
 // Note [Heartbeats]
-// A thread of each process writes a heartbeat for each group that has an engine: once a second, into the group's store,
-// under the rank's key. It tells where the engines of the group are. If engines of other groups are in a step, it tells
-// that too, because a rank that waits in one group does not come to the other groups' steps.
+// One thread of each process, the sender, writes a heartbeat for each group that has an engine. It does so once a
+// second, into the group's store, under the rank's key. The heartbeat tells where the engines of the group are. It also
+// tells of engines of other groups that are in a step, because a rank that waits in one group does not come to the
+// other groups' steps.
 // A rank that wants to know who is missing reads the heartbeats of all ranks twice, some seconds apart. A rank whose
 // heartbeat has changed meanwhile lives. The ranks' clocks need not agree for that.
 // The thread only ever waits for the store. If the store hangs, so does the thread, and nobody waits for it.
@@ -27,36 +28,37 @@ namespace fastsync {
 
 // The status of an engine, which the engine changes and heartbeats tell.
 struct SharedStatus {
-  std::mutex mutex;  // guards the others
+  std::mutex mutex;  // guards the other members
   EngineStatus status;
-  int64_t agreement = -1;  // the number of what the engine agrees on anew; below 0 if nobody can have passed it
+  int64_t agreement = -1;  // while the engine agrees: the agreement that it replaces; below 0 if there is none
   std::chrono::steady_clock::time_point agreeing_since;
 };
 
-// Those of one group. Thread-safe; touches no Python object.
+// The heartbeats of one group. Thread-safe; touches no Python object.
 class Heartbeats : public std::enable_shared_from_this<Heartbeats> {
  public:
   using Clock = std::chrono::steady_clock;
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // One for all engines of the group. Null if the ranks have no store to tell each other by, if there is one rank, and
-  // in a forked child, which must not speak for its parent.
+  // Returns one object for all engines of the group. Returns null if the ranks have no store that can be used, or if
+  // there is one rank. A forked child gets null too, because it must not speak for its parent.
   static std::shared_ptr<Heartbeats> of(const Group& group);
 
   // From now on heartbeats tell the status, until nobody else holds it.
   void tell(const std::shared_ptr<SharedStatus>& status);
 
-  // The state of each rank, or an answer that is at most so old. Takes some seconds. Throws c10::Error if the store
-  // does not answer. Empty in a forked child.
+  // Finds out the state of each rank, or returns an answer that is at most so old. Takes some seconds. Throws
+  // c10::Error if the store does not answer. Returns nothing in a forked child.
   std::vector<RankState> ask(Clock::duration most_age = {});
 
-  // The ranks that do not come to an agreement because they have passed it, as far as this process knows. It looks some
-  // seconds after an engine has begun to agree, and then every few seconds. Never waits.
+  // Returns the ranks that do not come to replace an agreement, because they have passed it, as far as this process
+  // knows. The sender looks some seconds after an engine has begun to agree, and then every few seconds. Never waits.
   std::vector<int64_t> ranks_past(int64_t agreement, int64_t step);
 
-  // Sends the heartbeat, which also tells these statuses of other groups' engines, and looks who has passed agreements.
+  // Writes the heartbeat, which also tells these statuses of other groups' engines. Looks who has passed agreements if
+  // it is time to. Only the sender calls it.
   void beat(std::vector<EngineStatus> others);
-  // The statuses of the group's engines that are left.
+  // The statuses of the group's engines that this process still has.
   std::vector<EngineStatus> own_statuses();
 
   explicit Heartbeats(const Group& group);
@@ -69,17 +71,17 @@ class Heartbeats : public std::enable_shared_from_this<Heartbeats> {
 
   const pid_t process_id_;
   const int64_t rank_;
-  const std::vector<std::string> keys_;      // of all ranks
-  const std::vector<int64_t> global_ranks_;  // of all ranks
+  const std::vector<std::string> keys_;      // each rank's key in the store
+  const std::vector<int64_t> global_ranks_;  // each rank's number in the default group
   const StoreConnection connection_;
-  int64_t answered_ = -1;  // how many questions the thread has seen in a FileStore
+  int64_t answered_ = -1;  // how many questions the sender has answered in a FileStore
 
-  std::mutex mutex_;  // guards what follows, up to the next mutex; not held while the store is used
+  std::mutex mutex_;  // guards the members up to the next mutex; not held while the store is used
   std::vector<std::weak_ptr<SharedStatus>> statuses_;
   Clock::time_point looked_at_;
-  std::vector<Heartbeat> seen_;  // of all ranks, when it looked last
+  std::vector<Heartbeat> seen_;  // each rank's heartbeat, when the sender looked last
 
-  std::mutex asking_;  // held by who asks; guards what follows
+  std::mutex asking_;  // held while somebody asks; guards the next members
   std::shared_future<std::vector<RankState>> answer_;
   Clock::time_point asked_at_;
 };

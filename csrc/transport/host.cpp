@@ -24,7 +24,7 @@ using Group = Host::Group;
 
 constexpr int64_t kLongestText = 512;
 
-// The message of what the call throws, or empty.
+// Returns the message of the error that the call throws, or an empty one.
 std::string failure_of(const std::function<void()>& call) {
   try {
     call();
@@ -36,7 +36,8 @@ std::string failure_of(const std::function<void()>& call) {
   }
 }
 
-// Every rank does its part, and gets the text that each rank's part returns. All throw CannotShare if one has thrown.
+// Does this rank's part, and returns the text that each rank's part has returned. All ranks throw CannotShare if the
+// part of one has thrown.
 std::vector<std::string> vote(const Group& group, const std::function<std::string()>& part) {
   std::string text;
   const std::string failure = failure_of([&] { text = "+" + part(); });
@@ -61,8 +62,8 @@ bool is_on() {
 
 void check_is_on() { TORCH_CHECK(is_on(), "FASTSYNC_SHARED_MEMORY=0"); }
 
-// The same for processes that find each other's memory in /proc. Processes of several network namespaces would find it
-// too, but are meant to be apart.
+// Returns the same name in processes that find each other's memory in /proc. Network namespaces have different names:
+// their processes would find it too, but are meant to be apart.
 std::string name_of_host() {
   std::string name;
   TORCH_CHECK(std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), name), "the machine has no boot_id");
@@ -72,9 +73,9 @@ std::string name_of_host() {
   return c10::str(name, " user ", geteuid());
 }
 
-// A process's number in /proc, and when it began, because the system gives numbers again. If the process has ended,
-// even if its parent has not waited for it yet, only the number. See proc(5): the name, which may hold anything, is
-// followed by the state, by 18 fields, and by the beginning.
+// Returns a process's number in /proc and when it began, because the system uses numbers again. Returns only the number
+// if the process has ended, even if its parent has not waited for it yet. In the file, see proc(5), the name may hold
+// anything. The state follows it, then 18 fields, then the beginning.
 std::string process_of(const std::string& number) {
   std::ifstream file("/proc/" + number + "/stat");
   const std::string status(std::istreambuf_iterator<char>(file), {});
@@ -84,13 +85,14 @@ std::string process_of(const std::string& number) {
   return number + (is_there ? " " + after_name[19] : "");
 }
 
-// Where a rank's part of memory begins, at a page. The part with the index `size` begins at the end.
+// Returns where a rank's part of the memory begins: at the beginning of a page. The part with the index `size` begins
+// at the end of the memory.
 int64_t begin_of_part(int64_t index, int64_t size, int64_t bytes) {
   const int64_t page = sysconf(_SC_PAGESIZE);
   return index == size ? bytes : bytes / size * index / page * page;
 }
 
-// What ranks have found out in this process.
+// The hosts that the ranks of this process's groups have found out.
 struct KnownHosts {
   static KnownHosts& of_this_process();
 
@@ -99,7 +101,7 @@ struct KnownHosts {
   PerGroup<std::shared_ptr<const Host>> hosts;
 };
 
-// A forked child finds out anew, as its peers do: it has other groups than its parent, and perhaps a locked mutex.
+// A forked child begins anew, as its peers do: it has other groups than its parent, and perhaps a locked mutex.
 KnownHosts& KnownHosts::of_this_process() {
   static std::atomic<KnownHosts*> known{new KnownHosts};
   KnownHosts* current = known;
@@ -163,7 +165,7 @@ Host::Host(const Group& group) {
   }
 }
 
-// The setting is looked at here and not once a group, so that it may be another one for the next engine.
+// The setting is read here and not once for a group, so that it may change before the next engine.
 std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes) const {
   if (!why_not_.empty()) {
     throw CannotShare{why_not_};

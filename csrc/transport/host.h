@@ -1,15 +1,15 @@
-// Which ranks of a group are processes of one host, agreed on by all.
+// The ranks of a group find out which of them are on one host, and share memory there.
 //
 // Note [Sharing memory with processes that nobody forked]
 // The memory has no name in a file system, so nothing of it is left, however processes end. The first rank of a host
 // makes it (memfd_create). The others open it as /proc/PID/fd/NUMBER, which the system allows to the same user alone,
-// and the process group tells them this path. Ranks that name the same machine, namespaces and user are those of a
-// host.
-// Ranks vote three times: when they name their hosts, when memory was made, and when it was opened. A rank votes even
-// if its part has failed, so no rank waits for one that cannot go on. A process keeps the memory's file open until all
-// others have opened it.
-// The first vote is once for a group, the others are for each bucket: memory is as large as a bucket needs.
-// A rank that waits for another rank looks in /proc whether that one's process is still there.
+// and the process group tells them this path. Ranks are on one host if they name the same machine, namespaces and user.
+// Ranks vote three times: when they have named their hosts, made memory, and opened it. A rank votes even if its part
+// has failed, so no rank waits for one that cannot go on. A process keeps the memory's file open until all others have
+// opened it.
+// Ranks take the first vote once for a group, and the others for each bucket, because memory is as large as a bucket
+// needs.
+// A rank that waits for another rank looks in /proc whether that rank's process is still there.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -23,49 +23,49 @@
 
 namespace fastsync {
 
-// Thrown on all ranks of a group, with the same reason, if one of them cannot do its part.
+// All ranks of a group throw it, with the same reason, if one of them cannot do its part.
 struct CannotShare {
   std::string why;
 };
 
-// The host of this rank, and the hosts of the other ranks of a group.
+// Knows which ranks of a group are on which host. The host is that of this rank.
 class Host {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
   using Ranks = std::vector<int64_t>;
 
-  // What keeps this process from sharing memory with any other process, or empty.
+  // The reason why this process cannot share memory with any other process; empty if it can.
   static std::string obstacle();
   // Throws c10::ValueError if FASTSYNC_SHARED_MEMORY is neither 0 nor 1.
   static void check_setting();
 
-  // This and the next method are collectives, which all ranks call in the same order.
+  // The next two methods are collectives, which all ranks call in the same order.
 
-  // The group's. Ranks find it out once, and then keep it for as long as the group lives. It must not go with an engine
-  // before: ranks let go of engines at different times, and one that had to find out again would wait in vain.
+  // Returns the group's Host, which ranks find out once and keep for as long as the group lives. An engine must not own
+  // it: engines end at different times, and a rank that had to find out again would wait in vain.
   static std::shared_ptr<const Host> of(const Group& group);
-  // Memory of so many bytes for each host's ranks. The system takes each rank's part of it from near that rank's core.
+  // Makes memory of so many bytes, which the ranks of a host share. Each rank's part of it is near that rank's core.
   // Throws CannotShare.
   std::shared_ptr<SharedMemory> share(const Group& group, int64_t bytes) const;
 
   // The ranks of each host, ascending. Hosts are in the order of their first ranks, and the same on all ranks. Empty if
   // ranks cannot share memory.
   const std::vector<Ranks>& hosts() const { return hosts_; }
-  const Ranks& ranks() const { return ranks_; }  // of this rank's host
+  const Ranks& ranks() const { return ranks_; }  // the ranks of this rank's host
 
-  // Whether the process of the rank, of this host, has ended.
+  // Whether the process of a rank has ended. The rank must be on this rank's host.
   bool has_ended(int64_t rank) const;
 
   explicit Host(const Group& group);
 
  private:
-  std::string why_not_;  // ranks cannot share memory; empty if they can
+  std::string why_not_;  // the reason why ranks cannot share memory; empty if they can
   std::vector<Ranks> hosts_;
   Ranks ranks_;
-  std::vector<std::string> processes_;  // of all ranks
+  std::vector<std::string> processes_;  // each rank's process: its number, and when it began
 };
 
-// The group's CPU ranks by host, found out by all ranks together. Empty if they cannot share memory.
+// Returns the ranks of each host, if they can share memory on the CPU, and nothing else. A collective, as Host::of is.
 std::vector<Host::Ranks> hosts_of(const Host::Group& group);
 
 }  // namespace fastsync

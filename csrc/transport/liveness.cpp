@@ -6,7 +6,7 @@ namespace fastsync {
 
 using Activity = EngineStatus::Activity;
 
-// How old an answer may be after a failed wait: several buckets fail together.
+// How old an answer may be after a failed wait. Several buckets fail together, and ask once.
 constexpr std::chrono::milliseconds kSameFailure(2500);
 
 Liveness::Liveness(const Group& group, const std::string& engine, std::string join)

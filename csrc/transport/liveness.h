@@ -1,4 +1,4 @@
-// Where an engine is, as other ranks are told when a wait for this rank fails. See Note [Heartbeats].
+// Notes where an engine is, so that other ranks can tell it when a wait for this rank fails. See Note [Heartbeats].
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -18,32 +18,34 @@ class Liveness {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // Errors name the engine so. `join` is what a training loop is put inside where ranks have different numbers of
-  // batches, or empty if the engine knows no such thing.
+  // Errors name the engine and `join`, the context in which ranks may have different numbers of batches. `join` is
+  // empty if the engine has no such context.
   Liveness(const Group& group, const std::string& engine, std::string join = "");
 
   int64_t rank() const { return rank_; }
   const std::string& join() const { return join_; }
 
-  // The engine waits until the ranks agree, before a step, and why they have to. The number is that of the agreement
-  // which the new one replaces, below 0 if there is none.
+  // Notes that the engine waits until the ranks agree, before a step, and why they have to. `number` is that of the
+  // agreement which the new one replaces; below 0 if there is none.
   void agree(int64_t step, const std::string& why, int64_t number);
-  // The ranks that do not come to it, because they go on with the agreement before. Some seconds late. Never waits.
+  // Returns the ranks that do not come to agree, because they go on with the agreement that they have. It finds out
+  // some seconds late, and never waits.
   std::vector<int64_t> ranks_past_agreement() const;
-  // In this step the engine does not agree anew on what the number stands for.
+  // Notes that the engine goes through this step with the agreement of this number, and does not replace it.
   void pass_agreement(int64_t step, int64_t number);
-  // The engine averages gradients.
+  // Notes that the engine averages gradients.
   void average(int64_t step);
-  // The engine waits for nobody any more. If a wait has failed, the engine stays where it was then.
+  // Notes that the engine waits for nobody any more. If a wait has failed, the note of that wait stays.
   void rest();
-  // The engine's backward has failed, and it waits for nobody.
+  // Notes that the engine's backward has failed, so that it waits for nobody.
   void give_up();
 
-  // A wait for other ranks has failed: where are they? Takes a few seconds. Empty if there is no store to ask through.
-  // Throws c10::Error if the store does not answer.
+  // Notes that a wait for other ranks has failed, and returns where they are. Takes a few seconds. Returns nothing if
+  // there is no store to ask through. Throws c10::Error if the store does not answer.
   std::vector<RankState> fail();
 
-  // The ranks that send no heartbeat: stopped, gone, cut off, or without an engine of this group. Else as fail.
+  // Returns the ranks that send no heartbeat: they are stopped, gone, cut off, or without an engine of this group.
+  // Takes as long as fail, and throws as it does.
   std::vector<int64_t> silent_ranks() const;
 
  private:

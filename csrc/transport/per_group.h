@@ -1,4 +1,4 @@
-// Values that belong to process groups and must not keep these alive.
+// A map from process groups to values. It does not keep the groups alive.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -23,7 +23,7 @@ class PerGroup {
     return found != entries_.end() ? found->second : entries_.emplace_back(group, Value()).second;
   }
 
-  // Calls with the value of each group that lives.
+  // Makes a call with the value of each group that lives.
   template <class Call>
   void for_each(const Call& call) const {
     for (const auto& [group, value] : entries_) {

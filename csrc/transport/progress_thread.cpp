@@ -19,7 +19,8 @@ namespace fastsync {
 
 namespace {
 
-// The engine's own stream, always the same one: another stream of the pool might be the user's or the process group's.
+// Returns the engine's own stream. It is always the same, because another stream of the pool might be the user's or the
+// process group's.
 c10::Stream side_stream(c10::Device device) {
   static std::mutex mutex;
   static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, c10::Stream> streams;
@@ -33,8 +34,8 @@ c10::Stream side_stream(c10::Device device) {
   return streams.emplace(key, guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true)).first->second;
 }
 
-// This thread does alone what torch and the passes would share out over threads. Otherwise it would get an OpenMP team
-// of its own, which would fight with backward's team for the cores. Torch sets a thread's number of threads before the
+// Makes torch and the passes use no other threads when this thread calls them. Otherwise it would get OpenMP threads of
+// its own, which would fight with backward's threads for the cores. Torch sets a thread's number of threads before the
 // first parallel region, once in libtorch and once in code that is inlined here. So this makes torch do both first.
 void use_one_thread() {
   at::internal::lazy_init_num_threads();
@@ -109,7 +110,7 @@ void ProgressThread::post(c10::Device device, std::function<void()> task, bool i
   queues_->changed.notify_one();
 }
 
-// The thread is never told to end. If no thread can be started, nothing is ever let go of.
+// The thread never ends. If it cannot be started, the function is never destroyed.
 void wait_in_background(std::function<void()> wait) {
   static auto* const progress = new ProgressThread();
   auto* const kept = new std::function(std::move(wait));

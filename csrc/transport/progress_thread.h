@@ -1,5 +1,5 @@
-// Work that follows on an arrival is done here, so that nothing else waits for it: on a CPU by a thread of the engine,
-// and on CUDA on the engine's own stream beside backward's.
+// Does what follows when rows have come, so that backward does not wait for it. On a CPU a thread of the engine does
+// it. On CUDA it goes to the engine's own stream, beside backward's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,8 +13,8 @@
 
 namespace fastsync {
 
-// On a CPU its thread begins with the first task. When this object ends, the thread does what is left and ends too, and
-// nobody waits for it. Tasks must not throw, and must not hold anything that may only end on another thread.
+// On a CPU its thread begins with the first task. When this object ends, nobody waits for the thread: it does the tasks
+// that are left, and then ends too. Tasks must not throw, nor hold anything that must be destroyed on another thread.
 class ProgressThread {
  public:
   ProgressThread();
@@ -33,8 +33,8 @@ class ProgressThread {
   pid_t process_id_;
 };
 
-// Calls the wait on a thread that nobody waits for, then lets go of the function and what it holds: messages under way
-// on a CPU, and perhaps a process group, which may then end there. What the wait throws is ignored.
+// Calls the function on a thread that nobody waits for, and ignores what it throws. Then it destroys the function and
+// what that holds: messages under way on a CPU, and perhaps the last reference to a process group.
 void wait_in_background(std::function<void()> wait);
 
 c10::Stream current_stream(c10::Device device);
@@ -49,10 +49,10 @@ class StreamMark {
   std::optional<c10::Event> event_;
 };
 
-// Keeps the tensor's memory until what the current stream does with it is done, even if another stream allocated it.
+// Keeps the tensor's memory until the current stream has done its work with it, even if another stream allocated it.
 void use_on_current_stream(const at::Tensor& tensor);
 
-// A future of a tensor on the device.
+// Makes a future of a tensor on the device.
 c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::Device device);
 
 }  // namespace fastsync

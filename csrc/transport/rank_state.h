@@ -1,4 +1,4 @@
-// What a rank tells the other ranks of its engines, and what they know of it.
+// The state of a rank and of its engines, which heartbeats carry to the other ranks.
 #pragma once
 
 #include <chrono>
@@ -18,15 +18,15 @@ struct EngineStatus {
     kBackwardFailed,  // it waits for nobody, because its backward has failed in the step
   };
 
-  // Whether this is where the rank is, whatever its other engines rest from.
+  // Whether the engine is in a step. The rank is then in that step too, even if its other engines rest.
   bool is_in_step() const { return activity != Activity::kUnused && activity != Activity::kResting; }
-  // Whether it averages without the agreement that has this number, in this step or in a later one.
+  // Whether the engine has gone on without the agreement of this number, in this step or in a later one.
   bool has_passed(int64_t agreement, int64_t in_step) const;
 
-  std::string engine;  // as errors name it
+  std::string engine;  // its name in errors
   Activity activity = Activity::kUnused;
-  int64_t step = -1;
-  std::string why;              // the ranks have to agree, while they do
+  int64_t step = -1;            // the step of the activity
+  std::string why;              // the reason why the ranks have to agree, while they do
   int64_t passed_step = -1;     // the newest step in which the engine has passed agreements
   std::vector<int64_t> passed;  // the numbers of the agreements that it has passed in that step
 };
@@ -38,19 +38,19 @@ struct RankState {
   bool answers = false;     // it has sent a heartbeat while this rank listened
   // The age of its newest heartbeat, if that tells how long the rank is silent.
   std::optional<std::chrono::seconds> age;
-  // Where the rank is: its engines that are in a step, or else the newest engine of the group.
+  // The rank's engines that are in a step. If none is, only the newest engine of the group.
   std::vector<EngineStatus> engines;
 };
 
 struct Heartbeat {
   int64_t sent_at = 0;  // in milliseconds since 1970, by the sender's clock
-  // The engines of the group, from the oldest to the newest, after those of other groups that are in a step.
+  // First the engines of other groups that are in a step. Then all engines of the group, from the oldest to the newest.
   std::vector<EngineStatus> engines;
 };
 
-// How a heartbeat is written into the group's store.
+// Writes a heartbeat as a text for the group's store.
 std::string to_text(const Heartbeat& heartbeat);
-// An empty heartbeat, if the text is none.
+// Reads such a text. Returns an empty heartbeat for an empty text.
 Heartbeat heartbeat_from(const std::string& text);
 
 }  // namespace fastsync

@@ -82,8 +82,8 @@ std::string SharedMemory::address() const {
                   identity_of(file_, bytes_));
 }
 
-// Each call claims only a few bytes: before Linux 6.11 a signal undoes a call that is under way, and a profiler may
-// send one every few milliseconds.
+// Each call claims only a part, because before Linux 6.11 a signal undoes a call that is under way. A profiler may send
+// a signal every few milliseconds.
 void SharedMemory::claim(int64_t begin, int64_t end) const {
   constexpr int64_t kBytesOfACall = 4 << 20;
   constexpr int kTries = 100;

@@ -1,4 +1,4 @@
-// Memory that processes of one user on one host share. It has no name in a file system, and is freed when the last
+// Processes of one user on one host share this memory. It has no name in a file system, and is freed when the last
 // process that has it ends.
 #pragma once
 
@@ -21,12 +21,12 @@ class SharedMemory {
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  // The path by which other processes of this host open it until this process closes its file, and the file's identity.
+  // The path by which other processes of this host open the memory, until close_file, and the file's identity.
   std::string address() const;
-  // Makes the system find memory for these bytes, near the core that runs this. If there is none, claim throws, and no
-  // signal ends the process later.
+  // Makes the system find memory for these bytes, near the core that runs this. If there is none, claim throws here,
+  // where otherwise a signal would end the process later.
   void claim(int64_t begin, int64_t end) const;
-  // The memory stays. An open file would also be open in each child that is forked.
+  // Closes the file, which would also be open in each child that is forked. The memory stays.
   void close_file();
 
   std::byte* data() const { return data_; }

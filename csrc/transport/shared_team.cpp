@@ -14,7 +14,7 @@ namespace fastsync {
 
 namespace {
 
-// The number of a chunk is made of its sum's number and its index.
+// A chunk's number is this times its sum's number, plus the chunk's index, which counts from 1.
 constexpr int64_t kChunksOfASum = 1 << 20;
 
 // The group's time-out, or PyTorch's default if a backend that wraps another one does not tell.
@@ -33,10 +33,10 @@ int64_t control_bytes(int64_t size, size_t bytes_of_a_rank) {
 
 }  // namespace
 
-// The rows of all ranks' next chunk.
-class SharedTeam::Arrival final : public Transfer {
+// Transfers the rows of one chunk in one phase.
+class SharedTeam::ChunkTransfer final : public Transfer {
  public:
-  Arrival(std::shared_ptr<SharedTeam> team, size_t phase, int64_t number, int64_t bytes)
+  ChunkTransfer(std::shared_ptr<SharedTeam> team, size_t phase, int64_t number, int64_t bytes)
       : team_(std::move(team)), phase_(phase), number_(number) {
     sent_bytes_ = bytes;
   }
@@ -77,7 +77,7 @@ SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std:
   region_bytes_ = region_bytes;
 }
 
-// A forked child has no such memory, and its parent has not left.
+// A forked child does not have the memory, and its parent has not left the team.
 SharedTeam::~SharedTeam() {
   if (getpid() == process_id_) {
     numbers_of(rank())[kLeft].raise_to(1);
@@ -95,8 +95,8 @@ at::Tensor SharedTeam::allocate(int64_t bytes) {
   return at::from_blob(data, {size() * region_bytes_}, [shared = shared_](void*) {}, at::kByte);
 }
 
-// A step that failed and is sent again has the same number, because others may still wait for it. A sum that failed may
-// still be driven by another thread, and would use the newest number. So this waits until that sum has ended.
+// A step that failed and is sent again has the same number, because others may still wait for it. Another thread may
+// still drive a sum that failed, and would use the newest number. So this waits until that sum has ended.
 void SharedTeam::begin(int64_t attempt, int64_t what) {
   const auto deadline = Waiting::Clock::now() + limit_of(*group_);
   while (!use_.expired()) {
@@ -111,7 +111,7 @@ void SharedTeam::begin(int64_t attempt, int64_t what) {
   announced_ = what < 0 ? 0 : sum_ * kWhats + what % kWhats;
 }
 
-// If another rank's rows belong to another sum, this rank does not read them.
+// Throws if another rank's rows belong to another sum, so that this rank does not read them.
 void SharedTeam::check_announced() const {
   for (int64_t peer = 0; announced_ != 0 && peer < size(); ++peer) {
     TORCH_CHECK(numbers_of(peer)[kAnnounced].value.load(std::memory_order_relaxed) == announced_, "rank ", ranks_[peer],
@@ -119,7 +119,7 @@ void SharedTeam::check_announced() const {
   }
 }
 
-// If the sum before failed, this rank has not read all its rows, and never will.
+// If the sum before failed, this rank will never read the rest of its rows, so it says first that it has read them.
 std::shared_ptr<void> SharedTeam::use_rows() {
   numbers_of(rank())[kRead].raise_to(sum_before_);
   wait_for_all(kRead, sum_before_);
@@ -129,21 +129,21 @@ std::shared_ptr<void> SharedTeam::use_rows() {
   return use;
 }
 
-std::unique_ptr<Transfer> SharedTeam::next(int tag, int64_t bytes) {
+std::unique_ptr<Transfer> SharedTeam::next_chunk(int tag, int64_t bytes) {
   const size_t phase = static_cast<size_t>(tag) % kPhases;
   const int64_t chunk = ++num_chunks_[phase];
   TORCH_INTERNAL_ASSERT(chunk < kChunksOfASum);
-  return std::make_unique<Arrival>(shared_from_this(), phase, sum_ * kChunksOfASum + chunk, bytes);
+  return std::make_unique<ChunkTransfer>(shared_from_this(), phase, sum_ * kChunksOfASum + chunk, bytes);
 }
 
 std::unique_ptr<Transfer> SharedTeam::all_to_all(const at::Tensor& /*buffer*/, const Rows& from, const Rows& /*to*/,
                                                  int tag) {
-  return next(tag, (size() - 1) * from.length);
+  return next_chunk(tag, (size() - 1) * from.length);
 }
 
 // A row is written once, however many ranks read it.
 std::unique_ptr<Transfer> SharedTeam::all_gather(const at::Tensor& /*buffer*/, const Rows& rows, int tag) {
-  return next(tag, rows.length);
+  return next_chunk(tag, rows.length);
 }
 
 // After a wait has failed, no other wait begins.
@@ -175,7 +175,8 @@ void SharedTeam::wait_for_all(size_t which, int64_t number) {
   }
 }
 
-// Looks at all ranks that have not come, because one that has failed may be why another one does not come.
+// Throws if a rank that has not come has failed or left. It looks at all ranks that have not come, because one that has
+// failed may be why another one does not come.
 void SharedTeam::check_others_are_there(size_t which, int64_t number) const {
   for (int64_t peer = 0; peer < size(); ++peer) {
     const Numbers& theirs = numbers_of(peer);

@@ -1,5 +1,5 @@
-// A team of ranks of one host whose rows lie in memory that they share. A rank writes a row where the others read it.
-// Then it raises a number, which the others wait for: that is how a row is sent.
+// The ranks of one host are a team whose rows lie in memory that they share. A rank writes a row where the others read
+// it. Then it raises a number, which the others wait for: that is how a row is sent.
 #pragma once
 
 #include <sys/types.h>
@@ -17,11 +17,11 @@
 
 namespace fastsync {
 
-// It is for the sums of one bucket, one after the other. Each phase of a sum has a number of its own, because two
+// A team serves the sums of one bucket, one after the other. Each phase of a sum has a number of its own, because two
 // threads may work on different phases.
 class SharedTeam final : public Team, public std::enable_shared_from_this<SharedTeam> {
  public:
-  // The team of this rank's host, with a region of so many bytes for each rank. All ranks of the group call it
+  // Makes the team of this rank's host, with a region of so many bytes for each rank. All ranks of the group call it
   // together. Throws CannotShare.
   static std::shared_ptr<SharedTeam> make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                           std::shared_ptr<const Host> host, int64_t region_bytes);
@@ -32,14 +32,14 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   std::shared_ptr<void> use_rows() override;
   void have_read() override { numbers_of(rank())[kRead].raise_to(sum_); }
   void give_up() override { numbers_of(rank())[kGivenUp].raise_to(1); }
-  // This rank lets go of the team because another team takes its place.
+  // Tells the other ranks that this rank lets go of the team because another team takes its place.
   void replace() { numbers_of(rank())[kLeft].raise_to(kReplaced); }
   std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag) override;
   std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag) override;
 
  private:
   static constexpr size_t kPhases = 4;
-  // The numbers that a rank raises. The first kPhases tell which rows it has sent.
+  // The numbers that a rank raises, by index. The first kPhases tell which rows it has sent.
   static constexpr size_t kRead = kPhases;         // the newest sum whose rows it has read
   static constexpr size_t kGivenUp = kRead + 1;    // 1 if its sums have failed
   static constexpr size_t kLeft = kGivenUp + 1;    // 1 if it has let go of the team, kReplaced if for another team
@@ -47,11 +47,11 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   static constexpr int64_t kReplaced = 2;
   using Numbers = std::array<SharedNumber, kAnnounced + 1>;
 
-  class Arrival;
+  class ChunkTransfer;
 
   SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host,
              std::shared_ptr<SharedMemory> shared, int64_t region_bytes);
-  std::unique_ptr<Transfer> next(int tag, int64_t bytes);
+  std::unique_ptr<Transfer> next_chunk(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
   void wait_for_all(size_t which, int64_t number);
   void check_others_are_there(size_t which, int64_t number) const;
@@ -65,7 +65,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   int64_t sum_ = 0;         // the number of the newest sum, which is the same on all ranks
   int64_t sum_before_ = 0;  // the number of the sum before it
   int64_t announced_ = 0;   // this rank's kAnnounced in the newest sum; 0 if ranks cannot mistake the sum
-  std::array<int64_t, kPhases> num_chunks_{};  // how many chunks of the newest sum have been sent in each phase
+  std::array<int64_t, kPhases> num_chunks_{};  // how many transfers of the newest sum each phase has
   std::weak_ptr<void> use_;                    // expires when this rank's newest sum no longer uses the rows
   std::mutex mutex_;                           // guards the next
   std::string failure_;                        // the error of the first wait that failed

@@ -17,13 +17,14 @@ namespace {
 
 using StorePtr = StoreConnection::StorePtr;
 
+// Returns the store that prefixes may be around, or null if it is of another kind.
 template <class Kind>
 const Kind* as(const StorePtr& store) {
   auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
   return dynamic_cast<const Kind*>(prefixed == nullptr ? store.get() : prefixed->getUnderlyingNonPrefixStore().get());
 }
 
-// The port has the same offset in the addresses of both kinds.
+// IPv4's and IPv6's addresses have the port at the same offset.
 bool is_connected_to(uint16_t port, int socket) {
   sockaddr_in6 peer{};
   socklen_t length = sizeof(peer);
@@ -35,8 +36,9 @@ bool is_open(int socket) {
   return poll(&hung_up, 1, /*timeout=*/0) == 0;
 }
 
-// A second descriptor of one of this process's connections to the server on the port. TCPStore does not tell which
-// socket is its own, and a connection more for each rank could exceed the server's limit. Below 0 if there is none.
+// Returns a second descriptor of one of this process's connections to the server on the port; below 0 if there is none.
+// TCPStore does not tell which socket is its own, and one connection more for each rank could exceed the server's
+// limit.
 int find_connection_to(uint16_t port) {
   for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
     const int descriptor = std::stoi(file.path().filename());
@@ -59,7 +61,7 @@ StoreConnection::StoreConnection(const StorePtr& store)
     try {
       client_ = store->clone();
       server_ = find_connection_to(tcp->getPort());
-    } catch (const std::exception&) {  // the server is gone, which store() tells
+    } catch (const std::exception&) {  // the server is gone, which store() reports
     }
   }
 }

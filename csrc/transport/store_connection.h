@@ -1,4 +1,5 @@
-// A process group's store, for a thread that must neither wait for others who use it nor make it warn.
+// Gives a thread access to a process group's store. The thread neither waits for others who use the store nor makes the
+// store warn.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -16,20 +17,20 @@ class StoreConnection {
   // Whether the store can be used without the GIL and by other processes: a store may also be written in Python.
   static bool can_use(const StorePtr& store);
 
-  // Takes what can_use. A TCPStore gets a connection of its own, because the group's is held for as long as somebody
-  // waits in it, as dist.new_group() does.
+  // Takes a store that can_use. A TCPStore gets a connection of its own, because the group's connection is held for as
+  // long as somebody waits in it, as dist.new_group() does.
   explicit StoreConnection(const StorePtr& store);
   ~StoreConnection();
   StoreConnection(const StoreConnection&) = delete;
   StoreConnection& operator=(const StoreConnection&) = delete;
 
-  // The store, for one call or a few. Throws c10::Error if it is gone.
+  // Returns the store, for one call or a few. Throws c10::Error if it is gone.
   StorePtr store() const;
 
-  // The values of these keys, which are empty if nobody has set them.
+  // Returns the values of these keys. A value is empty if nobody has set it.
   std::vector<std::string> get(const std::vector<std::string>& keys) const;
 
-  // A FileStore keeps all that was ever written. So it is written to only when somebody asks.
+  // Whether it is a FileStore. That keeps all that was ever written, so it is written to only when somebody asks.
   bool is_file() const { return is_file_; }
 
  private:

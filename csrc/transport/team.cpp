@@ -43,10 +43,10 @@ void coalesced(c10d::ProcessGroup& group, c10::Device device, Transfer::Works& w
   }
 }
 
-using Message = std::pair<at::Tensor, int>;  // and the rank in the group
+using Message = std::pair<at::Tensor, int>;  // the bytes, and the other rank's number in the group
 
-// A message to each other rank and one from each, beside whatever else the group is used for. On a CPU a message
-// travels as soon as both sides have posted it. On CUDA all messages are one launch, in send.
+// Transfers rows by a message to each other rank and one from each. Others may use the group meanwhile. On a CPU a
+// message travels as soon as both sides have posted it. On CUDA all messages are one launch, in send.
 class Messages final : public Transfer {
  public:
   Messages(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::vector<Message> sent,
@@ -60,7 +60,8 @@ class Messages final : public Transfer {
     }
   }
 
-  // The memory has to live until its messages have come: if it goes, Gloo reads nothing more from that connection.
+  // The rows' memory has to live until the messages have come: if it goes, Gloo reads nothing more from that
+  // connection.
   ~Messages() override {
     if (device_.is_cpu() && !(arrivals_.empty() && departures_.empty())) {
       wait_in_background(
@@ -105,7 +106,7 @@ class Messages final : public Transfer {
   int tag_;
 };
 
-// All rows, by one call of the process group.
+// Transfers all rows by one call of the process group.
 class Collective final : public Transfer {
  public:
   Collective(std::function<Work()> call, int64_t sent_bytes) : call_(std::move(call)) { sent_bytes_ = sent_bytes; }
@@ -186,7 +187,7 @@ at::Tensor Team::allocate(int64_t bytes) {
   return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
 }
 
-// To each other rank and from each, beginning with the next rank.
+// The first message is the one to the next rank, so that not all ranks send to the same rank first.
 std::unique_ptr<Transfer> Team::messages(const at::Tensor& buffer, const Rows& from, const Rows& to, bool same_to_all,
                                          int tag) const {
   std::vector<Message> sent;

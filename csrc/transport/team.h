@@ -1,4 +1,4 @@
-// A team is the ranks of a level, and knows how rows of bytes get from each of them to the others.
+// A team is some or all ranks of a process group. It gets rows of bytes from each of them to the others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,19 +11,21 @@
 
 namespace fastsync {
 
-// Equal rows of a buffer, one for each rank of a team, or one for each of the first so many. All but the count are
-// bytes.
+// Rows of one length in a buffer: one for each rank of a team, or for each of its first `count` ranks. All numbers but
+// the count are in bytes.
 struct Rows {
   int64_t offset;     // where the first row begins
   int64_t length;     // how much of a row is used
   int64_t stride;     // from the beginning of a row to that of the next, at least the length
-  int64_t count = 0;  // how many rows there are, for those who go over all
+  int64_t count = 0;  // how many rows there are; 0 where nobody goes over all of them
 
   int64_t begin(int64_t row) const { return offset + row * stride; }
+  // The part of the buffer that the row takes.
   at::Tensor of(const at::Tensor& buffer, int64_t row) const;
 };
 
-// Rows on their way. A transfer expects the other ranks' rows from its beginning, so that they travel at once.
+// A transfer sends this rank's rows and receives the other ranks'. On a CPU it begins to receive when it is made, so
+// that rows travel as soon as they are sent.
 class Transfer {
  public:
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
@@ -33,10 +35,10 @@ class Transfer {
   Transfer(Works arrivals, int64_t sent_bytes) : arrivals_(std::move(arrivals)), sent_bytes_(sent_bytes) {}
   virtual ~Transfer() = default;
 
-  // Sends this rank's rows, which have been filled. On a CPU it may be called again after it failed.
+  // Sends this rank's rows, which the caller has filled. On a CPU it may be called again after it failed.
   virtual void send() {}
 
-  // Waits until all rows have come, within the group's time-out. On CUDA the current stream waits.
+  // Waits until the other ranks' rows have come, within the group's time-out. On CUDA the current stream waits.
   virtual void wait_for_rows();
 
   // On a CPU: whether wait_for_rows would return at once.
@@ -48,8 +50,8 @@ class Transfer {
   int64_t sent_bytes() const { return sent_bytes_; }
 
  protected:
-  // Takes works out one by one and waits for each. A second wait for one would be a wait for another message. If a wait
-  // fails, the works that come after it are left.
+  // Takes works out one by one and waits for each, because a second wait for one would be a wait for another message.
+  // If a wait fails, the works that come after it are left.
   static void wait_for(Works& works);
 
   Works arrivals_;    // the receives, or calls that both send and receive
@@ -57,14 +59,15 @@ class Transfer {
   int64_t sent_bytes_ = 0;
 };
 
-// Has the process group add up buffers over all its ranks. Several buffers travel together if the backend can do that,
-// and else side by side.
+// Has the process group add up buffers over all its ranks. Several buffers are one launch if the backend can do that,
+// and else one collective each.
 std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device device,
                                      const std::vector<at::Tensor>& buffers,
                                      c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM);
 
-// How many bytes make a chunk, which travels by itself, so that one chunk is packed while another one travels. It is so
-// large that the number of messages costs nothing. NCCL cuts up by itself.
+// The least size of a chunk on a CPU, in bytes. A chunk travels by itself, so that one chunk is packed while another
+// one travels. It is so large that the number of messages costs nothing. On CUDA a bucket is one chunk, because NCCL
+// cuts messages up by itself.
 constexpr int64_t kChunkBytes = 1 << 20;
 
 class Team {
@@ -76,22 +79,23 @@ class Team {
   int64_t size() const { return static_cast<int64_t>(ranks_.size()); }
   int64_t rank() const { return rank_; }  // in the team, and not in the group
 
-  // Memory for the rows of sums. Each rank fills a region of its own, of which it uses so many bytes, zeros at first.
+  // Returns memory for the rows of sums. This rank has a region in it, of which the first so many bytes are zeros.
   virtual at::Tensor allocate(int64_t bytes);
-  // From the beginning of a rank's region to that of the next rank's, if the ranks share memory.
+  // The bytes from the beginning of a rank's region to that of the next rank's; 0 if the ranks do not share memory.
   int64_t region_bytes() const { return region_bytes_; }
   // Whether all ranks have one buffer, so that rows need not travel.
   bool shares_memory() const { return region_bytes_ > 0; }
 
-  // A sum begins. An attempt other than 0 is the same number for all sums of a step, and greater in later steps. If a
-  // rank may take one sum for another, `what` tells them apart: a number that the ranks have agreed on.
+  // Tells the team that a sum begins. `attempt` is a number that all sums of a step have and that grows from step to
+  // step, or 0. `what` is a number that the ranks have agreed on. It tells sums apart if a rank may take one for
+  // another, and is below 0 if no rank can.
   virtual void begin(int64_t /*attempt*/, int64_t /*what*/ = -1) {}
-  // A sum is about to fill its rows: waits until nobody reads what was in them. The sum holds the result for as long as
-  // it uses the rows.
+  // Waits until nobody reads the rows of the sum before, so that the next sum may fill them. That sum holds the result
+  // for as long as it uses the rows.
   virtual std::shared_ptr<void> use_rows() { return nullptr; }
-  // This rank has read all rows that it needs.
+  // Tells the other ranks that this rank has read all rows that it needs.
   virtual void have_read() {}
-  // This rank sends no more, so that nobody needs to wait for it until the time-out.
+  // Tells the other ranks that this rank sends no more, so that nobody waits for it until the time-out.
   virtual void give_up() {}
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
@@ -100,21 +104,23 @@ class Team {
   // Whether a message to one rank takes less time than a collective of all ranks.
   bool sends_at_once() const { return sends_at_once_; }
 
-  // Row j of `from` goes to rank j, and becomes row rank() of `to` there. This rank's row for itself does not travel:
-  // the caller puts it into `to`. Messages of one tag arrive in the order in which they were sent.
+  // Makes a transfer in which row j of `from` goes to rank j, and becomes row rank() of `to` there. This rank's row for
+  // itself does not travel: the caller puts it into `to`. Messages of one tag arrive in the order in which they were
+  // sent.
   virtual std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag);
 
-  // Row rank() goes to all ranks.
+  // Makes a transfer in which row rank() goes to all ranks.
   virtual std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag);
 
  protected:
+  // Makes such a transfer of one message to each other rank, and of one from each.
   std::unique_ptr<Transfer> messages(const at::Tensor& buffer, const Rows& from, const Rows& to, bool same_to_all,
                                      int tag) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
-  std::vector<int64_t> ranks_;  // of the team, in the group
-  int64_t rank_;
+  std::vector<int64_t> ranks_;  // the team's ranks, as the group numbers them
+  int64_t rank_;                // this rank's index among them
   int64_t region_bytes_ = 0;
   bool sends_at_once_;
   bool has_collectives_;  // the team is a whole group, whose backend moves all rows in one call

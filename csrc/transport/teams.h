@@ -1,5 +1,5 @@
-// The teams that a group's ranks form: all ranks together, or on two levels the ranks of a node, and their peers on
-// other nodes.
+// The teams that a group's ranks form: one team of all ranks, or two levels of teams. On two levels a rank is in the
+// team of its node, and in the team of its peers on the other nodes.
 #pragma once
 
 #include <cstdint>
@@ -13,19 +13,20 @@
 
 namespace fastsync {
 
+// The two levels. A node is a host, or a number of consecutive ranks that the user has chosen.
 struct Levels {
   int64_t num_nodes = 0;
-  int64_t num_local_ranks = 0;  // of the smallest node: so many of each node's ranks have a peer on every other node
-  int64_t num_ranks = 0;        // of all nodes
-  int64_t most_ranks = 0;       // of the largest node
+  int64_t num_local_ranks = 0;  // how many ranks the smallest node has: only so many of a node's ranks have peers
+  int64_t num_ranks = 0;        // how many ranks all nodes have
+  int64_t most_ranks = 0;       // how many ranks the largest node has
   std::shared_ptr<Team> node;   // the ranks of this rank's node
   std::shared_ptr<Team> peers;  // the rank with this rank's index on each node; null if not every node has one
 };
 
-// The ranks of each node ascend.
+// Makes the levels of these nodes. Each node's ranks must ascend.
 Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nodes);
 
-// Nodes of so many consecutive ranks.
+// Makes nodes of ranks_per_node consecutive ranks each.
 std::vector<std::vector<int64_t>> nodes_of(int64_t ranks_per_node, int64_t num_ranks);
 
 class Teams {
@@ -34,21 +35,24 @@ class Teams {
 
   const std::shared_ptr<Team>& all() const { return all_; }
 
-  // False once ranks have found out that they cannot share memory. Until then hosts and make_room may wait for all
-  // ranks, which call them in the same sync.
+  // Whether ranks can share memory, or do not know yet that they cannot. While it is true, hosts and make_room may wait
+  // for all ranks, so all ranks have to call them in the same sync.
   bool can_share() const { return all_->sends_at_once() && all_->size() > 1 && why_not_shared_.empty(); }
-  // The hosts as levels, whose node shares memory once there is room. No nodes if ranks cannot share memory.
+  // The levels whose nodes are the hosts. Their team `node` shares memory once there is room. There are no nodes if
+  // ranks cannot share memory.
   const Levels& hosts();
-  // Whether make_room need not be called: each host has memory for so many bytes of each rank, or cannot have it.
+  // Whether each host has memory for so many bytes of each rank, or cannot have it. Then nobody needs to call
+  // make_room.
   bool has_room(int64_t bytes) const { return !can_share() || (shared_ && bytes <= shared_->region_bytes()); }
+  // Makes the team in shared memory anew, with so many bytes for each rank. If that fails, there is a why_not_shared.
   void make_room(int64_t bytes);
-  // Which rank cannot share memory, and why. Empty if none has tried in vain.
+  // Which rank cannot share memory, and why. Empty if no rank has tried in vain.
   const std::string& why_not_shared() const { return why_not_shared_; }
 
   // The team of this rank's host, in shared memory. Null if there is none.
   const std::shared_ptr<SharedTeam>& shared() const { return shared_; }
   int64_t num_hosts() const { return hosts_.num_nodes; }
-  // Whether hosts are nodes of so many ranks.
+  // Whether the hosts are known, and are the same nodes as nodes_of makes.
   bool hosts_have(int64_t ranks_per_node) const;
 
  private:

@@ -28,8 +28,8 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
   return syscall(SYS_futex, &word, operation, value, limit, nullptr, 0);
 }
 
-// If there is a core for each rank, this rank keeps its core: another process that got it would keep it for
-// milliseconds.
+// Waits awake. If there is a core for each rank, this rank keeps its core: another process that got it would keep it
+// for milliseconds.
 bool is_reached_awake(const SharedNumber& number, int64_t reached, bool has_cores, Clock::time_point deadline) {
   while (!number.has_reached(reached)) {
     if (Clock::now() > deadline) {
@@ -42,9 +42,9 @@ bool is_reached_awake(const SharedNumber& number, int64_t reached, bool has_core
   return true;
 }
 
-// How many CPUs' time the control groups (cgroups, version 2) of this process allow, rounded up, and at most `cores`.
-// The groups around its own count too. In a container, folders of the process's path may not be there, and do not
-// count.
+// Returns how many CPUs' time the control groups (cgroups, version 2) of this process allow, rounded up, and at most
+// `cores`. The groups around its own count too. In a container, folders of the process's path may be missing, and do
+// not count.
 int64_t cores_of_cgroups(int64_t cores) {
   std::ifstream groups("/proc/self/cgroup");
   std::string path;
@@ -65,8 +65,8 @@ int64_t cores_of_cgroups(int64_t cores) {
 
 }  // namespace
 
-// A process that falls asleep counts itself, reads the number of changes, and then looks at the value. This one stores
-// the value, counts a change, and then looks who sleeps. So at least one of the two sees what the other has done.
+// A process that falls asleep counts itself, reads the number of changes, and then looks at the value. This process
+// stores the value, counts a change, and then looks who sleeps. So at least one of the two sees what the other did.
 void SharedNumber::raise_to(int64_t number) {
   if (has_reached(number)) {
     return;
@@ -111,7 +111,7 @@ bool Waiting::until(SharedNumber& number, int64_t reached, bool has_cores, Clock
       look();
     }
   }
-  // The time that it took to wake up does not count, because it may be longer than the other process was late.
+  // The time that waking up took does not count, because it may be longer than the other process was late.
   const Clock::time_point woken{Clock::duration(number.woken_at.load(std::memory_order_relaxed))};
   was_late_ = woken - began > kAwake;
   return number.has_reached(reached);

@@ -1,6 +1,6 @@
 // Keeps Python objects out of the process group's works. torch's backward() puts one into its thread's state, and each
-// Work keeps a copy of that state. A thread of the group that lets go of a Work as its last owner would then wait for
-// the GIL, and would abort the process if the interpreter ends meanwhile.
+// Work keeps a copy of that state. If a thread of the group were a Work's last owner, it would wait for the GIL. It
+// would abort the process if the interpreter ended meanwhile.
 #pragma once
 
 #include <ATen/ThreadLocalPythonObjects.h>
