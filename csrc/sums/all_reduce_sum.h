@@ -1,4 +1,4 @@
-// A sum that the process group takes, in the wire's dtype.
+// The process group takes this sum, in the wire's dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,12 +14,12 @@
 
 namespace fastsync {
 
-// Side values travel behind the gradients on a float32 wire that is memory of its own, else in a collective of their
-// own.
+// Side values travel behind the gradients if the wire is float32 and has memory of its own. Else they travel in a
+// collective of their own.
 class AllReduceSum final : public SumWork {
  public:
-  // kept: the memory of the sum before, which is made anew if it does not fit. in_place: a single gradient of the
-  // wire's dtype is summed in its own memory, which nobody else may use meanwhile.
+  // `kept` is the memory of the sum before, and is made anew if it does not fit. With in_place, a single gradient of
+  // the wire's dtype is summed in its own memory, which nobody else may use meanwhile.
   AllReduceSum(FlatGradients gradients, c10::intrusive_ptr<c10d::ProcessGroup> group, at::Tensor& kept, bool in_place);
 
   void send() override;
@@ -31,8 +31,8 @@ class AllReduceSum final : public SumWork {
   std::vector<Range> all_values() const { return {{0, gradients_.num_values, /*offset=*/0}}; }
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const int64_t num_bytes_;  // of the gradients on the wire
-  bool has_room_;            // for side values behind the gradients
+  const int64_t num_bytes_;  // the size of the gradients on the wire
+  bool has_room_;            // whether side values travel behind the gradients
   std::unique_ptr<Transfer> transfer_;
 };
 

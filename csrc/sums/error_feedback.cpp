@@ -31,7 +31,7 @@ void ErrorFeedback::lend(FlatGradients& gradients, const std::vector<bool>& stan
   }
 }
 
-// Residuals lie as the gradients do on the wire, so that a sum's values find theirs at the same offsets.
+// Residuals lie as the gradients do on the wire, so that a sum's values find their residuals at the same offsets.
 void ErrorFeedback::lay_out(const FlatGradients& gradients) {
   const at::Tensor& like = gradients.grads.front();
   memory_ = at::zeros({gradients.num_values}, like.options().dtype(compute_dtype(like.scalar_type())));

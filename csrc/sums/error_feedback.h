@@ -1,5 +1,5 @@
-// The residuals of a bucket: what this rank has lost in packing its gradients and in encoding sums, kept from sum to
-// sum. Knows no network.
+// Error feedback keeps a bucket's residuals from sum to sum: what this rank has lost in packing its gradients and in
+// encoding sums.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,27 +12,29 @@
 
 namespace fastsync {
 
-// A residual belongs to one gradient and has its units. What is lost of a sum counts as this rank's gradient does, so
-// it becomes part of that gradient's residual.
+// A residual belongs to one gradient and has its units. A loss in a sum also becomes part of this rank's residual,
+// scaled so that it counts in the mean as this rank's gradient does.
 class ErrorFeedback {
  public:
-  // Has the bucket's passes send the residuals, and keep what they lose. stand_in tells which gradients stand in for
-  // one that this rank does not have.
+  // Has the bucket's passes add the residuals to what they send, and write what they lose to them. stand_in tells which
+  // gradients stand in for one that this rank does not have.
   void lend(FlatGradients& gradients, const std::vector<bool>& stand_in);
 
-  // One for each gradient, flat, in the order of its indices and not of its memory. Undefined if nothing is kept.
+  // Returns a residual for each gradient, flat, in the order of its indices and not of its memory. A residual is
+  // undefined if nothing is kept.
   std::vector<at::Tensor> residuals() const;
   void set_residuals(const std::vector<at::Tensor>& residuals);
 
-  // Puts back the residual from before the newest sum, because no rank has the gradient and the result is thrown away.
+  // Puts back a stand-in's residual from before the newest sum. It is for gradients that no rank has, whose result is
+  // thrown away.
   void take_back(size_t index);
 
  private:
   void lay_out(const FlatGradients& gradients);
 
   std::vector<at::Tensor> residuals_;  // by gradient; undefined if nothing is kept
-  at::Tensor memory_;                  // of all residuals, laid out as the gradients on the wire; undefined before lend
-  int64_t alignment_ = 0;              // that memory_ was laid out with
+  at::Tensor memory_;                  // holds all residuals, laid out as gradients on the wire; undefined before lend
+  int64_t alignment_ = 0;              // the alignment of the residuals in memory_
   std::unordered_map<size_t, at::Tensor> before_;  // the residuals before the newest sum, of stand-ins
 };
 

@@ -10,7 +10,7 @@ namespace fastsync {
 
 namespace {
 
-// The parts of the segments among the ranges' values, at the ranges' offsets.
+// Returns the parts of the segments that lie in the ranges. They have the ranges' offsets on the wire.
 std::vector<Segment> cut(const std::vector<Segment>& segments, const std::vector<Range>& ranges, DType grad_dtype) {
   const int64_t grad_size = unit_of(grad_dtype).bytes;
   const int64_t residual_size = grad_dtype == DType::kFloat64 ? 8 : 4;

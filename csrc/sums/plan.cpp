@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kRowAlignment = 64;  // in bytes
 constexpr int64_t kSmallestShardBytes = 1 << 18;
-// Without shared memory, a bucket of up to so many bytes is one chunk. Each message wakes a thread, which costs more
-// than chunks gain if cores are busy.
+// Without shared memory, a bucket of up to so many bytes is one chunk. Each message wakes a thread. If cores are busy,
+// that costs more than chunks gain.
 constexpr int64_t kOneChunkBytes = 1 << 22;
 
 // Shards are multiples of so many values. On a wire of blocks rows then begin at multiples of 16 bytes.
@@ -30,6 +30,7 @@ const int64_t kRegionAlignment = [] {
   return alignment;
 }();
 
+// The size of a row, see Rows.
 struct Row {
   int64_t length;
   int64_t stride;
@@ -38,7 +39,7 @@ struct Row {
 struct ExchangeRows {
   Rows sent;
   Rows received;
-  Rows gathered;  // for a gather that follows; they take the memory of rows that have been sent or read
+  Rows gathered;  // the rows of a gather that follows; they take the memory of rows that were sent or read before
 };
 
 Phase exchange(std::shared_ptr<Team> team, int tag, const Rows& sent, const Rows& received) {
@@ -54,11 +55,11 @@ Phase gather(std::shared_ptr<Team> team, int tag, const Rows& rows) {
 // one region, with room for what others send.
 class Planner {
  public:
-  // num_shards: how many ranks add up a shard of each chunk. The key must outlive the planner.
+  // Each chunk has num_shards shards, which different ranks add up. The key must outlive the planner.
   Planner(const PlanKey& key, std::shared_ptr<Team> team, DType packed_as, int64_t num_shards, double factor)
       : key_(key), plan_{std::move(team), packed_as, factor}, num_shards_(num_shards) {}
 
-  // How many values each chunk but the last has, if there are so many values in all.
+  // Returns how many values each chunk but the last has, if there are so many values in all.
   int64_t chunk_length(int64_t num_values) const {
     const bool is_small = !key_.shares_memory && bytes_of(num_values, key_.grad_dtype) <= kOneChunkBytes;
     const int64_t least = is_small ? kOneChunkBytes : num_shards_ * kSmallestShardBytes;
@@ -78,12 +79,12 @@ class Planner {
     return plan_.chunks;
   }
 
-  // How many values of the chunk each shard has.
+  // Returns how many values of the chunk each shard has.
   int64_t shard_length(const Chunk& chunk) const {
     return round_up((chunk.end - chunk.begin + num_shards_ - 1) / num_shards_, shard_multiple(key_.wire_dtype));
   }
 
-  // A row of so many values. In the last chunk the side values follow them.
+  // Returns the size of a row of so many values. In the last chunk the side values follow them.
   Row row_of(const Chunk& chunk, int64_t values, DType dtype) const {
     const int64_t bytes = bytes_of(values, dtype);
     const bool has_more = chunk.position.is_last && key_.side_bytes > 0;
@@ -92,13 +93,14 @@ class Planner {
     return {length, round_up(length, alignment)};
   }
 
-  // The side values at the end of these rows; none unless the chunk is the last.
+  // Returns the side values at the end of these rows. There are none unless the chunk is the last.
   Rows side_values(const Chunk& chunk, const Rows& rows) const {
     return {rows.offset + rows.length - key_.side_bytes, key_.side_bytes, rows.stride,
             chunk.position.is_last && key_.side_bytes > 0 ? rows.count : 0};
   }
 
-  // A row for each of the first num_receivers members. In shared memory a row is received where it is sent from.
+  // Lays out a row for each of the first num_receivers members. In shared memory a row is received where it is sent
+  // from.
   ExchangeRows exchange_rows(int64_t num_receivers, const Row& row) {
     const auto& [length, stride] = row;
     const int64_t size = plan_.team->size();
@@ -112,18 +114,18 @@ class Planner {
             {begin, length, key_.region_bytes + stride, size}};
   }
 
-  // A row of each member, for all members.
+  // Lays out one row of each member, which goes to all members.
   Rows gather_rows(const Row& row) {
     const int64_t size = plan_.team->size();
     const int64_t begin = take((key_.shares_memory ? 1 : size) * row.stride);
     return {begin, row.length, key_.shares_memory ? key_.region_bytes : row.stride, size};
   }
 
-  // Rows that only this rank fills.
+  // Lays out rows in this rank's region.
   Rows own_rows(int64_t count, const Row& row) {
     return {own_region() + take(count * row.stride), row.length, row.stride, count};
   }
-  // The first member's such rows in shared memory; without it this rank's.
+  // Returns where such rows of the first member lie in shared memory. Without shared memory they stay this rank's.
   Rows rows_of_first(Rows own) const {
     own.offset -= own_region();
     return own;
@@ -149,7 +151,7 @@ class Planner {
   }
 
  private:
-  // The chunk's shards. offset_of(member) tells where the member's shard begins, in bytes.
+  // Returns the chunk's shards as ranges. offset_of(member) tells where the member's shard begins, in bytes.
   static std::vector<Range> shards(const Chunk& chunk, int64_t length, DType dtype,
                                    const std::function<int64_t(int64_t)>& offset_of) {
     std::vector<Range> ranges;
@@ -160,7 +162,9 @@ class Planner {
     return ranges;
   }
 
+  // Where this rank's region begins, in bytes.
   int64_t own_region() const { return key_.shares_memory ? plan_.team->rank() * key_.region_bytes : 0; }
+  // Takes so many bytes of each rank's region, and returns where they begin in it.
   int64_t take(int64_t bytes) { return std::exchange(used_, round_up(used_ + bytes, kRowAlignment)); }
 
   const PlanKey& key_;
@@ -224,17 +228,18 @@ Plan reduce_scatter(const PlanKey& key, const std::shared_ptr<Team>& team) {
   return std::move(planner).done();
 }
 
-// Inside a node, where links are fast, values travel at full width. Between nodes they travel in the wire's dtype. The
-// first ranks of each node have counterparts on all other nodes, with the same local rank.
+// Plans for two levels. Inside a node, where links are fast, values travel in the gradients' dtype. Between nodes they
+// travel in the wire's dtype. Local rank l is the rank with index l in its node. The first ranks of each node have
+// peers: the ranks with the same index on all other nodes.
 //
-//   exchange_in_node    local rank l gets shard l from each rank of its node, and adds it up
-//   send_between_nodes  in one step: it sends the sum, encoded, to its counterparts; ranks add while they unpack
-//                       in two steps: it gets sub-shard m, if its node is node m, from its counterparts, adds it up,
-//                       and sends the sum to them
-//   gather_in_node      local rank l sends all that it has of shard l to its node
+//   exchange_in_node    Local rank l gets shard l from each rank of its node, and adds it up.
+//   send_between_nodes  In one step: it sends the sum, encoded, to its peers. Ranks add while they unpack.
+//                       In two steps: if its node is node m, it gets sub-shard m from its peers, and adds it up. Then
+//                       it sends the sum to them.
+//   gather_in_node      Local rank l sends all that it has of shard l to its node.
 //
-// So there is one rounding for each sum that travels between nodes. In two steps each value crosses between nodes about
-// twice. In one step it crosses once to each other node.
+// So each sum that travels between nodes is rounded once. In two steps each value crosses between nodes about twice. In
+// one step it crosses once to each other node.
 //
 // A node's sum is divided by the number of ranks of the largest node, so that it is never larger than its ranks'
 // values. The sums of all nodes, each times node_factor_, add up to the mean over the ranks.
@@ -261,16 +266,16 @@ class TwoLevelPlanner {
   }
 
  private:
-  // The rows of a chunk.
+  // The shards and rows of a chunk.
   struct Layout {
-    int64_t sub_shard;  // in values; the whole shard in one step
-    int64_t shard;
-    int64_t begin;         // of this rank's shard, among the bucket's values
-    ExchangeRows in_node;  // at full width
+    int64_t sub_shard;     // how many values a sub-shard has; in one step a shard is one sub-shard
+    int64_t shard;         // how many values a shard has
+    int64_t begin;         // the index of the first value of this rank's shard, in the bucket
+    ExchangeRows in_node;  // the rows of exchange_in_node, in the gradients' dtype
     Rows to_nodes;         // in two steps: this node's sums, a sub-shard for each node
     Rows from_nodes;       // in two steps: each node's sums of this node's sub-shard
     Rows blocks;           // by local rank: what all nodes have of its shard
-    Rows own_block;        // by node: what it has of this rank's shard
+    Rows own_block;        // by node: what the node has of this rank's shard
   };
 
   bool in_one_step() const { return key_.between_nodes == Algorithm::kOneShot; }
@@ -310,7 +315,7 @@ class TwoLevelPlanner {
                           .residual_factor = 1.0 / (static_cast<double>(levels_.num_ranks) * node_factor_)};
   }
 
-  // The sums of the phase before are the rows that it sends.
+  // Sends the sums of the phase before to the peers.
   void send_between_nodes(Chunk& chunk, const Layout& layout) const {
     const std::shared_ptr<Team>& peers = levels_.peers;
     std::vector<int64_t>& sums = chunk.phases.back().reduce->outs;
@@ -334,7 +339,7 @@ class TwoLevelPlanner {
     chunk.phases.push_back(gather(peers, key_.tag + 2, layout.own_block));
   }
 
-  // Each rank reads the side values that the first local rank has, because that one has counterparts on all nodes.
+  // Each rank reads the side values that the first local rank has, because that rank has peers on all nodes.
   void gather_in_node(Chunk& chunk, const Layout& layout) const {
     Phase& phase = chunk.phases.emplace_back(gather(levels_.node, key_.tag + 3, layout.blocks));
     planner_.unpack_shards(chunk, layout.shard, layout.blocks);

@@ -69,7 +69,7 @@ void PlannedSum::drive() {
   }
 }
 
-// Phase by phase for all chunks, so that the chunks of one phase are on their way together.
+// Goes through all chunks phase by phase, so that the chunks of one phase are on their way together.
 void PlannedSum::drive_all() {
   for (size_t next = 1; next < plan_->num_phases(); ++next) {
     for (const Chunk& chunk : plan_->chunks) {
@@ -134,7 +134,7 @@ void PlannedSum::reduce(const Chunk& chunk, const Phase& phase) {
 
 // ---- side values, at the end of rows --------------------------------------------------------------------------------
 
-// Writes them to the end of each row that this rank fills.
+// Writes the side values to the end of each row that this rank fills.
 void PlannedSum::put_side_values(const Phase& phase) const {
   if (gradients_.side_bytes() == 0) {
     return;
@@ -148,7 +148,7 @@ void PlannedSum::put_side_values(const Phase& phase) const {
     put(phase.sent, rank, 1);
     return;
   }
-  put(phase.sent, 0, phase.sent.count);  // this rank's own row among them, for nothing
+  put(phase.sent, 0, phase.sent.count);  // needlessly also to this rank's own row
   if (rank < phase.sent.count) {
     put(phase.received, rank, 1);
   }
@@ -165,7 +165,8 @@ void PlannedSum::sum_side_values(const Rows& rows) {
 
 // ---- the end --------------------------------------------------------------------------------------------------------
 
-// If something fails, a thread that drives ends before this returns, and its error is thrown first.
+// If receive fails, this waits until the thread that drives has ended. If that thread failed too, its error is thrown
+// instead.
 void PlannedSum::finish(const std::function<void()>& on_reduced) {
   const auto in_any_case = c10::make_scope_exit([this] { let_go_of_gradients(); });
   drive();
@@ -181,7 +182,7 @@ void PlannedSum::finish(const std::function<void()>& on_reduced) {
   use_memory_on_current_stream();
 }
 
-// Another thread may still drive. Chunks that have come are unpacked while the rest is on its way.
+// Unpacks chunks that have come while the rest is on its way. Another thread may still drive.
 void PlannedSum::receive(const std::function<void()>& on_reduced) {
   for (const Chunk& chunk : plan_->chunks) {
     const Rows& side_values = chunk.phases.back().side_values;

@@ -19,19 +19,19 @@
 
 namespace fastsync {
 
-// What a bucket keeps from sum to sum.
+// A bucket keeps this from sum to sum.
 struct SumMemory {
   std::shared_ptr<const Plan> plan = nullptr;  // null if the process group adds
-  std::optional<PlanKey> key = {};             // what the newest sum follows from, also without a plan
-  at::Tensor bytes = {};                       // that rows lie in; undefined before the first sum
+  std::optional<PlanKey> key = {};             // the key of the newest sum, even if it had no plan
+  at::Tensor bytes = {};                       // rows lie in it; undefined before the first sum
 };
 
 class PlannedSum final : public SumWork {
  public:
-  // Runs the memory's plan.
+  // Prepares a sum by the memory's plan.
   PlannedSum(FlatGradients gradients, SumMemory& memory);
 
-  // Packs chunk after chunk, each on its way before the next one is packed.
+  // Packs chunk after chunk. Each chunk is on its way before the next one is packed.
   void send() override;
   bool may_be_sent_again() const override;
   bool needs_driving() const override { return plan_->num_phases() > 1 && !has_driver_; }
@@ -59,8 +59,8 @@ class PlannedSum final : public SumWork {
 
   std::atomic<bool> has_driver_ = false;
   std::atomic<int> num_driven_;  // how many chunks, from the first on, are in their last phase; kFailed after an error
-  std::exception_ptr error_;     // of the thread that drives
-  StreamMark driven_;
+  std::exception_ptr error_;     // the error of the thread that drives
+  StreamMark driven_;            // how far the stream that drives has got
 };
 
 }  // namespace fastsync

@@ -9,7 +9,7 @@ namespace fastsync {
 
 SumWork::SumWork(FlatGradients gradients) : gradients_(std::move(gradients)) {}
 
-// A forked child frees nothing, because threads that may still use it have stayed behind in its parent.
+// A forked child destroys no sum, because the threads that may still use it have stayed behind in its parent.
 void SumWork::abandon(std::unique_ptr<SumWork> sum) {
   if (getpid() != sum->process_id_) {
     sum.release();
@@ -22,13 +22,14 @@ void SumWork::abandon(std::unique_ptr<SumWork> sum) {
   }
 }
 
-// Here, and not on whichever thread drops the sum: gradients may be Python's, whose last owner needs the interpreter.
+// finish and abandon call this, because another thread may destroy the sum. The last owner of a Python gradient needs
+// the interpreter.
 void SumWork::let_go_of_gradients() {
   gradients_.grads.clear();
   gradients_.nowhere.clear();
 }
 
-// The memory was made on backward's stream or beside it.
+// The memory was made on backward's stream or on the engine's own.
 void SumWork::use_memory_on_current_stream() const {
   use_on_current_stream(memory_);
   use_on_current_stream(gradients_.side_values);

@@ -1,5 +1,5 @@
-// The sum of one bucket over the ranks, under way: by a plan, see PlannedSum, or by the process group, see
-// AllReduceSum.
+// A SumWork is the sum of one bucket over the ranks, while it is under way. A PlannedSum runs a plan, and an
+// AllReduceSum leaves the sum to the process group.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ class SumWork {
 
   FlatGradients& gradients() { return gradients_; }
 
-  // Packs the gradients and sends them. Returns at once. Error feedback is lent before.
+  // Packs the gradients and sends them. Returns at once. Residuals must be lent before, see ErrorFeedback.
   virtual void send() = 0;
   // Whether send may be tried again after it has thrown. If not, messages of the first try may still be under way, and
   // would be taken for those of the second.
@@ -30,17 +30,17 @@ class SumWork {
 
   // Whether drive has anything to do.
   virtual bool needs_driving() const { return false; }
-  // Adds up rows and sends the sums on, as they come. Any thread may call it. The first call does the work, and others
-  // return at once. finish throws its errors.
+  // Does what comes between phases: waits for rows, adds them up and sends the sums on. Any thread may call it. The
+  // first call does the work, and others return at once. finish throws its errors.
   virtual void drive() {}
-  // Drops a sum whose result nobody wants. What other ranks wait for is done all the same, in the background.
+  // Drops a sum whose result nobody wants. In the background it still does what other ranks wait for.
   static void abandon(std::unique_ptr<SumWork> sum);
 
-  // Waits for the rest, calls on_reduced, and unpacks. From then on the bucket's side values are sums, perhaps in
-  // memory that its next sum writes to.
+  // Waits until the sum has come, calls on_reduced, and unpacks. From then on gradients().side_values are sums, perhaps
+  // in memory that the bucket's next sum writes to.
   virtual void finish(const std::function<void()>& on_reduced) = 0;
 
-  virtual int64_t sent_bytes() const = 0;  // after finish
+  virtual int64_t sent_bytes() const = 0;  // valid after finish
 
  protected:
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }
@@ -48,7 +48,7 @@ class SumWork {
   void use_memory_on_current_stream() const;
 
   FlatGradients gradients_;
-  at::Tensor memory_;  // what travels lies in it
+  at::Tensor memory_;  // rows, or the wire of an all-reduce, lie in it
 
  private:
   const pid_t process_id_ = getpid();

@@ -13,10 +13,9 @@ namespace fastsync {
 // it. It has two, because some CPUs fetch cache lines in pairs.
 struct alignas(128) SharedNumber {
   std::atomic<int64_t> value;
-  std::atomic<int64_t> woken_at;  // when processes were last woken, in nanoseconds of the host's monotonic clock
-  std::atomic<uint32_t>
-      num_changes;                   // how often the value has changed; processes sleep on it, for futexes have 32 bits
-  std::atomic<uint32_t> num_asleep;  // how many processes sleep
+  std::atomic<int64_t> woken_at;      // when processes were last woken, in nanoseconds of the host's monotonic clock
+  std::atomic<uint32_t> num_changes;  // how often the value has changed; processes sleep on its 32 bits, as on a futex
+  std::atomic<uint32_t> num_asleep;   // how many processes sleep
 
   bool has_reached(int64_t number) const { return value.load(std::memory_order_acquire) >= number; }
 
