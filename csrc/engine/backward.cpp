@@ -42,11 +42,12 @@ void call_before(torch::autograd::Node& node, std::function<void()> call) {
 
 int current_graph_task() { return torch::autograd::get_current_graph_task_id(); }
 
-// The callbacks at the end of one graph task keep this. All engines that have entered that task share it.
+// Notices whether a graph task has ended or failed. The callbacks at the task's end keep it alive. All engines that
+// have entered the task share it.
 struct Backward::GraphTask {
   explicit GraphTask(void (*give_up)()) : give_up(give_up) {}
 
-  // If the graph task has failed, this runs when its backward raises, before anything else that the thread does.
+  // If the graph task has failed, this runs as soon as its backward raises.
   ~GraphTask() {
     try {
       if (!has_ended) {
@@ -57,7 +58,7 @@ struct Backward::GraphTask {
     }
   }
 
-  // An outer backward gives up instead, when it ends.
+  // Gives up. If there is an outer backward, that one gives up when it ends.
   void fail() const {
     if (const int outer = current_graph_task(); outer != kNoGraphTask) {
       torch::autograd::Engine::get_default_engine().queue_callback([task = of(outer, give_up)] {});
@@ -105,7 +106,8 @@ std::shared_ptr<void> Backward::own() {
   return caller;
 }
 
-// Called when a graph task that owns the sync has ended. False if it did not run inside a node of another one.
+// Makes the outer graph task the owner, when the graph task that owns the sync has ended. Returns false if there is no
+// outer one.
 bool Backward::hand_to_outer(const std::shared_ptr<Backward>& self) {
   const auto node = torch::autograd::get_current_node();
   if (!node) {
@@ -124,8 +126,8 @@ bool Backward::hand_to_outer(const std::shared_ptr<Backward>& self) {
     }
   }
   if (has_next) {
-    // A hook on the node keeps the owner as long as the node's graph lives. A next node may be an accumulator, which
-    // may live longer.
+    // A hook on this node keeps the owner for as long as the node's graph lives. A hook on a next node might keep it
+    // longer, because that may be an accumulator.
     const auto owner = std::make_shared<char>();
     self->set_owner(owner, kNoGraphTask);
     call_before(*node, [owner] {});

@@ -1,4 +1,4 @@
-// Which backward ends a sync, and what happens if that backward fails.
+// Backward knows which backward ends a sync, and what happens if that backward fails.
 #pragma once
 
 #include <functional>
@@ -14,33 +14,34 @@ constexpr int kNoGraphTask = -1;
 int current_graph_task();
 
 // Note [Who ends a sync]
-//   A sync that is under way has an owner, who will end it. There are three kinds of owners:
-//     graph task   It runs a backward, and calls end when the backward has ended. Autograd destroys that callback
-//                  without calling it if the backward fails.
+//   A sync that is under way has an owner, which will end it. There are three kinds of owners:
+//     graph task   It runs a backward, and a callback of it calls `end` when the backward has ended. If the backward
+//                  fails, Autograd destroys that callback without calling it.
 //     node         A backward has ended inside this node of an outer one, as in a reentrant checkpoint. More gradients
 //                  may come from the outer one. So the node owns the sync until the nodes after it run, which make the
 //                  outer graph task the owner.
 //     caller       It ends the sync itself, outside of any backward.
 //   An owner that goes away before the sync has ended leaves it interrupted.
 //
-//   If a backward fails, give_up is called once for all engines that have entered it. If it ran inside another
-//   backward, give_up is called at the end of that one.
+//   If a backward fails, it calls `give_up` once for all engines that have entered it. If it ran inside another
+//   backward, `give_up` waits until that one has ended.
 
-// The owner of one engine's sync, see Note [Who ends a sync]. Any thread may ask.
+// Knows the owner of one engine's sync, see Note [Who ends a sync]. Any thread may ask it.
 class Backward {
  public:
-  // is_under_way tells whether a sync has begun and not ended, from any thread. end gets the graph task that has ended.
+  // is_under_way tells whether a sync has begun and not ended. Any thread calls it. `end` gets the graph task that has
+  // ended.
   Backward(std::function<bool()> is_under_way, void (*end)(int), void (*give_up)())
       : is_under_way_(std::move(is_under_way)), end_(end), give_up_(give_up) {}
 
-  // Makes the current graph task the owner. Called before a sync begins, and before it goes on.
+  // Makes the current graph task the owner. Call it before a sync begins, and before a sync goes on.
   static void enter(const std::shared_ptr<Backward>& self);
   // Makes the caller the owner for as long as it keeps the result.
   std::shared_ptr<void> own();
 
-  // True if a sync is under way that nobody will end.
+  // Whether a sync is under way that nobody will end.
   bool is_interrupted() const;
-  // True if a sync is under way that this graph task owns.
+  // Whether a sync is under way that this graph task owns.
   bool ends_with(int graph_task) const;
 
  private:
@@ -54,8 +55,8 @@ class Backward {
   void (*const end_)(int);
   void (*const give_up_)();
 
-  // Never held while anything waits. Threads of several engines ask each other for the owner. If one of them waited for
-  // other ranks meanwhile, ranks whose threads come in different orders would wait for each other.
+  // No thread holds it while it waits. Threads of several engines ask each other's Backward for the owner. If one of
+  // them waited for other ranks meanwhile, ranks whose threads come in different orders would wait for each other.
   mutable std::mutex mutex_;
   std::weak_ptr<void> owner_;            // expires when the owner goes away
   int owner_graph_task_ = kNoGraphTask;  // kNoGraphTask for a node or a caller

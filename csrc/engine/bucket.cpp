@@ -23,8 +23,8 @@ int64_t numel_of(const std::vector<at::Tensor>& tensors) {
   return numel;
 }
 
-// Whether ranks add in shared memory, until they find out that they cannot. They do not if the compression names nodes
-// that are no hosts.
+// Whether ranks add in shared memory, unless they have found out that they cannot. They do not if the compression names
+// nodes that are no hosts.
 bool uses_shared_memory(const Teams& teams, const SendOptions& options) {
   const int64_t ranks_per_node = options.compression.ranks_per_node;
   const bool is_across_hosts = teams.num_hosts() > 1;
@@ -32,13 +32,13 @@ bool uses_shared_memory(const Teams& teams, const SendOptions& options) {
          (ranks_per_node == 1 || teams.hosts_have(ranks_per_node));
 }
 
-// The ranks of this host if they add in shared memory, else all ranks. A single host has the same ranks before there is
-// room in its memory.
+// Returns the team of this host if its ranks add in shared memory, else the team of all ranks. Before a single host has
+// room in its memory, both have the same ranks.
 std::shared_ptr<Team> team_for(const PlanKey& key, const Teams& teams) {
   return key.shares_memory && teams.shared() ? teams.shared() : teams.all();
 }
 
-// Two levels are the hosts if ranks share memory, else the nodes that the compression names.
+// The nodes of two levels are the hosts if ranks share memory, else the nodes that the compression names.
 Plan plan_for(const PlanKey& key, Teams& teams) {
   if (key.algorithm != Algorithm::kTwoLevel) {
     return make_plan(key, team_for(key, teams));
@@ -49,8 +49,7 @@ Plan plan_for(const PlanKey& key, Teams& teams) {
 
 }  // namespace
 
-// ---- a bucket of a step under way
-// ----------------------------------------------------------------------------------------------
+// ---- a sum under way ------------------------------------------------------------------------------------------------
 
 BucketWork::~BucketWork() {
   if (sum_) {
@@ -58,7 +57,7 @@ BucketWork::~BucketWork() {
   }
 }
 
-// If the work is gone by then, the task does nothing. It takes this thread's state along, so that a profiler sees what
+// The task does nothing if the work is gone by then. It takes this thread's state along, so that a profiler sees what
 // happens on the other thread.
 void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress) {
   if (work->sum_->needs_driving()) {
@@ -177,8 +176,8 @@ PlanKey Bucket::plan_key(const FlatGradients& gradients, const SendOptions& opti
           .factor = options.scatter ? options.scatter->factor : mean_factor_};
 }
 
-// A plan is made anew if anything that it follows from has changed. If it needs more shared memory than there is, all
-// ranks make room in the same options, or find out that they cannot share memory.
+// Makes a new plan if the key has changed. If it needs more shared memory than there is, all ranks make room in the
+// same send, or find out that they cannot share memory.
 void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& options) {
   Teams& teams = options.scatter ? options.scatter->teams : teams_;
   SumMemory& memory = options.scatter ? options.scatter->memory : memory_;
@@ -187,7 +186,7 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
   if (memory.key != key) {
     planned_for_.reset();
     if (key.shares_memory && !teams.has_room(plan_for(key, teams).bytes)) {
-      memory = SumMemory();  // it belongs to the memory that there is now
+      memory = SumMemory();  // because it belongs to the shared memory that there is now
       teams.make_room(plan_for(with_room_for_side_values(key), teams).bytes);
       key = plan_key(gradients, options, teams);
     }
@@ -195,7 +194,7 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
     memory.plan = has_plan ? std::make_shared<const Plan>(plan_for(key, teams)) : nullptr;
     memory.key = key;
     if (!options.scatter) {
-      memory.bytes.reset();  // between gradients lies what another plan has left there
+      memory.bytes.reset();  // because another plan has left bytes where gaps between gradients must be zero
     }
   }
   planned_for_ = options.compression;
@@ -220,16 +219,15 @@ std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOpt
 
 // ---- the scale and the statistics -----------------------------------------------------------------------------------
 
-// After a sum of zeros, or of nothing finite, the scale may be anything. On a device the host would have to wait to
-// know that. There the scale rises step by step instead, see next_bucket_scale.
+// After a sum in which all values are zero or not finite, nothing tells the right scale. On CUDA the host would have to
+// wait to know that. There the scale rises step by step instead, see next_bucket_scale.
 bool Bucket::has_lost_scale() const {
   const double* stats = readable(stats_);
   return stats != nullptr && has_followed_ && stats[kMaxMagnitude] == 0.0;
 }
 
-// The first scale comes from the gradients themselves: from the largest magnitude over all ranks. That takes one pass
-// and one number to reduce. Later scales follow the reduced gradients. All of it happens on the device, and no host
-// waits.
+// The first scale follows from the largest magnitude of the gradients on all ranks. That takes one pass, and one number
+// to reduce. Later scales follow the averages. All of it happens on the device, and no host waits.
 void Bucket::agree_on_scale(const FlatGradients& gradients) {
   aten::measure(gradients.grads, stats_);
   at::Tensor largest = stats_.narrow(0, kMaxMagnitude, 1).clone();

@@ -63,7 +63,7 @@ void Buckets::save_and_forget() {
 }
 
 std::vector<SavedState::Row> Buckets::saved() const {
-  SavedState newest = saved_;  // which holds until its parameters have been synchronised
+  SavedState newest = saved_;  // still holds for parameters that no bucket has synchronised yet
   for (const auto& bucket : all_) {
     newest.record_scale(bucket->parameters, bucket->scale());
     newest.record_residuals(bucket->parameters, bucket->feedback().residuals());
@@ -93,7 +93,7 @@ at::Tensor Buckets::grad_stats() const {
 }
 
 SyncTotals Buckets::totals() {
-  times_.end_step();  // under fully_shard nothing else may
+  times_.end_step();  // because under fully_shard nothing else may end it
   times_.collect();
   SyncTotals totals;
   for (const auto& bucket : newest_) {

@@ -1,4 +1,4 @@
-// The buckets of an engine: those that it has, what is saved of those that it had, and what their steps have cost.
+// Buckets holds the buckets of an engine, the state of buckets that the engine no longer has, and the costs of steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,37 +24,38 @@ class Buckets {
 
   const std::vector<std::shared_ptr<Bucket>>& all() const { return all_; }
 
-  // Adds a bucket of parameters, which starts with what is saved of them. The name is for errors.
+  // Adds a bucket of parameters, which starts with their saved state. The name is for errors.
   std::shared_ptr<Bucket> add(std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement,
                               const std::string& name, c10::Device device);
-  // Finds the bucket of exactly these parameters. A new one has an agreement of its own, and takes the place of the
-  // buckets that held one of them, or a parameter that is gone.
+  // Finds the bucket of exactly these parameters, or adds one with an agreement of its own. A new bucket takes the
+  // place of the buckets that held one of its parameters, or a parameter that is gone.
   std::shared_ptr<Bucket> find_or_add(const std::vector<at::Tensor>& parameters, const std::string& name,
                                       c10::Device device);
-  // Forgets all. Their scales, residuals and totals are kept. Waits for the device.
+  // Forgets all buckets, but keeps their scales, residuals and totals. Waits for the device.
   void save_and_forget();
 
   // ---- the newest step, as far as it has come ----
 
+  // The buckets that the newest step has sent.
   const std::vector<std::shared_ptr<Bucket>>& newest() const { return newest_; }
   void clear_newest() { newest_.clear(); }
   void add_newest(std::shared_ptr<Bucket> bucket) { newest_.push_back(std::move(bucket)); }
-  // Each step sends all.
+  // For an engine whose steps send all buckets.
   void set_newest_to_all() { newest_ = all_; }
 
-  // float64 [kNumStats]: the sums over its buckets.
+  // The statistics of the newest step, as sums over its buckets: float64 [kNumStats].
   at::Tensor grad_stats() const;
 
   // ---- what is saved ----
 
-  // For checkpoints: the fp16 scale of each parameter's bucket, and what error feedback has not sent yet, of which
-  // every rank has another. Waits for the device.
+  // Returns the state for a checkpoint: the fp16 scale of each parameter's bucket, and its residual, which differs from
+  // rank to rank. Waits for the device.
   std::vector<SavedState::Row> saved() const;
   void set_saved(const std::vector<SavedState::Row>& rows);
   // A line that the ranks have to agree on.
   const std::string& description() const { return saved_.description(); }
 
-  // ---- what steps have cost ----
+  // ---- the costs of steps ----
 
   SyncTimes& times() { return times_; }
   SyncTotals totals();

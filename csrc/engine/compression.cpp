@@ -6,18 +6,20 @@ namespace fastsync {
 
 namespace {
 
-// One step over the network costs less than two until each rank sends so many bytes more than with two_shot.
+// One-shot takes less time than two-shot until each rank sends so many bytes more.
 constexpr int64_t kOneShotBytes = 1 << 16;
-// The limit in memory that ranks share. Two ranks have none: in two steps they never move less.
+// In shared memory, one-shot takes less time for buckets up to this size. For two ranks there is no limit, because
+// two-shot never moves less.
 constexpr int64_t kOneShotBytesInMemory = 1 << 17;
-// The limit at full width between two ranks, which may also leave the sum to the group: see algorithm_for.
+// Without a wire of its own, one-shot between two ranks takes less time than all_reduce for buckets up to this size.
+// See algorithm_for.
 constexpr int64_t kOneShotBytesOfTwo = 1 << 22;
 
 }  // namespace
 
-// A sum of two float32 values is the same in either order. So between two ranks full width need not go through
-// all_reduce, whose steps take longer on Gloo. For large buckets only bandwidth counts: there its ring is as fast, and
-// needs less memory.
+// A sum of two float32 values is the same in either order. So two ranks may add uncompressed gradients themselves,
+// which takes less time than Gloo's all_reduce. For large buckets only bandwidth counts: there all_reduce is as fast,
+// and needs less memory.
 Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& ranks,
                         bool share_memory) {
   const int64_t world_size = ranks.size();

@@ -1,4 +1,4 @@
-// Compressions: in what dtype gradients travel between the ranks, and who adds them up.
+// A compression tells in what dtype gradients travel between the ranks, and how they are added up.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Compression {
   std::optional<DType> wire;  // the gradients' own dtype if unset
   bool sums_in_float32 = false;
   bool error_feedback = false;
-  std::optional<Algorithm> algorithm;  // by size and number of ranks if unset
+  std::optional<Algorithm> algorithm;  // chosen by size and number of ranks if unset
   int64_t ranks_per_node = 1;          // 1, or a divisor of the number of ranks that is smaller
 
   bool operator==(const Compression& other) const = default;
@@ -25,15 +25,16 @@ struct Compression {
   DType wire_dtype(DType grad) const { return wire.value_or(grad); }
 };
 
-// The algorithm that adds up a bucket of so many values. Ranks that share memory add themselves.
+// Returns the algorithm that adds up a bucket of so many values. Ranks that share memory never leave the sum to the
+// process group.
 Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& ranks,
                         bool share_memory);
-// The same if the members of a team, such as ranks or nodes, have to add in float32 themselves.
+// Returns the same if the ranks, or the nodes, have to add in float32 themselves.
 Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members);
 
-// Compressions by the size of buckets.
+// Tells the compression of a bucket by its size.
 struct CompressionTable {
-  // Buckets of up to so many values travel with this, if no row before says otherwise; the last row is for all others.
+  // A row holds for buckets of up to so many values that no row before it holds for. The last row is for all others.
   std::vector<std::pair<int64_t, Compression>> rows;  // at least one
   std::string description;                            // a line that the ranks have to agree on
 

@@ -33,8 +33,8 @@ std::string describe(const c10d::GradBucket& bucket) {
   return text.str();
 }
 
-// Refuses what cannot be sent, once the ranks have agreed: so all of them refuse it. DDP hands over complex gradients
-// as the floats that they are made of, so only the parameters tell.
+// Throws if the bucket cannot be sent. It comes after the agreement, so that all ranks throw. DDP hands over complex
+// gradients as the floats that they are made of, so only the parameters tell.
 void check(const c10d::GradBucket& bucket, const std::vector<at::Tensor>& parameters,
            const CompressionTable& compressions) {
   const at::Tensor& buffer = bucket.getBuffer();
@@ -128,8 +128,8 @@ void HookState::note_update() {
   }
 }
 
-// DDP queues its copying for the end of backward once it has handed over its last bucket. What is queued from there
-// comes after it.
+// Once DDP has handed over its last bucket, it queues its copying for the end of backward. A callback that is queued
+// from another callback comes after that.
 void HookState::note_gradients_later(const std::shared_ptr<HookState>& self) {
   if (current_graph_task() == kNoGraphTask) {
     return;  // DDP calls the hook outside of a backward for a rank that has run out of inputs
@@ -157,7 +157,7 @@ bool HookState::gradients_are_unchanged() {
   });
 }
 
-// Undefined if none travels in this step, which is the same on all ranks.
+// Returns the stamp of the step check. It is undefined if none travels in this step, which is the same on all ranks.
 at::Tensor HookState::stamp(Bucket& bucket, c10d::GradBucket& grad_bucket) {
   // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.
   const bool has_gradients = current_graph_task() != kNoGraphTask;

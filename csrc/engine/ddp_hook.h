@@ -1,4 +1,4 @@
-// The entry point for DDP: brings the buckets that its Reducer hands over to Bucket and back. It touches no Python
+// The entry point for DDP gets buckets from DDP's Reducer, and averages them through Bucket. It touches no Python
 // object, and runs without the GIL.
 #pragma once
 
@@ -16,23 +16,23 @@
 
 namespace fastsync {
 
-// Finds the buckets of a model again from step to step. Thread-safe. If several models share one, the statistics are
-// those of the newest step of any.
+// The state of a DDP hook. It finds the buckets of a model again from step to step. Thread-safe. If several models
+// share a state, the statistics are those of the newest step of any of them.
 class HookState : public EngineState {
  public:
   explicit HookState(c10::intrusive_ptr<c10d::ProcessGroup> group)
       : EngineState(std::move(group), "a DDP hook", "with Join([ddp_model]):") {}
 
   // Averages the bucket's buffer in place; the future's value is the buffer. The ranks agree on each new bucket, and on
-  // the compressions whenever they are others.
+  // the compressions whenever these change.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket,
                                               std::shared_ptr<const CompressionTable> compressions);
 
-  // An optimizer has updated the parameters. From any thread.
+  // Notes that an optimizer has updated the parameters. Any thread may call it.
   void note_update();
 
-  // To be called inside the backward of the newest step. At its end, once DDP has copied the averages, it notes which
-  // gradients hold them.
+  // Call it inside the backward of the newest step. At the end of that backward, once DDP has copied the averages, it
+  // notes which gradients hold them.
   static void note_gradients_later(const std::shared_ptr<HookState>& self);
   // Whether it is proven that the gradients are still those that the newest step left.
   bool gradients_are_unchanged();
@@ -42,11 +42,11 @@ class HookState : public EngineState {
   std::shared_ptr<BucketWork> send(Bucket& bucket, c10d::GradBucket& grad_bucket, const Compression& compression);
   at::Tensor stamp(Bucket& bucket, c10d::GradBucket& grad_bucket);
 
-  std::optional<size_t> newest_index_;                      // of the step under way; none between steps
-  std::vector<std::pair<ParameterId, Snapshot>> averaged_;  // empty if nobody has noted them
+  std::optional<size_t> newest_index_;                      // DDP's index of the newest bucket; none between steps
+  std::vector<std::pair<ParameterId, Snapshot>> averaged_;  // the gradients that note_gradients has noted
 };
 
-// Makes the reducer hand every bucket to the state, from C++ and without the GIL. A reducer takes one hook, once.
+// Makes the reducer hand every bucket to the state, from C++ and without the GIL. A reducer takes only one hook, once.
 void register_hook(c10d::Reducer& reducer, std::shared_ptr<HookState> state);
 
 }  // namespace fastsync

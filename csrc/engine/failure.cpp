@@ -14,7 +14,7 @@ namespace {
 
 using Activity = EngineStatus::Activity;
 
-// ---- what a rank does -----------------------------------------------------------------------------------------------
+// ---- one rank -------------------------------------------------------------------------------------------------------
 
 std::string describe(const EngineStatus& engine) {
   const std::string step = c10::str("step ", engine.step, " of ", engine.engine);
@@ -49,9 +49,10 @@ std::string name_of(const RankState& state) {
   return c10::str(state.rank, state.global_rank == state.rank ? "" : c10::str(" (global ", state.global_rank, ")"));
 }
 
-// ---- what the ranks do ----------------------------------------------------------------------------------------------
+// ---- all ranks ------------------------------------------------------------------------------------------------------
 
-// First come ranks that are missing, then those that are elsewhere, and last those that are where this rank is.
+// Describes where the ranks are. Missing ranks come first, then ranks that are elsewhere, and last ranks that are where
+// this rank is.
 std::string where_ranks_are(const std::vector<RankState>& states, int64_t own_rank) {
   const std::string own = describe(states[own_rank]);
   std::map<std::pair<int, std::string>, std::string> ranks_at;
@@ -73,7 +74,7 @@ bool any_is(Activity activity, const std::vector<RankState>& states) {
   });
 }
 
-// What may help, by what the ranks do.
+// Tells what may help, given where the ranks are.
 std::string advice_on(const std::vector<RankState>& states, const std::string& join) {
   const bool one_did_it_alone = any_is(Activity::kAgreeing, states) && any_is(Activity::kAveraging, states);
   const bool one_may_have_no_batches =

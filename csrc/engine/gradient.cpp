@@ -16,20 +16,20 @@ at::Tensor as_reals(const at::Tensor& gradient) {
   return gradient.is_complex() ? at::view_as_real(gradient) : gradient;
 }
 
-// Whether the tensor has memory of its own. One that only wraps others has none.
+// Whether the tensor has memory of its own. A tensor that only wraps others has none.
 bool has_memory(const at::Tensor& tensor) {
   return !tensor.unsafeGetTensorImpl()->is_python_dispatch() || tensor.numel() == 0 ||
          (tensor.has_storage() && tensor.storage().data() != nullptr);
 }
 
-// Whether the gradient can be sent as it is: dense, with the order of the elements that every rank sends.
+// Whether the gradient can be sent as it is: it is dense, and has its elements in the order that every rank sends.
 bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter) {
   return gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense() &&
          gradient.scalar_type() == grad_dtype_of(parameter) && gradient.device() == parameter.device() &&
          !gradient.is_conj() && !gradient.is_neg();
 }
 
-// A dense tensor with the strides of the parameter, which are the same on every rank.
+// Makes a dense tensor with the strides of the parameter, which are the same on every rank.
 at::Tensor new_stand_in(const at::Tensor& parameter) {
   return at::empty_like(parameter, at::TensorOptions().dtype(grad_dtype_of(parameter)), at::MemoryFormat::Preserve);
 }

@@ -1,4 +1,4 @@
-// The gradient of a parameter in the step under way: what is sent for it, and where its average goes.
+// A Gradient is the gradient of a parameter in the step under way. It tells what is sent, and takes the average.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,38 +12,41 @@ namespace fastsync {
 
 class Gradient {
  public:
-  // Holds the parameter's tensor. Throws c10::Error if that no longer exists.
+  // Holds the parameter's tensor. Throws c10::Error if the tensor no longer exists.
   explicit Gradient(Parameter& parameter);
 
   Parameter& parameter() const { return *parameter_; }
-  const at::Tensor& tensor() const { return tensor_; }  // the parameter's
+  const at::Tensor& tensor() const { return tensor_; }  // the parameter's tensor
 
-  // The gradient is final, unless it gets ready again. Returns whether it was ready before. Throws c10::ValueError if
-  // it cannot be sent.
+  // Notes that the gradient is final, unless it gets ready again. Returns whether it was ready before. Throws
+  // c10::ValueError if it cannot be sent.
   bool mark_ready();
   bool is_ready() const { return is_ready_; }
-  // The stream on which it got ready.
+  // The stream on which the gradient got ready.
   const std::optional<c10::Stream>& stream() const { return stream_; }
 
   bool is_here() const { return tensor_.grad().defined(); }
-  // Whether there is one that no sync has averaged.
+  // Whether there is a gradient that no sync has averaged.
   bool is_new() const { return parameter_->is_new && is_here(); }
 
-  // Returns what is sent, dense and as reals. Without a new gradient that is the old one, so that the mean is right if
-  // another rank has a new one. It is zeros if there is no gradient, or a sum.
+  // Returns what is sent, dense and as reals. Without a new gradient that is the old gradient, so that the mean is
+  // right if another rank has a new one. It is zeros if there is no gradient, or if the old one is a sum over the
+  // ranks.
   at::Tensor to_send();
   // Returns what is sent after a failure: nan.
   at::Tensor poison() const;
 
-  // Whether a copy was sent, because the gradient is missing or lies in memory otherwise than the parameter.
+  // Whether to_send has returned a stand-in: memory other than the gradient's. The gradient is old or missing then, or
+  // lies in memory in another order than the parameter.
   bool has_stand_in() const { return stand_in_.defined(); }
-  // What was sent holds the average now. The gradient takes it over if some rank has a new gradient: then it exists.
-  // Returns whether the gradient is no more than the average. Otherwise that was added to a sum.
+  // Call it when the average lies in the memory that was sent. `exists` tells whether some rank has a new gradient. If
+  // so, the gradient becomes the average, or the average is added to the parameter's sum. Returns whether the gradient
+  // is the average alone.
   bool take_average(bool exists);
-  // For a gradient that is new on no rank: statistics count what is kept of an earlier sync, or zeros, in place of the
-  // average of what was sent.
+  // For a gradient that is new on no rank. Statistics then count the gradient of an earlier sync if it is kept, else
+  // zeros, and not the average of what was sent.
   void count_kept(bool is_kept);
-  // The values that statistics count, as reals. Undefined if there is no gradient.
+  // Returns the values that statistics count, as reals. Undefined if there is no gradient.
   at::Tensor average() const;
 
  private:

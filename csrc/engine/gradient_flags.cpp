@@ -25,7 +25,7 @@ bool GradientFlags::on_some_rank(size_t flag, const std::string& parameter) {
   }
   const bool exists = counts_.const_data_ptr<float>()[flag] > 0.5F;
   if (!exists && num_waits_ == kManyWaits && !sums_.is_cpu()) {
-    num_waits_ += 1;  // said once
+    num_waits_ += 1;  // so that the warning comes once
     TORCH_WARN("fastsync: parameter ", parameter, " has had no gradient on any rank for ", kManyWaits,
                " steps. Each step the host waits for the device to find that out; freeze what is not used ",
                "(requires_grad_(False)), and it no longer does");

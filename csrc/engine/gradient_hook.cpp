@@ -44,7 +44,7 @@ struct GradientHook::PreHook : Hook<torch::autograd::FunctionPreHook> {
 struct GradientHook::PostHook : Hook<torch::autograd::FunctionPostHook> {
   using Hook::Hook;
   variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
-    // One that is put on while its accumulator runs gets no inputs: the post-accumulate hook has called then.
+    // A hook that is put on while its accumulator runs gets no inputs. Then the post-accumulate hook has made the call.
     if (const auto self = owner.lock(); self && !inputs.empty()) {
       self->after(inputs.front().defined());
     }
@@ -54,7 +54,7 @@ struct GradientHook::PostHook : Hook<torch::autograd::FunctionPostHook> {
 
 namespace {
 
-// Tells the hooks of this type that belong to this owner.
+// Returns a function that tells whether a hook is of this type and belongs to this owner.
 template <class Ours>
 auto belongs_to(const std::weak_ptr<GradientHook>& owner) {
   return [owner](const auto& hook) {
@@ -63,11 +63,11 @@ auto belongs_to(const std::weak_ptr<GradientHook>& owner) {
   };
 }
 
-// False if torch.autograd.grad takes the gradient instead of accumulating it.
+// Whether the accumulator will run. It will not if torch.autograd.grad takes the gradient.
 bool will_run(torch::autograd::Node& accumulator) {
   const auto* const chosen = torch::autograd::get_current_graph_task_exec_info();
   if (chosen == nullptr || chosen->empty()) {
-    return true;  // all of the graph
+    return true;  // all nodes of the graph run
   }
   const auto found = chosen->find(&accumulator);
   return found != chosen->end() && found->second.needed_;
@@ -75,7 +75,7 @@ bool will_run(torch::autograd::Node& accumulator) {
 
 }  // namespace
 
-// Runs before the accumulator's post-hooks. If ours is one of them, it makes the call.
+// It runs before the accumulator's post-hooks. If our PostHook is one of them, that makes the call.
 struct GradientHook::PostAccumulateHook : Hook<torch::autograd::PostAccumulateGradHook> {
   using Hook::Hook;
   void operator()(const torch::autograd::Variable& parameter) override {
@@ -91,7 +91,7 @@ std::shared_ptr<GradientHook> GradientHook::put_on(const at::Tensor& parameter, 
   const std::shared_ptr<GradientHook> self(new GradientHook(parameter, std::move(calls)));
   const bool is_frozen = !parameter.requires_grad();
   if (is_frozen) {
-    parameter.set_requires_grad(true);  // only then does it take hooks, which it keeps
+    parameter.set_requires_grad(true);  // because only then does it take hooks; it keeps them afterwards
   }
   self->put_pre_hook();
   if (is_frozen) {
@@ -124,7 +124,7 @@ void GradientHook::put_post_hook(torch::autograd::Node& accumulator) {
 void GradientHook::before() {
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter_);
   if (!accumulator) {
-    return;  // torch.autograd.grad runs the hook
+    return;  // torch.autograd.grad has run the hook
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);

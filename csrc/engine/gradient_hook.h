@@ -1,4 +1,4 @@
-// Autograd's hooks on one parameter: calls before and after its gradient is accumulated.
+// A GradientHook makes calls before and after the gradient of one parameter is accumulated, by hooks of Autograd.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,18 +23,18 @@ namespace fastsync {
 //   PyTorch destroys the pre-hook when the first Python hook is registered on the parameter. Inside the pre-hook's
 //   destructor no other one can be put on. Until the next gradient has come, two other hooks do its work. One is a
 //   post-hook on the accumulator that the parameter has then, which is kept alive until it has run. The other is the
-//   parameter's post-accumulate hook, unless the user has one: it runs with any accumulator, also with one that the
-//   parameter has got later. After that gradient the pre-hook is put on again.
+//   parameter's post-accumulate hook, unless the user has one. It runs with any accumulator, even with one that the
+//   parameter gets later. After that gradient the pre-hook is put on again.
 
-// Hooks that are on a parameter from put_on until this is destroyed. The parameter lives as long. Thread-safe.
+// The hooks are on the parameter from put_on until this object is destroyed. The parameter lives as long. Thread-safe.
 class GradientHook : public std::enable_shared_from_this<GradientHook> {
  public:
   struct Calls {
-    // Called before a gradient is accumulated; may be null.
+    // The call before a gradient is accumulated; may be null.
     std::function<void()> before = nullptr;
-    // Called after a gradient has been accumulated. It gets whether .grad is gone already.
+    // The call after a gradient has been accumulated. is_gone tells whether .grad is undefined again by then.
     std::function<void(bool is_gone)> after;
-    // Refuses compiled autograd, which would make none of these calls.
+    // Whether to refuse compiled autograd, which would make none of these calls.
     bool must_run = true;
   };
 
@@ -50,7 +50,7 @@ class GradientHook : public std::enable_shared_from_this<GradientHook> {
     kOnAccumulator,  // PyTorch has destroyed the pre-hook, and no gradient has come since then
   };
 
-  // A shared_ptr or one of c10's, by torch's version.
+  // A std::shared_ptr or a pointer of c10, depending on torch's version.
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
   template <class Interface>
@@ -70,11 +70,11 @@ class GradientHook : public std::enable_shared_from_this<GradientHook> {
   const at::Tensor parameter_;
   const Calls calls_;
 
-  // Never held while an accumulator is destroyed. Python hooks may go with it, and wait for the GIL, while a thread
-  // that holds the GIL registers a hook and waits for this mutex.
+  // No thread holds it while it destroys an accumulator. That may destroy Python hooks, which waits for the GIL.
+  // Meanwhile a thread that holds the GIL may register a hook, and wait for this mutex.
   std::mutex mutex_;
   State state_ = State::kOnParameter;
-  Accumulator accumulator_;  // kept in kOnAccumulator, else null
+  Accumulator accumulator_;  // null in kOnParameter
 };
 
 }  // namespace fastsync

@@ -14,7 +14,7 @@ namespace fastsync {
 
 namespace {
 
-// A tensor with as many values as are sent, of their dtype, in almost no memory.
+// Makes a tensor with as many values as are sent for the parameter, and their dtype, in almost no memory.
 at::Tensor outline_of(const at::Tensor& parameter) {
   return at::empty({1}, parameter.options().dtype(real_dtype_of(parameter))).expand({num_reals_of(parameter)});
 }
@@ -65,9 +65,8 @@ std::vector<size_t> order_of_rank_0(c10d::ProcessGroup& group, const std::vector
   return {on_host.data_ptr<int64_t>(), on_host.data_ptr<int64_t>() + on_host.numel()};
 }
 
-// If all gradients take more than a bucket, the first one is full with less, as DDP's is: until it is, the network has
-// nothing to do. Buckets come in the order in which their last parameters do, so that the one that is ready first is
-// sent first.
+// If there are several buckets, the first one is smaller, as DDP's is: until it is full, the network has nothing to do.
+// Buckets come in the order in which their last parameters do, so that the bucket that is ready first is sent first.
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<size_t>& order, int64_t bucket_cap_bytes) {
   std::vector<at::Tensor> outlines;
@@ -81,7 +80,7 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& p
   if (bytes > cap) {
     caps.insert(caps.begin(), std::min<size_t>(cap, c10d::kDefaultFirstBucketBytes));
   }
-  std::vector<int64_t> positions(order.size());  // given, so that the buckets are not put in another order
+  std::vector<int64_t> positions(order.size());  // keep torch from putting the buckets in another order
   std::iota(positions.begin(), positions.end(), 0);
   auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(outlines, caps, {}, positions));
   std::sort(buckets.begin(), buckets.end(), [](const auto& a, const auto& b) { return a.back() < b.back(); });

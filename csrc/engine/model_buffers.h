@@ -1,4 +1,4 @@
-// A model's buffers that travel with each sync, of all ranks' models or of none's.
+// The buffers of a model travel with each sync, on all ranks or on none.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,23 +11,23 @@ namespace fastsync {
 
 class ModelBuffers {
  public:
-  // values: float32, to be added up over the ranks. What they are follows from whether this rank is the first of those
-  // that have gradients: a bool, on the device that they have to be on. arrive gets their sums, nan if a rank has
-  // failed.
+  // `describe` returns lines that the ranks have to agree on. `values` returns float32 values, which are added up over
+  // the ranks. is_first tells whether this rank is the first of those that have gradients. It is a bool tensor, on the
+  // device where the values must be. `arrive` gets the sums, which are nan if a rank has failed.
   struct Calls {
     std::function<std::string()> describe;
     std::function<at::Tensor(const at::Tensor& is_first)> values;
     std::function<void(const at::Tensor& sums)> arrive;
   };
 
-  // No buffers travel.
+  // Without calls no buffers travel.
   ModelBuffers() = default;
   explicit ModelBuffers(Calls calls) : calls_(std::move(calls)), description_(calls_.describe()) {}
 
   bool are_sent() const { return calls_.values != nullptr; }
   // Lines that the ranks have to agree on, as of the newest look at the buffers.
   const std::string& description() const { return description_; }
-  // Looks at them again, and returns whether the description is another one.
+  // Looks at the buffers again, and returns whether the description has changed.
   bool have_changed() {
     const std::string before = are_sent() ? std::exchange(description_, calls_.describe()) : description_;
     return description_ != before;

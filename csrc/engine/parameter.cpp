@@ -87,8 +87,8 @@ void Parameter::mark_new(bool left_over) {
   is_new = !sums || sum.defined() || !averaged.holds(lock().grad());  // else nothing has come
 }
 
-// zero_grad() is meant for the sum, too. What else may be meant, by a change in place, nobody can tell. Only there does
-// the host wait for the device.
+// zero_grad() is meant for the sum, too. Nobody can tell whether another change in place is. The host waits for the
+// device only if there was such a change.
 void Parameter::check_sum(const at::Tensor& gradient) {
   if (accumulated.holds(gradient)) {
     return;

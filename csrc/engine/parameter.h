@@ -1,4 +1,4 @@
-// A parameter of an engine, and what is known of its gradient from one step to the next.
+// A Parameter is a parameter of an engine. It notes the state of its gradient from one step to the next.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,41 +16,41 @@ namespace fastsync {
 
 // The dtype of its gradients: its own, except where torch was told another one (Tensor.grad_dtype).
 at::ScalarType grad_dtype_of(const at::Tensor& parameter);
-// Complex gradients travel as the pairs of reals that they are.
+// The dtype and the number of the values that travel. A complex value travels as a pair of reals.
 at::ScalarType real_dtype_of(const at::Tensor& parameter);
 int64_t num_reals_of(const at::Tensor& parameter);
-// Whether its gradient travels.
+// Whether the parameter's gradient travels.
 inline bool takes_part(const at::Tensor& parameter) { return parameter.requires_grad() && parameter.numel() > 0; }
 
 struct Parameter {
-  // sums: its gradient becomes the sum over the ranks, and not the mean.
+  // With `sums` its gradient becomes the sum over the ranks, and not the mean.
   Parameter(const at::Tensor& tensor, std::string name, bool sums)
       : id(tensor.getIntrusivePtr()), name(std::move(name)), sums(sums) {}
 
-  // Throws c10::Error if it no longer exists.
+  // Returns the parameter's tensor. Throws c10::Error if it no longer exists.
   at::Tensor lock() const;
   // A line that the ranks have to agree on.
   std::string description(const at::Tensor& tensor) const;
-  // Whether its gradient may hold something of this rank that no sync has averaged. If hooks mark what is new, nothing
-  // but the mark has to be read.
+  // Whether its gradient may hold something of this rank that no sync has averaged. If hooks mark new gradients, only
+  // the mark has to be read.
   bool has_own_gradient(bool has_hook) const;
-  // Backward has reached the parameter: notes the gradient that it has accumulated, if any.
+  // Notes that backward has reached the parameter, and the gradient that backward has accumulated, if any.
   void note_gradient();
-  // Marks the gradient as new. It takes part in the step under way, or is left over for the next one.
+  // Marks the gradient as new, if one has come. It takes part in the step under way, or is left over for the next one.
   void mark_new(bool left_over);
-  // Whether a gradient is left over that nothing has changed since.
+  // Whether a gradient is left over, and nothing has changed it since.
   bool has_left_over() const;
-  // Continues as the same parameter of another engine.
+  // Takes over the state of the same parameter of another engine.
   void take_over(Parameter& other);
 
   // Note [Sums]
-  // With op="sum" a gradient that was synchronised must not travel again, for each rank would count it once more. So
-  // before backward accumulates into it, the sum is put aside. Until the next sync .grad holds what has come since, and
-  // then both are added. zero_grad() in between is meant for the sum, too.
+  // With op="sum" a gradient that was synchronised must not travel again, because each rank would count it once more.
+  // So before backward accumulates into it, the sum is put aside. Until the next sync .grad holds only what has come
+  // since, and then both are added. zero_grad() in between is meant for the sum, too.
 
-  // Throws c10::Error if the two cannot be told apart any more.
+  // Puts the sum aside, if .grad is one. Throws c10::Error if .grad and the sum cannot be told apart any more.
   void put_sum_aside();
-  // Then .grad holds both.
+  // Adds the sum that was put aside to .grad.
   void put_sum_back();
   // Forgets the sum if zero_grad() was meant for it. Throws c10::Error if another change may have been meant for it.
   void check_sum(const at::Tensor& gradient);
@@ -60,12 +60,12 @@ struct Parameter {
   ParameterId id;
   std::string name;
   bool sums;
-  bool is_new = false;        // it may have a gradient that no sync has averaged
-  bool is_left_over = false;  // it is of a backward inside no_sync()
-  bool repeats = false;       // it gets several gradients in a backward, and is final only at the end
+  bool is_new = false;        // whether it may have a gradient that no sync has averaged
+  bool is_left_over = false;  // whether its gradient is of a backward inside no_sync()
+  bool repeats = false;       // whether it gets several gradients in a backward, so that only the end makes them final
   Snapshot averaged;          // the gradient as the newest sync has left it
-  Snapshot accumulated;       // and as the newest backward has
-  at::Tensor sum;             // put aside, see Note [Sums]
+  Snapshot accumulated;       // the gradient as the newest backward has left it
+  at::Tensor sum;             // the sum that was put aside, see Note [Sums]
 };
 
 }  // namespace fastsync

@@ -23,7 +23,7 @@ ParameterSync::ParameterSync(EngineState& engine, const std::vector<at::Tensor>&
 
 // ---- between steps --------------------------------------------------------------------------------------------------
 
-// The ranks agree on a new name. One that has run out of batches cannot know of it, except when it begins to join.
+// The ranks agree on a new name. A rank that has run out of batches cannot know the name, unless it begins to join.
 void ParameterSync::piggyback(const std::string& name, const at::Tensor& value) {
   NamedValues& values = context_.side_values.named;
   TORCH_CHECK_VALUE(!context_.weight.is_joining() || !have_agreed() || values.has_slots(name, value), "name: '", name,
@@ -49,7 +49,7 @@ void ParameterSync::set_weight(double weight, bool have_hooks) {
   if (!context_.weight.is_set()) {
     context_.engine.agree_anew("a weight was set");
     for (const LayoutBucket& each : context_.layout.buckets) {
-      each.bucket->set_scale({});  // it has followed other values
+      each.bucket->set_scale({});  // because it has followed values without weights
     }
   }
   context_.weight.set(weight);
@@ -154,8 +154,8 @@ std::unique_ptr<Step> ParameterSync::end() {
 
 // ---- the layout, and the agreement on it ----------------------------------------------------------------------------
 
-// A step that is refused is refused on every rank: none is left waiting, and it is over. Buffers are looked at here,
-// because forward may have changed them, also one that a checkpoint repeats.
+// If a step is refused, it is refused on every rank: no rank is left waiting, and the step is over. It looks at buffers
+// only now, because a forward may have changed them, even a forward that a checkpoint repeats during backward.
 void ParameterSync::agree_and_lay_out() {
   if (context_.buffers.have_changed()) {
     context_.engine.agree_anew("a buffer that is synced is of another shape or dtype");
@@ -178,7 +178,7 @@ void ParameterSync::lay_out() {
   const std::vector<Gradient>& gradients = step_->gradients();
   const std::vector<size_t> order = step_->order();
   if (order.empty()) {
-    return;  // nothing requires a gradient: nothing to send, this time
+    return;  // no parameter requires a gradient, so this step sends nothing
   }
   agree(/*init_sync=*/false);  // first, so that all ranks refuse what one of them cannot send
   std::vector<at::Tensor> tensors;

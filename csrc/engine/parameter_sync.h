@@ -1,5 +1,5 @@
-// Averages the gradients of a set of parameters, step after step. It knows nothing of autograd. Methods are not
-// thread-safe unless their comments say so.
+// A ParameterSync averages the gradients of a set of parameters, step after step. It knows nothing of autograd. Methods
+// are not thread-safe unless their comments say so.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,32 +17,33 @@ namespace fastsync {
 
 class ParameterSync {
  public:
-  // The names, one for each parameter, are for errors. sums: gradients become the sum over the ranks and not the mean.
-  // The engine outlives this.
+  // The names, one for each parameter, are for errors. With `sums`, gradients become the sum over the ranks and not the
+  // mean. The engine must outlive this object.
   ParameterSync(EngineState& engine, const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                 int64_t bucket_cap_bytes, bool sums);
 
-  // Throws c10::ValueError if the ranks differ in parameters or settings. The first step calls it, if nobody did.
-  // init_sync: all ranks take over the parameters of one after that.
+  // Makes the ranks agree. Throws c10::ValueError if they differ in parameters or settings. The first step calls it, if
+  // nobody did. With init_sync, all ranks take over the parameters of one rank after it.
   void agree(bool init_sync);
 
   // ---- between steps ----
 
-  // An optimizer has updated the parameters. From any thread.
+  // Notes that an optimizer has updated the parameters. Any thread may call it.
   void note_update() { context_.agreement->step_check.note_update(); }
 
-  // A float32 tensor to be averaged with the next step, in place of an earlier one of that name.
+  // Has the next step average a float32 tensor. It replaces an earlier one of that name.
   void piggyback(const std::string& name, const at::Tensor& value);
-  // The averages that came with the newest step.
+  // The averages of the tensors that were piggybacked on the newest step.
   const NamedValues::Tensors& piggybacked() { return context_.means; }
 
-  // This rank's gradients count so much from the next step on. The first call has to come before the same step on all
-  // ranks. Throws c10::Error if the step has gradients already, which another weight may be meant for. have_hooks:
-  // hooks mark what is new, so that nothing but their marks has to be read.
+  // Sets the weight of this rank's gradients from the next step on. The first call has to come before the same step on
+  // all ranks. Throws c10::Error if the step has gradients already, because another weight may be meant for them. With
+  // have_hooks, hooks mark new gradients, so only the marks have to be read.
   void set_weight(double weight, bool have_hooks);
 
-  // While ranks join, the mean is over those that have not run out of gradients.
+  // Sets whether ranks join. If they do, the mean is over those that have not run out of gradients.
   void set_joining(bool is_joining);
+  // Notes that this rank has run out.
   void run_out() { context_.weight.run_out(); }
   // The number of ranks that had not run out in the newest step; nan if one has failed. Waits for the device.
   double num_active();
@@ -51,29 +52,30 @@ class ParameterSync {
 
   // Whether the gradients are still those that the newest step left.
   bool gradients_are_unchanged();
-  // The parameters whose gradients hold something of a backward after the newest step, which is this rank's own.
+  // The parameters whose gradients hold something that only this rank has, of a backward after the newest step.
   std::vector<at::Tensor> with_own_gradients(bool have_hooks);
 
-  // Continues with what another engine of the same parameters knows of their gradients.
+  // Takes over the state of the gradients from another engine of the same parameters.
   void take_over(ParameterSync& other);
 
   // ---- around a gradient, with or without a step ----
 
   std::vector<Parameter>& parameters() { return context_.parameters; }
   bool sums() const { return context_.sums; }
-  // Puts back the sums that were put aside: all, or those of parameters that have no gradient since.
+  // Puts back the sums that were put aside. With only_lone_ones, it skips parameters that have got a gradient since.
   void put_sums_back(bool only_lone_ones);
 
   // ---- one step: see Note [Steps] ----
 
-  bool is_under_way() const { return is_under_way_; }  // from any thread
+  bool is_under_way() const { return is_under_way_; }  // any thread may call it
   void begin();
-  // While it is under way:
+  // These need a step that is under way.
   void mark_ready(size_t index) { step_->mark_ready(index); }
   void mark_all_ready() { step_->mark_all_ready(); }
   void send_full_buckets() { step_->send_full_buckets(); }
   // Throws c10::ValueError if the step is refused, which happens on all ranks. Then it is over.
   void send_rest();
+  // Sends what is left as nan, see Step.
   void fail();
   // The step is over afterwards, whatever is thrown.
   void receive();
@@ -89,9 +91,9 @@ class ParameterSync {
 
   const int64_t bucket_cap_bytes_;
   StepContext context_;
-  int64_t weighted_step_ = -1;              // that the weight was set for
-  std::unique_ptr<Step> step_;              // under way; else null
-  std::atomic<bool> is_under_way_ = false;  // whether there is one, for other threads
+  int64_t weighted_step_ = -1;              // the step that the weight was set for
+  std::unique_ptr<Step> step_;              // the step under way; null if there is none
+  std::atomic<bool> is_under_way_ = false;  // whether there is a step, for other threads
 };
 
 }  // namespace fastsync

@@ -70,8 +70,8 @@ at::Tensor SavedState::smallest_scale(const std::vector<ParameterId>& parameters
   return at::full({1}, smallest, at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
-// The parameter may have been cast or resized since. A residual becomes what its gradients are by now. One of another
-// size is of no use any more.
+// The parameter may have been cast or resized since. A residual gets the dtype and device that gradients have by now. A
+// residual of another size is of no use any more.
 std::vector<at::Tensor> SavedState::take_residuals(const std::vector<ParameterId>& parameters, c10::Device device) {
   std::vector<at::Tensor> taken(parameters.size());
   bool has_any = false;

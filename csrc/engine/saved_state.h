@@ -1,5 +1,5 @@
-// What is saved of each parameter, for a checkpoint or until it comes into another bucket: the fp16 scale of its
-// bucket, and what error feedback keeps of its gradient.
+// The saved state of each parameter is the fp16 scale of its bucket, and the residual of its gradient. It is kept for a
+// checkpoint, or until the parameter comes into another bucket.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@
 
 namespace fastsync {
 
-// A weak reference: it keeps no model alive, and no other tensor can take the address while it exists.
+// A weak reference to a parameter. It keeps no model alive, and no other tensor can take the address while it exists.
 using ParameterId = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 class SavedState {
@@ -24,21 +24,22 @@ class SavedState {
 
   SavedState() = default;
   explicit SavedState(const std::vector<Row>& rows);
-  // A row for each parameter that still lives.
+  // Returns a row for each parameter that still lives.
   std::vector<Row> rows() const;
   // A line that the ranks have to agree on: it tells whether they were given the same scales.
   const std::string& description() const { return description_; }
 
-  // Records the scale of the bucket that holds these parameters. If it has none, they lose theirs. Waits for the
-  // device.
+  // Records the scale of the bucket that holds these parameters. If the bucket has none, they lose theirs. Waits for
+  // the device.
   void record_scale(const std::vector<ParameterId>& parameters, const at::Tensor& scale);
-  // Records those of its residuals that are defined. There is one for each parameter, or none at all.
+  // Records the residuals that are defined. There is one for each parameter, or none at all.
   void record_residuals(const std::vector<ParameterId>& parameters, const std::vector<at::Tensor>& residuals);
 
-  // The scale that a bucket of these parameters starts with, as float32 [1] on the device: their smallest, so that none
-  // saturates. Undefined if one is unknown; then the gradients decide.
+  // Returns the scale that a bucket of these parameters starts with, as float32 [1] on the device. It is the smallest
+  // of their scales, so that no gradient saturates. Undefined if a scale is unknown; then the gradients decide.
   at::Tensor smallest_scale(const std::vector<ParameterId>& parameters, c10::Device device) const;
-  // Gives the residuals of these parameters away. One is undefined if there is none; empty if there are none at all.
+  // Returns the residuals of these parameters, and forgets them. A residual is undefined if there is none. The result
+  // is empty if there are none at all.
   std::vector<at::Tensor> take_residuals(const std::vector<ParameterId>& parameters, c10::Device device);
 
  private:

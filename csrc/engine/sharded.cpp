@@ -50,7 +50,7 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
       teams_.emplace(group_, input.device());
     }
   }
-  SumMemory for_once;  // an allocator keeps a device's memory
+  SumMemory for_once;  // enough on a device, whose allocator caches memory
   const SendOptions::Scatter scatter{output, factor_of(op, group_->getSize()), *teams_,
                                      input.is_cpu() ? memory_ : for_once};
   run(identity, name, input, &scatter);
@@ -59,7 +59,7 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
 void ShardedState::all_reduce(const at::Tensor& identity, const std::string& name, const at::Tensor& values) {
   TORCH_CHECK_VALUE(values.is_contiguous(), "values: expected contiguous ones");
   run(identity, name, values, /*scatter=*/nullptr);
-  // Another stream has made them, and may free them as soon as fully_shard has read them.
+  // Another stream has made the values, and may free them as soon as fully_shard has read them.
   use_on_current_stream(values);
 }
 
@@ -82,7 +82,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   options.scatter = scatter;
   const auto forget_scale = c10::make_scope_exit([&] {
     if (scatter) {
-      bucket->set_scale({});  // it has followed what this rank got: the next one is agreed on anew
+      bucket->set_scale({});  // because it has followed this rank's shard alone; the ranks agree on the next one anew
     }
   });
   const auto work = bucket->send({values}, options, start_bucket(*bucket));
@@ -97,8 +97,8 @@ void ShardedState::give_up() const {
   }
 }
 
-// A step is a backward. A pipeline's schedule hands gradients over outside of any backward: there a step is over when
-// the first of its buckets comes again.
+// A step is a backward. A pipeline's schedule hands gradients over outside of any backward. There a new step begins
+// when one of the step's buckets comes again.
 void ShardedState::enter_step(const std::shared_ptr<Bucket>& bucket) {
   const bool is_outside = current_graph_task() == kNoGraphTask;
   const auto& newest = buckets_.newest();

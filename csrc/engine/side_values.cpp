@@ -19,7 +19,7 @@ at::Tensor SideValues::to_send(std::optional<std::vector<float>> stamp, bool cou
   return all.size() == 1 ? all.front() : at::cat(all);
 }
 
-// Made anew only when they change, which a CUDA graph cannot.
+// Copies them to the device only when they change. A CUDA graph cannot do that.
 at::Tensor SideValues::flags_and_stamp(c10::Device device) {
   std::vector<float> fixed = flags.values();
   fixed.insert(fixed.end(), stamp_.begin(), stamp_.end());

@@ -1,4 +1,5 @@
-// What travels beside the gradients of a step's last bucket: one vector of float32, summed over the ranks.
+// Side values travel beside the gradients of a step's last bucket. They are one vector of float32, which is summed over
+// the ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,17 +13,18 @@
 
 namespace fastsync {
 
-// The vector is the flags, the step check's stamp, and the named values.
+// The vector holds the flags, then the step check's stamp, then the named values.
 class SideValues {
  public:
   GradientFlags flags;
   NamedValues named;
 
-  // Returns the vector, on the device. Without a stamp the one before takes its slots. See NamedValues::to_send.
+  // Returns the vector, on the device. Without a new stamp the one before is sent again, and stamps() returns nothing.
+  // See NamedValues::to_send for the rest.
   at::Tensor to_send(std::optional<std::vector<float>> stamp, bool counts, bool has_failed, c10::Device device);
-  // The sums over the ranks have come. They may lie in memory that the next sync writes to.
+  // Takes the sums over the ranks. They may lie in memory that the next sync writes to.
   void arrive(const at::Tensor& sums, bool is_captured);
-  // The sums of the stamps; undefined if none were sent.
+  // The sums of the stamps; undefined if no new ones were sent.
   at::Tensor stamps() const;
   // The sums of the named values.
   at::Tensor named_sums() const { return sums_.narrow(0, num_fixed(), sums_.numel() - num_fixed()); }
@@ -34,7 +36,7 @@ class SideValues {
 
   std::vector<float> stamp_;
   bool has_new_stamp_ = false;
-  std::vector<float> fixed_;  // what is on the device: flags and stamp
+  std::vector<float> fixed_;  // the flags and the stamp that fixed_on_device_ holds
   at::Tensor fixed_on_device_;
   std::vector<at::Tensor> captured_;  // vectors that CUDA graphs go on reading
   at::Tensor sums_;

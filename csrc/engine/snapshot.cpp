@@ -4,7 +4,7 @@ namespace fastsync {
 
 namespace {
 
-// If the tensors of this PyTorch do not tell, Python may always have seen it.
+// Whether Python may have seen the tensor. Always true if this version of PyTorch does not tell.
 template <class TensorImpl>
 bool python_has_seen(const TensorImpl& tensor) {
   if constexpr (requires { tensor.pyobj_slot()->load_pyobj(); }) {

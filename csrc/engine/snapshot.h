@@ -1,4 +1,4 @@
-// Which tensor a gradient was, and what it held: to tell later whether it is still the same.
+// A snapshot notes which tensor a gradient was, and its version, to tell later whether the gradient is unchanged.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,9 +11,9 @@
 namespace fastsync {
 
 // Note [Unchanged gradients]
-// Writes to .data, of NumPy, and of kernels with bare pointers change no version counter. But all of them begin with
-// Python's view of the gradient, which lives as long as the gradient once it was made. So a gradient that Python has
-// not seen, and whose version is the same, is proven to be unchanged.
+// Writes to .data, by NumPy, and by kernels with bare pointers change no version counter. But each of them needs the
+// Python object of the gradient, which lives as long as the gradient once it was made. So if a gradient's version is
+// the same, and Python has not seen the gradient, it is proven to be unchanged.
 class Snapshot {
  public:
   Snapshot() = default;
@@ -24,14 +24,14 @@ class Snapshot {
   bool is_of(const at::Tensor& gradient) const;
   // Whether the gradient is that tensor, and nothing has changed it since, as far as PyTorch counts.
   bool holds(const at::Tensor& gradient) const { return is_of(gradient) && version_ == gradient._version(); }
-  // Whether it is proven that nothing has changed the gradient since, by any means. An undefined one is still
-  // undefined.
+  // Whether it is proven that nothing has changed the gradient since, by any means. For an undefined gradient: whether
+  // it is still undefined.
   bool is_still(const at::Tensor& gradient) const;
-  // Whether it is proven that autograd has written the gradient since, because Python has not.
+  // Whether it is proven that autograd has written the gradient since: it has changed, and Python has not seen it.
   bool was_written_by_autograd(const at::Tensor& gradient) const;
 
  private:
-  std::optional<ParameterId> gradient_;  // weak, so that no other can take its address
+  std::optional<ParameterId> gradient_;  // a weak reference, so that no other tensor can take the address
   uint32_t version_ = 0;
 };
 

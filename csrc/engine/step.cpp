@@ -58,15 +58,15 @@ void Step::mark_ready(size_t index) {
 }
 
 void Step::mark_all_ready() {
-  for (size_t index = gradients_.size(); index-- > 0;) {  // the order in which a backward would most likely come
+  for (size_t index = gradients_.size(); index-- > 0;) {  // most likely the order of a backward
     if (gradients_[index].is_here()) {
       mark_ready(index);
     }
   }
 }
 
-// Nothing that waits for other ranks may happen before the end of backward: which engine comes first is not the same on
-// all ranks until then.
+// It must not wait for other ranks, because before the end of backward engines may come in different orders on
+// different ranks.
 void Step::send_full_buckets() {
   send_weight();
   bool weights_are_here = !context_.weight.is_on();
@@ -82,8 +82,8 @@ bool Step::may_go_early(size_t index) const {
   const LayoutBucket& next = layout().buckets[index];
   const Bucket& bucket = *next.bucket;
   const bool is_last = index + 1 == layout().buckets.size();
-  // On a CPU it depends on time whether weights have come. But the group pairs its collectives by the order of calls.
-  // So a user's collective inside backward could come before the bucket's on one rank, and after it on another.
+  // On a CPU, weights may come early on one rank and late on another. But the group pairs collectives by the order of
+  // calls. So a user's collective inside backward could come before the bucket's on one rank, and after it on another.
   const bool waits_for_end = context_.weight.is_on() && bucket.device().is_cpu() && !bucket.has_room();
   return num_waiting_[index] == 0 && !waits_for_end && have_agreed() &&
          !bucket.waits_to_send(engine().compressions()->at(next.num_reals)) &&
@@ -131,7 +131,8 @@ void Step::leave_behind() {
   engine().liveness().give_up();
 }
 
-// Gradients get ready on the streams under which their accumulators were made. The current stream may be another one.
+// Makes the current stream wait for the streams on which gradients got ready. Those were current when the accumulators
+// were made.
 void Step::wait_for_gradients(const LayoutBucket& bucket) const {
   const c10::Stream current = current_stream(bucket.bucket->device());
   std::vector<c10::Stream> waited_for;
@@ -179,9 +180,9 @@ void Step::send_next() {
   if (is_last) {
     engine().end_step();
   }
-  // This thread may go on with backward, or wait for another bucket, when messages arrive. Then the progress thread
-  // does what follows. For the only bucket, at the end of backward, to wake a thread would take longer than to do it
-  // here. After a failure this thread may not come back for long.
+  // When messages arrive, this thread may go on with backward, or wait for another bucket. So the progress thread does
+  // what follows. A single bucket at the end of backward is an exception: waking a thread would take longer than doing
+  // it here. After a failure this thread may not come back for long.
   if (layout().buckets.size() > 1 || has_failed() || !device.is_cpu()) {
     BucketWork::drive_later(works_.back(), engine().progress());
   }
@@ -231,11 +232,11 @@ void Step::receive() {
   context_.agreement->step_check.arrive(context_.side_values.stamps());
 }
 
-// All decisions here follow from what all ranks know, so that statistics are the same on all.
+// All decisions here follow from what all ranks know, so that statistics are the same on all ranks.
 void Step::hand_out() {
   for (size_t i = 0; i < works_.size(); ++i) {
-    // If no rank has a new gradient, the mean of what was sent is the mean of what is kept, and statistics may count
-    // it. That does not hold for a sum, nor for what error feedback adds.
+    // If no rank has a new gradient, the ranks have sent the gradients that they keep, and statistics may count their
+    // mean. That does not hold for a sum, nor with error feedback, which adds residuals.
     hand_out(layout().buckets[i], !context_.sums && !works_[i]->has_error_feedback());
   }
 }

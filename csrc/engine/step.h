@@ -1,4 +1,5 @@
-// One sync of all gradients of an engine, from the first that is ready until the averages have come.
+// A Step is one sync of all gradients of an engine. It lasts from the first gradient that is ready until the averages
+// have come.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,11 +20,11 @@
 
 namespace fastsync {
 
-// What the steps of an engine share: it lasts from one step to the next.
+// The steps of an engine share this.
 struct StepContext {
   EngineState& engine;
-  const std::shared_ptr<Agreement> agreement;  // of all its buckets
-  const bool sums;                             // gradients become the sum over the ranks, and not the mean
+  const std::shared_ptr<Agreement> agreement;  // the agreement on all buckets
+  const bool sums;                             // whether gradients become the sum over the ranks, and not the mean
   std::vector<Parameter> parameters = {};
   Layout layout = {};  // made in the first step
   SideValues side_values = {};
@@ -31,21 +32,24 @@ struct StepContext {
   ModelBuffers buffers = {};
 
   // The results of the newest step.
-  NamedValues::Tensors means = {};  // what was piggybacked on it
+  NamedValues::Tensors means = {};  // the means of what was piggybacked
   at::Tensor active = {};           // see WeightSum
 };
 
 // Note [Steps]
-// A step collects gradients: mark_ready for each one that is final, in any order and any number of them. Meanwhile
-// send_full_buckets sends what can be sent already. Then send_rest sends everything else, and receive waits for the
-// averages and hands them out. In place of send_rest, or after it threw, fail sends what is left as nan: backward has
-// failed, and there will be no more gradients. So the ranks stay in step, and one that did not fail is not misled.
-// After that receive leaves the gradients alone. A step sends its buckets in the same order on all ranks.
+// A step collects gradients by mark_ready: each gradient that is final, in any order and any number of them. Meanwhile
+// send_full_buckets sends buckets that are full. Then send_rest sends everything else, and receive waits for the
+// averages and hands them out. A step sends its buckets in the same order on all ranks.
 //
-// It owns what is under way. When it is destroyed, tensors, streams and works are let go of, and no rank has to wait.
+// If backward has failed, or send_rest has thrown, no more gradients come. Then fail is called, and send_rest sends nan
+// for what is left. So the ranks stay in step, and a rank that did not fail is not misled. After that receive leaves
+// the gradients alone.
+//
+// A step owns what is under way. When it is destroyed, it lets go of tensors, streams and works, and no rank waits in
+// vain.
 class Step {
  public:
-  // One gradient for each parameter, of tensors that the layout holds for. The context outlives the step.
+  // Takes a gradient for each parameter. The layout must hold for their tensors. The context must outlive the step.
   Step(StepContext& context, std::vector<Gradient> gradients);
 
   int64_t number() const { return number_; }
@@ -57,8 +61,8 @@ class Step {
   void mark_all_ready();
   void send_full_buckets();
   const std::vector<Gradient>& gradients() const { return gradients_; }
-  // The order that a layout is made by: first the gradients that got ready, then the others from the last parameter to
-  // the first. Frozen parameters are left out.
+  // Returns the order of parameters by which a layout is made. First come those whose gradients got ready, then the
+  // others from the last to the first. Frozen parameters are left out.
   std::vector<size_t> order() const;
 
   // ---- sending ----
@@ -66,11 +70,12 @@ class Step {
   // Sends this rank's weight, once, if weights are on and the ranks have agreed. Returns at once. Weights go before
   // everything else.
   void send_weight();
-  // By then the ranks have agreed, and made a layout if there is anything to send.
+  // Sends all buckets that are left. Before, the ranks must agree, and make a layout if there is anything to send.
   void send_rest();
-  // From now on nan is sent in place of gradients.
+  // Makes send_rest send nan in place of gradients from now on.
   void fail() { state_ = State::kFailed; }
-  // After a failure: the background does what other ranks wait for, so that they need not wait for the next backward.
+  // Has the background do what other ranks wait for, after a failure. So they need not wait for this rank's next
+  // backward.
   void leave_behind();
 
   // ---- receiving ----
@@ -96,10 +101,10 @@ class Step {
   const int64_t number_;
   State state_ = State::kCollecting;
   std::vector<Gradient> gradients_;                 // by parameter
-  std::vector<size_t> order_;                       // of indices, as gradients got ready; kept while there is no layout
-  std::vector<size_t> num_waiting_;                 // by bucket: gradients that are not ready
-  std::vector<std::shared_ptr<BucketWork>> works_;  // of the buckets that were sent
-  std::optional<WeightSum> weights_;                // once this rank's was sent
+  std::vector<size_t> order_;                       // indices, as gradients got ready; kept while there is no layout
+  std::vector<size_t> num_waiting_;                 // by bucket: how many gradients are not final
+  std::vector<std::shared_ptr<BucketWork>> works_;  // the works of the buckets that were sent
+  std::optional<WeightSum> weights_;                // set once this rank's weight was sent
 };
 
 }  // namespace fastsync

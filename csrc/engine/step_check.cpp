@@ -23,14 +23,14 @@ bool is_turned_off() {
   return setting != nullptr && std::string(setting) == "0";
 }
 
-// One number for a gradient's first values, to which each contributes by its index.
+// Returns one number for a gradient's first values, in which each value is weighted by its index.
 at::Tensor number_of(const at::Tensor& gradient) {
   constexpr int64_t kMost = 1 << 16;
   const at::Tensor first = gradient.reshape({-1}).narrow(0, 0, std::min(gradient.numel(), kMost)).cpu().to(at::kDouble);
   return first.dot(at::arange(1, first.numel() + 1, first.options()));
 }
 
-// A whole number that float32 holds. It is 0 if all gradients are zeros, or if one is not finite.
+// Returns a whole number that float32 holds. It is 0 if all gradients are zeros, or if one is not finite.
 float fingerprint_of(at::TensorList gradients) {
   constexpr uint64_t kMost = (1 << 24) - 1;
   std::vector<at::Tensor> numbers{at::zeros({}, at::kDouble)};

@@ -53,7 +53,7 @@ void BucketTotals::add(const BucketTotals& other) {
 
 void SyncTimes::begin_step() {
   constexpr size_t kMaxSteps = 8;  // how far the host may run ahead of the device before a step goes untimed
-  end_step();                      // the last bucket of the one before may have been left out
+  end_step();                      // because the step before may have left out its last bucket
   collect();
   if (steps_.size() >= kMaxSteps) {
     steps_.pop_front();
@@ -74,7 +74,7 @@ std::shared_ptr<Stopwatch> SyncTimes::start_bucket(std::shared_ptr<BucketTotals>
   const bool is_timed = device.is_cpu() || num_steps_ <= kAllUntil || num_steps_ % kOneOf == 0;
   auto stopwatch = std::make_shared<Stopwatch>(std::move(totals), device, is_timed && !is_capturing(device));
   if (steps_.empty()) {
-    steps_.emplace_back();  // the beginning of the step has been added up
+    steps_.emplace_back();  // because the step's first buckets have been added up already
   }
   if (is_timed) {
     steps_.back().buckets.push_back(stopwatch);

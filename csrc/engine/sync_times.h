@@ -1,4 +1,5 @@
-// How long the parts of a sync took, on the clock of the device that did them. The host never waits for it.
+// SyncTimes measures how long the parts of a sync take, on the clock of the device that does them. The host never waits
+// for the device.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -27,56 +28,61 @@ struct Count : std::atomic<int64_t> {
   }
 };
 
-// Sums over the syncs of one bucket. The times, in seconds, are over num_timed syncs: those that the device was done
-// with in time to be read.
+// The totals of one bucket: counts and times, added up over its syncs. The times are in seconds. They are those of
+// num_timed syncs, which the device had done in time to be read.
 struct BucketTotals {
   int64_t elements = 0;
   std::string kernels;         // see kernels_on
-  bool shares_memory = false;  // in the newest sync, as the next two
-  int64_t num_hosts = 1;       // of the ranks that share memory
-  std::string why_not_shared;  // if that was tried
-  Count wire_bytes;            // added by the thread that receives
+  bool shares_memory = false;  // whether the newest sync has shared memory
+  int64_t num_hosts = 1;       // how many hosts share memory in the newest sync
+  std::string why_not_shared;  // why ranks cannot share memory; empty if no rank has tried in vain
+  Count wire_bytes;            // the thread that receives adds to it
   int64_t num_syncs = 0;
   int64_t num_timed = 0;
   double pack_time = 0.0;
   double collective_time = 0.0;
   double unpack_time = 0.0;
 
-  void add(const BucketTotals& other);  // the counts and times; what is before them is one bucket's
+  // Adds the other's counts and times, from wire_bytes on. The members before them belong to one bucket.
+  void add(const BucketTotals& other);
 };
 
 // The costs of all syncs of a model.
 struct SyncTotals {
-  std::vector<BucketTotals> buckets;  // of the newest step, in the order they were sent
-  BucketTotals all;                   // of all the buckets there have been
+  std::vector<BucketTotals> buckets;  // the newest step's buckets, in the order in which they were sent
+  BucketTotals all;                   // the totals of all buckets, with those that are forgotten
   int64_t num_steps = 0;
   int64_t num_timed_steps = 0;
-  // What backward did not hide, over the timed steps: seconds from the moment that the last bucket of a step was on its
-  // way until all were unpacked.
+  // The time of sums that backward did not hide, in seconds, over the timed steps. In a step it begins when the last
+  // bucket was on its way, and ends when all buckets were unpacked.
   double exposed_time = 0.0;
 };
 
 enum class Mark : int8_t { kStart, kSent, kReduced, kDone };
 
-// The moments of one bucket's sync, on the device's own clock: on a CPU the host's time, elsewhere events on a stream.
+// A stopwatch notes the moments of one bucket's sync, on the device's own clock. On a CPU they are times, elsewhere
+// events on a stream.
 class Stopwatch {
  public:
   Stopwatch(std::shared_ptr<BucketTotals> totals, c10::Device device, bool measures)
       : totals_(std::move(totals)), device_(device), measures_(measures) {}
 
   void mark(Mark mark);
-  // Whether the device has passed kDone. Never true of a stopwatch that does not measure, nor while a CUDA graph is
-  // captured, nor of a captured sync: its events belong to the graph.
+  // Whether the device has passed kDone. It is false if the stopwatch does not measure, and while a CUDA graph is
+  // captured. For a captured sync it stays false, because the events belong to the graph.
   bool done() const;
-  // The rest is for a stopwatch that is done.
-  void add_up() const;  // to the totals
-  // How long the last bucket of the step had been on its way when this one was done.
+
+  // The next two are for a stopwatch that is done.
+
+  // Adds the times to the totals.
+  void add_up() const;
+  // The seconds from the moment that the last bucket of the step was on its way until this bucket was done.
   double seconds_after(const Stopwatch& last) const;
 
  private:
   struct Moment {
     std::chrono::steady_clock::time_point time;
-    std::optional<c10::Event> event;  // set in place of the time
+    std::optional<c10::Event> event;  // set instead of the time on a device other than a CPU
   };
 
   const Moment& at(Mark mark) const { return moments_[static_cast<size_t>(mark)]; }
@@ -89,16 +95,17 @@ class Stopwatch {
   std::array<Moment, 4> moments_;  // by mark
 };
 
-// The stopwatches of the steps under way, and the totals of those that are over. Not thread-safe. On a device other
-// than a CPU the clock costs launches: there the first steps are timed, and then one of several.
+// Holds the stopwatches of steps under way, and the totals of steps that are over. Not thread-safe. On a device other
+// than a CPU an event costs a launch: there only the first steps are timed, and then one of several.
 class SyncTimes {
  public:
-  // A step is the buckets between begin_step and end_step, or the next begin_step. It is added up once it has ended.
+  // Buckets belong to a step if they start between begin_step and end_step. Without end_step, the next begin_step ends
+  // the step. A step is added up once it has ended.
   void begin_step();
   void end_step();
-  // A stopwatch for the next bucket of this step, whose times will go to the totals given.
+  // Makes a stopwatch for the next bucket of this step. Its times will go to the totals.
   std::shared_ptr<Stopwatch> start_bucket(std::shared_ptr<BucketTotals> totals, c10::Device device);
-  // Adds up the steps that the device is done with.
+  // Adds up the steps that the device has done.
   void collect();
   int64_t num_steps() const { return num_steps_; }
   // The number of steps that are added up, and their exposed time.

@@ -14,9 +14,9 @@ namespace fastsync {
 namespace {
 
 // Note [Order of engines]
-// All ranks must send in one order. The buckets of one engine have an order. Those of two engines have none if their
-// gradients get ready side by side. So only the first engine of a sequence sends while backward goes on. At its end the
-// others follow in the order in which they were attached.
+// All ranks must send in one order. The buckets of one engine have an order. The buckets of two engines have none if
+// their gradients get ready side by side. So only the first engine of a sequence sends while backward goes on. At the
+// end of backward the others follow, in the order in which they were attached.
 struct Attached {
   struct Entry {
     const Synchronizer* engine;
@@ -44,8 +44,8 @@ Attached& attached() {
   return attached;
 }
 
-// NCCL asks for one order over all groups: collectives of two groups that two ranks begin in different orders may wait
-// for each other on the device.
+// NCCL asks for one order over all groups. If two ranks begin collectives of two groups in different orders, these may
+// wait for each other on the device.
 constexpr char kSequenceOfAllGroups = 0;
 
 constexpr auto kInChild = "call detach() in the child";
@@ -122,7 +122,7 @@ void Synchronizer::end_interrupted() {
   }
 }
 
-// When the error of a backward has arrived here, the device's thread may still hold it for a moment.
+// When the error of a backward has arrived here, a device's thread may still keep that backward alive for a moment.
 void Synchronizer::wait_for_backward(const char* caller) const {
   constexpr std::chrono::seconds kLimit(1);
   constexpr std::chrono::milliseconds kPause(1);
@@ -173,8 +173,9 @@ void Synchronizer::on_gradient(size_t index, bool is_gone) {
   }
 }
 
-// Engines that take part in one backward end together. None waits before all have sent: else ranks on which they come
-// in different orders would wait for each other. If one fails, no rank of any engine is kept waiting.
+// Engines that take part in one backward end together. No engine waits before all have sent. Otherwise ranks on which
+// engines come in different orders would wait for each other. If an engine fails, no rank is kept waiting by any
+// engine.
 void Synchronizer::finish(int graph_task) {
   const at::NoGradGuard no_grad;
   const auto engines = attached().in_order();
@@ -207,8 +208,8 @@ void Synchronizer::finish(int graph_task) {
   }
 }
 
-// A backward that raised never calls finish. All interrupted engines are ended together, because the order counts here,
-// too.
+// A backward that raised never calls finish. This makes the call with all interrupted engines, because the order counts
+// here, too.
 void Synchronizer::for_each_interrupted(const std::function<void(Synchronizer&)>& call) {
   const at::NoGradGuard no_grad;
   for (const auto& engine : attached().in_order()) {
@@ -221,8 +222,8 @@ void Synchronizer::for_each_interrupted(const std::function<void(Synchronizer&)>
   }
 }
 
-// The error is on its way to the user. With a device the graph task may end on another thread, when the user's thread
-// has gone on: then what is left is sent with the next backward.
+// Sends what is left while backward's error is on its way to the user. With a device the graph task may end on another
+// thread, when the user's thread has gone on. Then the next backward sends what is left.
 void Synchronizer::send_leftovers() {
   for_each_interrupted([](Synchronizer& engine) {
     try {
@@ -231,7 +232,7 @@ void Synchronizer::send_leftovers() {
         engine.sync_.fail();
       }
     } catch (...) {
-      // The next sync tries it again, or is refused as this one was, on all ranks.
+      // The next sync tries again, or is refused on all ranks, as this one was.
     }
   });
 }

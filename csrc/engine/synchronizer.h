@@ -1,6 +1,6 @@
-// The entry point attach: hooks on the gradient accumulators tell which gradients are ready, full buckets are sent
-// while backward goes on, and the end of backward waits for them. It touches no Python object, and runs without the
-// GIL.
+// The entry point attach synchronises gradients during backward. Hooks on the gradient accumulators tell which
+// gradients are ready. Full buckets are sent while backward goes on, and the end of backward waits for them. It touches
+// no Python object, and runs without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,17 +18,17 @@
 
 namespace fastsync {
 
-// Must be owned by a shared_ptr. Its lock is also held while it waits for other ranks. One thread at a time may run
-// backwards through it.
+// Must be owned by a shared_ptr. It holds its lock even while it waits for other ranks. Only one thread at a time may
+// run backwards of its parameters.
 class Synchronizer : public EngineState, public std::enable_shared_from_this<Synchronizer> {
  public:
   Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums);
   ~Synchronizer() override;
 
-  // Puts hooks on the parameters, which are those it was made for. Frozen ones get them, too, for they may be unfrozen
-  // later. The parameters live as long as this does, until detach. Not to be called inside a backward. Without overlap
-  // nothing is sent before synchronize. Then there are hooks only for op="sum", see Note [Sums].
+  // Puts hooks on the parameters, which must be those of the constructor. Frozen ones get hooks, too, because they may
+  // be unfrozen later. The parameters live as long as this object, until detach. Do not call it inside a backward.
+  // Without overlap, nothing is sent before synchronize. Then there are hooks only for op="sum", see Note [Sums].
   void attach(const std::vector<at::Tensor>& parameters, bool overlap);
   void detach();
 
@@ -40,10 +40,10 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
 
   ParameterSync& sync() { return sync_; }
 
-  // Averages every gradient that there is. On a CPU it waits, on CUDA the current stream does.
+  // Averages every gradient that there is. On a CPU it waits, on CUDA the current stream waits.
   void synchronize();
 
-  // On a CPU it waits for other ranks. Inside another backward it does nothing.
+  // Ends the interrupted steps of all engines. On a CPU it waits for other ranks. Inside a backward it does nothing.
   void end_interrupted() override;
 
  private:
@@ -60,10 +60,10 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
 
   ParameterSync sync_;
   const bool is_on_cpu_;
-  const void* const sequence_;
-  Backward backward_;                                 // that the step under way belongs to
+  const void* const sequence_;                        // see Note [Order of engines] in synchronizer.cpp
+  Backward backward_;                                 // the owner of the step under way
   std::vector<std::shared_ptr<GradientHook>> hooks_;  // one for each parameter, while attached
-  bool overlaps_ = false;                             // hooks are on, and send gradients while backward goes on
+  bool overlaps_ = false;                             // whether hooks send gradients while backward goes on
   bool is_enabled_ = true;
 };
 

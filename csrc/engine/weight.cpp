@@ -35,7 +35,7 @@ bool WeightSum::has_come() {
   return has_come_;
 }
 
-// If nobody counts for anything the mean is zeros. What is not finite arrives as it is.
+// If all weights are 0, the mean is zeros. If a rank has failed, all numbers are nan, and so is the mean.
 void WeightSum::wait() {
   if (has_come_) {
     return;

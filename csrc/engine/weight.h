@@ -1,6 +1,7 @@
-// How much a rank's gradients count in the mean, and which ranks still have any. Once somebody has asked for weights,
-// they travel before the gradients, in a collective of their own: so packing knows what part of the mean each rank's
-// gradients are, and nothing that follows from their magnitude depends on the weights'.
+// A weight tells how much a rank's gradients count in the mean, and whether the rank still has any. Once somebody has
+// asked for weights, they travel before the gradients, in a collective of their own. So packing knows what part of the
+// mean this rank's gradients are. Nothing that follows from the gradients' magnitude then depends on the weights'
+// magnitude.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +24,7 @@ class Weight {
   bool is_joining() const { return is_joining_; }
   void set(double value) { value_ = value; }
 
-  // While ranks join, one that has run out of gradients counts for nothing.
+  // While ranks join, a rank that has run out of gradients has the weight 0.
   void set_joining(bool is_joining) {
     is_joining_ = is_joining;
     is_active_ |= !is_joining;  // a rank without any gradients has run out before
@@ -39,25 +40,25 @@ class Weight {
   bool is_active_ = true;
 };
 
-// The weights of all ranks in one step: sent when it is made, and added up.
+// Adds up the weights of all ranks in one step. The constructor sends this rank's weight.
 class WeightSum {
  public:
-  // sums: gradients become a sum and not a mean. A rank that has failed sends nan, and must not wait.
+  // With `sums`, gradients become a sum and not a mean. A rank that has failed sends nan, and must not wait.
   WeightSum(const Weight& weight, bool sums, c10d::ProcessGroup& group, c10::Device device, bool has_failed);
 
-  // Never waits. On a device the current stream does.
+  // Whether the weights have come. The host never waits. On CUDA the current stream waits instead, and it is true.
   bool has_come();
   void wait();
   int64_t sent_bytes() const { return reduction_->sent_bytes(); }
 
-  // The rest is for when it has come.
+  // The other methods need weights that have come.
 
-  // The current stream may use it from now on.
+  // Makes the current stream wait for the weights, so that it may use them from now on.
   void use() const;
-  // The factor that makes the mean of all ranks' gradients the weighted mean, or their sum the weighted sum. This
-  // rank's are multiplied with it: float64 [1], undefined if it is 1.
+  // The factor of this rank's gradients: float64 [1], undefined if it is 1. It makes the mean over the ranks the
+  // weighted mean, or the sum the weighted sum.
   at::Tensor factor(c10::Device device) const;
-  // 1 for each rank that still has gradients, else 0; nan from one that has failed: float64.
+  // A float64 for each rank: 1 if the rank still has gradients, else 0; nan if a rank has failed.
   const at::Tensor& active() const { return active_; }
 
  private:
@@ -65,8 +66,10 @@ class WeightSum {
   double sent_;
   bool has_come_ = false;
   std::unique_ptr<Transfer> reduction_;
-  at::Tensor total_;   // the sum of the weights, and behind it what active() returns
-  at::Tensor active_;  // set, as the next two, once it has come
+  at::Tensor total_;  // the sum of the weights, and behind it what active() returns
+
+  // These are set once the weights have come.
+  at::Tensor active_;
   at::Tensor factor_;
   StreamMark taken_;
 };
