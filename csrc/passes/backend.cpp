@@ -27,7 +27,7 @@ namespace fastsync {
 
 namespace {
 
-// Pairs in the order of DType. Blocks travel as bytes.
+// Our dtypes and torch's, in the order of DType. Blocks travel as bytes.
 constexpr std::pair<DType, at::ScalarType> kDTypes[] = {
     {DType::kFloat32, at::kFloat},     {DType::kFloat64, at::kDouble}, {DType::kFloat16, at::kHalf},
     {DType::kBFloat16, at::kBFloat16}, {DType::kInt8, at::kByte},      {DType::kInt4, at::kByte}};
@@ -93,7 +93,7 @@ at::Tensor new_workspace(c10::Device device) {
 
 namespace {
 
-// False if this version of torch cannot tell without CUDA's headers.
+// Whether the stream is being captured. Always false if this version of torch cannot tell without CUDA's headers.
 template <class Stream>
 [[maybe_unused]] bool is_recording(const Stream& stream) {
   if constexpr (requires { stream.is_capturing(); }) {
@@ -126,7 +126,7 @@ at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c1
   return kept;
 }
 
-// On a CPU memcpy does it, because copy_ takes longer than packing the gradients of a small policy.
+// On a CPU it calls memcpy, because copy_ takes longer than packing the gradients of a small policy.
 void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count) {
   if (!buffer.is_cpu()) {
     const at::Tensor bytes = values.view(at::kByte);
@@ -150,7 +150,7 @@ const double* readable(const at::Tensor& tensor) { return tensor.is_cpu() ? tens
 
 namespace {
 
-// The passes of each device type. They get null as the stream of a device that has none.
+// The passes of each device type. Their stream is null except on CUDA.
 std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& all_passes() {
   static std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> all = [] {
     decltype(all) built;
@@ -187,7 +187,7 @@ std::atomic<bool>& takes_aten_everywhere() {
   return takes_aten;
 }
 
-// Runs the device's own pass, or the one by PyTorch's operators.
+// Runs the device's own pass, or the pass by PyTorch's operators.
 template <class Args>
 void run(void (*Passes::*fused)(const Args&, void*, void*), void (*generic)(const Args&, c10::Device), const Args& args,
          c10::Device device, const at::Tensor& workspace = {}) {

@@ -1,4 +1,5 @@
-// The passes over memory: what each backend implements, in raw pointers and without tensors.
+// The passes go over the memory of gradients and wires: pack, unpack and reduce. Each backend implements them, on raw
+// pointers and without tensors.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +11,14 @@
 
 namespace fastsync {
 
-// A gradient, or a contiguous range of one, and where it lies on the wire. A segment begins a new block on a wire of
-// blocks. Zeros fill up its last one.
+// A segment is a gradient, or a contiguous range of one, and its place on the wire. On a wire of blocks it begins a new
+// block, and zeros fill up its last block.
 struct Segment {
   void* data;
   int64_t numel;
-  int64_t offset;  // on the wire, in elements
-  // Compute<G>, one for each element: what the wire has not carried yet. All segments of a call have one, or none has.
+  int64_t offset;  // where it begins on the wire, in values
+  // For each value, what the wire has not carried yet, as Compute<G>. All segments of a call have residuals, or none
+  // has.
   void* residual = nullptr;
 };
 
@@ -24,7 +26,7 @@ struct Segment {
 enum Stat : int { kSumOfSquares, kNumNonfinite, kNumSaturated, kMaxMagnitude, kNumStats };
 
 // Adds the statistics of one call to those of the calls before it. The first call replaces what is there, except the
-// count of what saturated, which packing has begun.
+// count of values that saturated, which packing has begun.
 FASTSYNC_HOST_DEVICE void add_to_stats(double* stats, bool is_first, double sum_of_squares, int64_t num_nonfinite,
                                        int64_t num_saturated, double largest) {
   const double before = is_first ? 0.0 : stats[kMaxMagnitude];
@@ -36,20 +38,20 @@ FASTSYNC_HOST_DEVICE void add_to_stats(double* stats, bool is_first, double sum_
   }
 }
 
-// A bucket may be packed and unpacked in several calls. The first one begins the statistics anew, the others add to
-// them, and the last one moves the bucket's scale on for the next step.
+// A bucket may be packed and unpacked in several calls. The first call begins the statistics anew, and the others add
+// to them. The last call sets the bucket's scale for the next step.
 struct Position {
   bool is_first = true;
   bool is_last = true;
 };
 
-// gradients → wire:
+// Pack encodes gradients to a wire:
 //     value = gradient[i] * weight + residual[i]
-//     wire[offset + i] = encode(value * multiplier * bucket_scale), within ±limit if finite
-//     residual[i] = value - what decoding gives
+//     wire[offset + i] = encode(value * multiplier * bucket_scale), clamped to ±limit if value is finite
+//     residual[i] = value - decode(wire[offset + i]) / (multiplier * bucket_scale)
 // Products and sums are in Compute<G>, in this order. Without residuals the weight is a factor of the multiplier. With
-// a weight of 0 the gradient counts as 0, also if it is inf or nan. A residual stays as it was if its value on the
-// wire, or another one of the same block, is not finite. Memory between the segments on the wire stays as it is. The
+// a weight of 0 the gradient counts as 0, even if it is inf or nan. A residual stays as it was if its value on the
+// wire, or another value of the same block, is not finite. Memory between the segments on the wire stays as it is. The
 // pass writes stats[kNumSaturated]. The wire may be the gradients' own memory if both have one type.
 struct PackArgs {
   const Segment* segments;
@@ -58,19 +60,19 @@ struct PackArgs {
   DType wire_dtype;
   void* wire;
   double multiplier;
-  double limit;               // kEncodingLimit bounds it on wires of blocks
+  double limit;               // on wires of blocks, kEncodingLimit also holds
   const float* bucket_scale;  // on the gradients' device; null means 1
   double* stats;              // on the gradients' device
   Position position = {};
   const double* weight = nullptr;  // on the gradients' device; null means 1
 };
 
-// wires → gradients:
+// Unpack adds up wires to gradients:
 //     gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale)
 // Products and sums are in Compute<G>, from the first wire to the last. A finite sum that the gradient's type does not
-// hold becomes the type's largest. The pass writes the statistics of the gradients: stats[kSumOfSquares],
-// stats[kNumNonfinite], and stats[kMaxMagnitude] of the finite ones. It adds to stats[kNumSaturated]. Then it moves
-// bucket_scale, which follows the largest magnitude times scale_share, on for the next step. The wire may be the
+// hold becomes the type's largest value. The pass writes the statistics of the gradients: stats[kSumOfSquares],
+// stats[kNumNonfinite], and stats[kMaxMagnitude] of the finite values. It adds to stats[kNumSaturated]. Then it sets
+// bucket_scale for the next step. The scale follows the largest magnitude times scale_share. The wire may be the
 // gradients' own memory, as in packing.
 struct UnpackArgs {
   const Segment* segments;
@@ -82,29 +84,29 @@ struct UnpackArgs {
   double* stats;
   int64_t num_wires = 1;
   int64_t stride_bytes = 0;  // from one wire to the next
-  double multiplier = 1.0;   // of each wire's value, before the sum
+  double multiplier = 1.0;   // multiplies each wire's values, before they are added up
   Position position = {};
   double scale_share = 1.0;
 };
 
-// wires → wire:
+// Reduce adds up wires to another wire:
 //     value = sum over r of (wire r)[i] * multiplier + residual[i] * bucket_scale * residual_share
-//     out[i] = encode(value), within ±limit if finite
-//     residual[i] = (value - what decoding gives) / (bucket_scale * residual_share)
+//     out[i] = encode(value), clamped to ±limit if value is finite
+//     residual[i] = (value - decode(out[i])) / (bucket_scale * residual_share)
 // Products and sums are in Compute<G>, from the first wire to the last. A residual stays as it was if out[i], or
 // another value of the same block, is not finite. out may be one of the wires.
 struct ReduceArgs {
   const void* wire;
   int64_t num_wires;
   int64_t stride_bytes;  // from one wire to the next
-  int64_t numel;         // of each wire; on wires of blocks a multiple of kBlockValues
-  DType grad_dtype;      // of the bucket; sums are in its Compute<G>
+  int64_t numel;         // how many values each wire has; on wires of blocks a multiple of kBlockValues
+  DType grad_dtype;      // the bucket's; values are added up in its Compute<G>
   DType wire_dtype;
   void* out;
-  DType out_dtype;  // the wires' own if they have blocks
+  DType out_dtype;  // the same as wire_dtype on wires of blocks
   double multiplier;
-  double limit;               // as in PackArgs
-  const float* bucket_scale;  // that the wires' values have been multiplied with; null means 1
+  double limit;               // see PackArgs
+  const float* bucket_scale;  // packing has multiplied values with it; null means 1
   void* residual;             // Compute<G> [numel]; null without error feedback
   double residual_share = 1.0;
 };
@@ -138,7 +140,7 @@ void dispatch_grad(DType grad, const Call& call) {
   });
 }
 
-// Tells whether values of type Own may travel as W: unchanged, or in a type narrower than the one computed in.
+// Whether values of type Own may travel as W: unchanged, or in a type that is narrower than its Compute type.
 template <class Own, class W>
 inline constexpr bool kTravelsAs = std::is_same_v<W, Own> || !std::is_same_v<W, Compute<W>>;
 
@@ -155,7 +157,7 @@ void dispatch_wire(DType grad, DType wire, const Call& call) {
   });
 }
 
-// Tells whether wires of type W may be summed in type C and written as Out. Blocks are written as the same blocks.
+// Whether wires of type W may be added up in type C and written as Out. Blocks are written as the same blocks.
 template <class C, class W, class Out>
 inline constexpr bool kReduces = kTravelsAs<C, W> && kTravelsAs<C, Out> && (std::is_same_v<W, Out> || !kIsBlock<W>);
 
@@ -180,7 +182,7 @@ void dispatch_reduce(DType grad, DType wire, DType out, const Call& call) {
 struct WireUnit {
   int64_t values;
   int64_t bytes;
-  int bits;  // of one value
+  int bits;  // the bits of one value
 };
 
 inline WireUnit unit_of(DType wire) {
@@ -195,13 +197,13 @@ inline WireUnit unit_of(DType wire) {
   return unit;
 }
 
-// The number of units that hold so many values.
+// Returns the number of units that hold so many values.
 template <class W>
 FASTSYNC_HOST_DEVICE constexpr int64_t num_units(int64_t values) {
   return (values + kUnitValues<W> - 1) / kUnitValues<W>;
 }
 
-// The unit of a wire that begins with the value at this index.
+// Returns the unit of a wire that begins with the value at this index.
 template <class W>
 FASTSYNC_HOST_DEVICE W* unit_at(void* wire, int64_t index) {
   return static_cast<W*>(wire) + index / kUnitValues<W>;
@@ -211,13 +213,13 @@ FASTSYNC_HOST_DEVICE const W* unit_at(const void* wire, int64_t index) {
   return unit_at<W>(const_cast<void*>(wire), index);
 }
 
-// The largest magnitude that values may have before they are encoded, in the type computed in.
+// Returns the largest magnitude that values may have before they are encoded, in their Compute type.
 template <class W, class C>
 C limit_on(double limit) {
   return static_cast<C>(std::fmin(limit, kEncodingLimit<W>));
 }
 
-// The passes of a backend. Only CUDA takes scratch memory and a stream, which is a cudaStream_t.
+// The passes of our two backends. Only CUDA takes scratch memory and a stream, which is a cudaStream_t.
 namespace cpu {
 void pack(const PackArgs& args, void* workspace, void* stream);
 void unpack(const UnpackArgs& args, void* workspace, void* stream);
@@ -226,8 +228,8 @@ void reduce(const ReduceArgs& args, void* workspace, void* stream);
 
 namespace cuda {
 
-// The size of a bucket's scratch memory on the device. It is zero before its first use, and kernels leave it ready for
-// the next. Two launches that share it must not overlap. reduce needs none.
+// kWorkspaceBytes is the size of a bucket's scratch memory on the device. The memory must be zero before its first use,
+// and kernels leave it ready for the next use. Two launches that share it must not overlap. reduce needs none.
 constexpr int64_t kMaxBlocks = 2048;
 constexpr int64_t kWorkspaceBytes = (1 + 4 * kMaxBlocks) * 8;
 

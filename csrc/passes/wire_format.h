@@ -1,5 +1,6 @@
-// The arithmetic of wires, written once for host and device: how one gradient value becomes a wire value and back, how
-// large a value may be sent, and how a bucket's scale follows its gradients. So tests on a CPU also check what GPUs do.
+// This is the arithmetic of wires, written once for host and device, so that tests on a CPU also check what GPUs do. A
+// gradient's value becomes a wire's value and back. There are limits for values, and a bucket's scale follows its
+// gradients.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -27,12 +28,12 @@ using c10::Half;
 
 // Note [Wires]
 //   A wire is a sequence of units of one type. A unit is a single value, or a block of kBlockValues values that share a
-//   scale. Each type of block has a file in wires/. It is a struct with
-//     kBits    the bits of a value
-//     scale    a float; nan if any of the block's values was not finite
-//     bytes    whole numbers in two's complement; a value is its number times the scale. The least number is not used
-//     put      packs neighbouring numbers, a multiple of four, into the bytes that they take
-//     get      unpacks them
+//   scale. Each type of block has a file in wires/. It is a struct with these members:
+//     kBits    The bits of a value.
+//     scale    A float. It is nan if any of the block's values was not finite.
+//     bytes    Whole numbers in two's complement. A value is its number times the scale. The least number is not used.
+//     put      Packs neighbouring numbers, a multiple of four, into the bytes that they take.
+//     get      Unpacks them.
 constexpr int kBlockValues = 128;
 template <class Unit>
 inline constexpr bool kIsBlock = requires { Unit::kBits; };
@@ -80,13 +81,14 @@ FASTSYNC_HOST_DEVICE C magnitude(C value) {
   return value < C(0) ? -value : value;
 }
 
-// True if the squares of a few values may be added up in float. It gets their largest magnitude, or nan. Then no square
-// exceeds float's largest, and none that matters to the sum vanishes below its smallest.
+// Whether the squares of a few values may be added up in float. It gets their largest magnitude, or nan. If true, no
+// square exceeds float's largest value, and no square that matters to the sum vanishes below float's smallest.
 FASTSYNC_HOST_DEVICE bool has_safe_squares(float largest) { return largest >= 0x1p-40F && largest <= 0x1p60F; }
 
 // ---- single values --------------------------------------------------------------------------------------------------
 
-// A stored value as float or double, which is exact; and back, which is the one rounding, to nearest even.
+// decode makes a float or double of a stored value, which is exact. encode makes a stored value, and rounds to nearest
+// even.
 
 template <class T>
 FASTSYNC_HOST_DEVICE Compute<T> decode(T value) {
@@ -100,8 +102,8 @@ FASTSYNC_HOST_DEVICE T encode(Compute<T> value) {
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
 
-// The largest magnitude of a value that enters a block. The largest number times the scale, and the mean of such values
-// over any number of ranks, then stay below float's largest in spite of their roundings.
+// The largest magnitude of a value that enters a block. Then the block's largest number times the scale stays below
+// float's largest value, in spite of roundings. So does the mean of such values over any number of ranks.
 template <class Unit>
 inline constexpr double kEncodingLimit = kIsBlock<Unit> ? kLargest<BFloat16> : std::numeric_limits<double>::infinity();
 
@@ -110,8 +112,8 @@ constexpr float largest_number(int bits) { return static_cast<float>((1 << (bits
 template <class Block>
 inline constexpr float kLargestNumber = largest_number(Block::kBits);
 
-// A block's scale and its inverse follow from the largest magnitude of its values. They take it to be at least this, so
-// that all values that are sent and decoded are zero or normal floats.
+// A block's scale and its inverse follow from the largest magnitude of its values, called amax. If amax is less than
+// this, this takes its place, so that all values that are sent and decoded are zero or normal floats.
 constexpr float kSmallestAmax = 0x1p-110F;
 
 template <class Block>
@@ -123,14 +125,15 @@ FASTSYNC_HOST_DEVICE float block_inverse(float amax) {
   return kLargestNumber<Block> / (amax < kSmallestAmax ? kSmallestAmax : amax);
 }
 
-// To the nearest integer, halves to even: at 3 * 2^22 the float adder has no bits left for fractions.
-FASTSYNC_HOST_DEVICE int32_t round_to_int(float value) {  // of at most 2^22
+// Rounds to the nearest integer, and halves to even: at 3 * 2^22 the float adder has no bits left for fractions. The
+// value's magnitude must be at most 2^22.
+FASTSYNC_HOST_DEVICE int32_t round_to_int(float value) {
   return static_cast<int32_t>(float_bits(value + 0x1.8p23F)) - 0x4B400000;
 }
 
 // ---- scaled and clamped ---------------------------------------------------------------------------------------------
 
-// value * multiplier, clamped to ±limit. An inf or nan is not clamped, because it must arrive.
+// Returns value * multiplier, clamped to ±limit. An inf or nan is not clamped, because it must arrive.
 template <class C>
 FASTSYNC_HOST_DEVICE C scale_and_clamp(C value, C multiplier, C limit, bool& saturated) {
   const C scaled = value * multiplier;
@@ -138,8 +141,8 @@ FASTSYNC_HOST_DEVICE C scale_and_clamp(C value, C multiplier, C limit, bool& sat
   return saturated ? (scaled < C(0) ? -limit : limit) : scaled;
 }
 
-// A wire value as a value of type T. What is finite on the wire stays finite in T. It saturates if T does not hold it,
-// not even by rounding.
+// Decodes a wire's value to a value of type T. A value that is finite on the wire stays finite in T. It saturates if T
+// cannot hold it, not even by rounding.
 template <class T, class Wire>
 FASTSYNC_HOST_DEVICE T decode_to(Wire wire, Compute<T> multiplier, bool& saturated) {
   const auto value = static_cast<Compute<T>>(decode(wire));
@@ -155,9 +158,10 @@ FASTSYNC_HOST_DEVICE T decode_to(Wire wire, Compute<T> multiplier) {
 
 // ---- ranges ---------------------------------------------------------------------------------------------------------
 
-// The largest magnitude that a rank may send if values are added over world_size ranks in the wire's own precision. No
-// order of additions reaches infinity then: n values of at most L sum to at most n L (1 + u)^(n - 1), u being half a
-// unit in the last place at 1. It is rounded down to a value that the wire holds. Wires of full width have no limit.
+// Returns the largest magnitude that a rank may send if values are added over world_size ranks in the wire's own
+// precision. Then no order of additions reaches infinity: n values of at most L sum to at most n L (1 + u)^(n - 1).
+// Here u is half a unit in the last place at 1. The limit is rounded down to a value that the wire holds. float32 and
+// float64 have no limit.
 inline double saturation_limit(DType wire, int64_t world_size) {
   if (wire != DType::kFloat16 && wire != DType::kBFloat16) {
     return std::numeric_limits<double>::infinity();
@@ -172,9 +176,9 @@ inline double saturation_limit(DType wire, int64_t world_size) {
 }
 
 // A bucket's scale is a power of two that brings the largest magnitude of the means to [2^9, 2^10). That leaves a
-// factor of 64 to float16's largest, for gradients that are larger than the mean and for gradients that grow.
+// factor of 64 to float16's largest value, for gradients that are larger than the mean and for gradients that grow.
 constexpr int kTargetExponent = 10;
-constexpr int kMaxScaleExponent = 118;  // enough for float32's largest
+constexpr int kMaxScaleExponent = 118;  // enough for float32's largest value
 constexpr int kMaxIdleScaleExponent = 24;
 
 FASTSYNC_HOST_DEVICE int scale_exponent_for(double amax) {
@@ -184,10 +188,10 @@ FASTSYNC_HOST_DEVICE int scale_exponent_for(double amax) {
   return wanted > kMaxScaleExponent ? kMaxScaleExponent : (wanted < -kMaxScaleExponent ? -kMaxScaleExponent : wanted);
 }
 
-// The scale for the next step. It follows from this step's scale and the largest finite magnitude of the means. It
-// falls at once and rises by a factor of two a step, so that the step after a small one does not saturate. If all means
-// are zero, the gradients may have been too small for the scale. Then it rises, up to a bound from which it soon comes
-// back.
+// Returns the scale for the next step. It follows from this step's scale and the largest finite magnitude of the means.
+// It falls at once, but rises by a factor of two a step, so that large gradients after small ones do not saturate. If
+// all means are zero, the gradients may have been too small for the scale. Then it rises, up to a bound from which it
+// soon comes back.
 FASTSYNC_HOST_DEVICE float next_bucket_scale(float scale, double amax) {
   int exponent;
   frexp(scale, &exponent);

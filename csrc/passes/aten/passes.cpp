@@ -17,9 +17,9 @@ namespace fastsync::aten {
 
 namespace {
 
-// ---- memory that the passes are given as raw pointers ---------------------------------------------------------------
+// ---- tensors over raw pointers --------------------------------------------------------------------------------------
 
-// A tensor over memory that somebody else keeps alive.
+// Makes a tensor over memory that somebody else keeps alive.
 at::Tensor over(const void* data, at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
   return at::for_blob(const_cast<void*>(data), sizes)
       .options(at::TensorOptions().dtype(dtype).device(device))
@@ -27,12 +27,12 @@ at::Tensor over(const void* data, at::IntArrayRef sizes, at::ScalarType dtype, c
       .make_tensor();
 }
 
-// A number on the host, which operators take beside tensors of any device.
+// Makes a number on the host, which operators take beside tensors of any device.
 at::Tensor number(double value, at::ScalarType dtype) {
   return at::scalar_tensor(value, at::TensorOptions().dtype(dtype));
 }
 
-// Joined along the first dimension. A single tensor is not copied.
+// Joins tensors along the first dimension. A single tensor is not copied.
 at::Tensor joined(const std::vector<at::Tensor>& tensors) {
   return tensors.size() == 1 ? tensors.front() : at::cat(tensors);
 }
@@ -45,8 +45,8 @@ void copy_into(const std::vector<at::Tensor>& tensors, const at::Tensor& values)
   at::_foreach_copy_(tensors, values.split_with_sizes(lengths));
 }
 
-// The segments of a call, without empty ones. Their values are worked on as one vector, in which zeros fill up the last
-// unit of each segment.
+// The segments of a call, without empty ones. The passes work on one tensor of all their values, in which zeros fill up
+// the last unit of each segment.
 class Segments {
  public:
   Segments(const Segment* segments, int64_t num_segments, DType wire, c10::Device device)
@@ -57,10 +57,11 @@ class Segments {
 
   bool empty() const { return segments_.empty(); }
 
-  // Tells whether the segments have this memory: all of them do, or none.
+  // Whether the segments have this memory. All of them have, or none.
   bool have(void* Segment::* memory) const { return segments_.front().*memory != nullptr; }
 
-  // Tensors over a wire's memory, one for each run of segments without a gap: of values, or of bytes [blocks, bytes].
+  // Makes tensors over a wire's memory, one for each run of segments without a gap. A tensor has values, or the bytes
+  // of blocks [blocks, bytes].
   std::vector<at::Tensor> on_wire(const void* wire, DType dtype) const {
     const WireUnit unit = unit_of(dtype);
     std::vector<at::Tensor> tensors;
@@ -105,7 +106,7 @@ class Segments {
  private:
   int64_t padded(int64_t numel) const { return (numel + unit_ - 1) / unit_ * unit_; }
 
-  // The values of each segment.
+  // Splits the tensor of all values into the values of each segment.
   std::vector<at::Tensor> split(const at::Tensor& values) const {
     std::vector<at::Tensor> tensors;
     int64_t begin = 0;
@@ -137,11 +138,11 @@ at::Tensor to_numbers(const at::Tensor& bytes, int bits) {
   return fields.bitwise_xor(sign).sub(sign).view({bytes.size(0), -1});
 }
 
-// Blocks, as bytes, of float32 values [blocks, kBlockValues]. Scales are those of block_scale and block_inverse.
+// Encodes float32 values [blocks, kBlockValues] to blocks, as bytes. Scales are those of block_scale and block_inverse.
 at::Tensor encode_blocks(const at::Tensor& values, int bits) {
-  // The divisor is on the device, for CUDA would multiply with the inverse of one on the host.
+  // The divisor is on the device, because CUDA would multiply with the inverse of a divisor on the host.
   const at::Tensor largest = at::full({1}, largest_number(bits), values.options());
-  const at::Tensor amax = values.abs().amax(/*dim=*/1, /*keepdim=*/true);  // nan if one of them is
+  const at::Tensor amax = values.abs().amax(/*dim=*/1, /*keepdim=*/true);  // nan if a value of the block is nan
   const at::Tensor is_finite = amax.isfinite();
   const at::Tensor counted = amax.clamp_min(kSmallestAmax);
   const at::Tensor numbers = at::where(is_finite, values.mul(at::div(largest, counted)), 0.0).round().to(at::kInt);
@@ -165,7 +166,7 @@ at::Tensor decode(const at::Tensor& encoded, DType wire, at::ScalarType compute)
   return encoded.to(compute);
 }
 
-// Scaled values beyond ±limit become ±limit and are added to the count, unless their source is inf or nan.
+// Clamps scaled values to ±limit, unless their source is inf or nan. Adds to the count how many were beyond it.
 at::Tensor clamped(const at::Tensor& scaled, const at::Tensor& source, double limit, const at::Tensor& count = {}) {
   const double bound = scaled.scalar_type() == at::kDouble ? limit : static_cast<float>(limit);
   if (std::isinf(bound)) {
@@ -184,7 +185,7 @@ double largest_of(DType dtype) {
   return largest;
 }
 
-// The largest magnitude that values may have before they are encoded, as limit_on.
+// Returns the largest magnitude that values may have before they are encoded, as limit_on does.
 double limit_of(DType wire, double limit) {
   dispatch(wire, [&](auto w) { limit = limit_on<decltype(w), double>(limit); });
   return limit;
@@ -194,12 +195,13 @@ double limit_of(DType wire, double limit) {
 
 at::ScalarType compute_of(DType grad) { return compute_dtype(scalar_type_of(grad)); }
 
-// One element.
+// Returns the scale as a tensor of one element.
 at::Tensor scale_or_one(const float* bucket_scale, at::ScalarType compute, c10::Device device) {
   return bucket_scale == nullptr ? number(1.0, compute) : over(bucket_scale, {1}, at::kFloat, device).to(compute);
 }
 
-// The segments' values on each wire, times the multiplier, summed over the wires. One wire's may be returned uncopied.
+// Adds up the segments' values on each wire, times the multiplier. The values of a single wire may be returned
+// uncopied.
 at::Tensor sum_wires(const Segments& segments, const void* first, int64_t num_wires, int64_t stride_bytes, DType dtype,
                      double multiplier, at::ScalarType compute) {
   at::Tensor sum;
@@ -229,7 +231,7 @@ void add_to_stats(const at::Tensor& values, const at::Tensor& stats) {
   largest.copy_(at::maximum(largest, at::where(is_finite, values.abs(), 0.0).max().to(at::kDouble)));
 }
 
-// Moves the scale on for the next step, as next_bucket_scale.
+// Sets the scale for the next step, as next_bucket_scale does.
 void move_on(float* bucket_scale, const at::Tensor& stats, double scale_share, c10::Device device) {
   const at::Tensor scale = over(bucket_scale, {1}, at::kFloat, device);
   const at::Tensor largest = stats.narrow(0, kMaxMagnitude, 1).mul(scale_share);

@@ -1,6 +1,6 @@
-// The passes by PyTorch's own operators, for devices without kernels of ours. They take more launches and more memory
-// than kernels do, and give the same bits: what wire_format.h says of one value they do to whole tensors. pack_unpack.h
-// says what each pass does.
+// The passes of pack_unpack.h by PyTorch's own operators, for devices without kernels of ours. They take more launches
+// and more memory than kernels do, and give the same bits. They do to whole tensors what wire_format.h does to one
+// value.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,9 +18,9 @@ void reduce(const ReduceArgs& args, c10::Device device);
 // Writes the statistics of gradients of one dtype, as unpack does. It runs on every device, for it is rare.
 void measure(at::TensorList grads, const at::Tensor& stats);
 
-// wire_format.h's scale_exponent_for of each element, as int32.
+// Returns scale_exponent_for of wire_format.h for each element, as int32.
 at::Tensor scale_exponent_for(const at::Tensor& largest);
-// Two to the power of each exponent, as normal float32 values.
+// Returns two to the power of each exponent, as normal float32 values.
 at::Tensor power_of_two(const at::Tensor& exponent);
 
 }  // namespace fastsync::aten

@@ -1,4 +1,4 @@
-// The passes for CPUs with AVX2. Only the loops are compiled for it. The headers that other files include too are not,
+// The passes for CPUs with AVX2. Only the loops are compiled for AVX2. Headers that other files include too are not,
 // because their functions must run on any CPU.
 #include "passes/cpu/instruction_sets.h"
 

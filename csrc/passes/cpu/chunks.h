@@ -1,4 +1,4 @@
-// Chunks of segments, and wires: the loops of every instruction set take them.
+// The loops of every instruction set take these: chunks of segments, and wires.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -24,10 +24,10 @@ struct Wires {
   }
 };
 
-// A range of a segment, which one thread works on.
+// A range of a segment, which one thread works on. It is not the chunk of a plan.
 struct Chunk {
   const Segment& segment;
-  int64_t begin;  // in elements, within the segment
+  int64_t begin;  // index of its first value, in the segment
   int64_t length;
 
   template <class G>
@@ -38,11 +38,11 @@ struct Chunk {
   C* residual() const {
     return segment.residual == nullptr ? nullptr : static_cast<C*>(segment.residual) + begin;
   }
-  int64_t offset() const { return segment.offset + begin; }  // on the wire
+  int64_t offset() const { return segment.offset + begin; }  // where it begins on the wire, in values
 };
 
-// Runs work for every chunk of the segments, and adds up what it returns, in the chunks' order. It is not a template,
-// because there are a hundred kinds of work.
+// Calls `work` for every chunk of the segments, and adds up what it returns, in the chunks' order. It is not a
+// template, because there are a hundred kinds of work.
 Tally for_each_chunk(const Segment* segments, int64_t num_segments, c10::function_ref<Tally(const Chunk&)> work);
 
 }  // namespace fastsync::cpu

@@ -1,12 +1,11 @@
-// The loops over values: what each pass does to one chunk, a block at a time. any.cpp and avx2.cpp include this file,
-// each in its own namespace and for its own instruction set. So it has no #pragma once, and they include what it needs.
+// The loops over values: each pass goes over one chunk, a span at a time. any.cpp and avx2.cpp include this file, each
+// in its own namespace and for its own instruction set. So it has no #pragma once, and they include what it needs.
 //
-// Values beyond the limit, inf and nan show in a block's largest magnitude. Such a block is gone through once more,
-// value by value, with the arithmetic of wire_format.h.
+// Values beyond the limit, inf and nan show in the largest magnitude of a span, or of a wire's block. The loops go
+// through such values once more, one by one, with the arithmetic of wire_format.h.
 #include "passes/cpu/vectors.h"
 
-// Memory of at most kBlock values, seen as a whole block. If it is shorter, a copy filled up with zeros stands in for
-// it.
+// Makes a whole span of memory that may be shorter. If it is shorter, a copy filled up with zeros stands in for it.
 template <class T>
 class Whole {
  public:
@@ -23,7 +22,7 @@ class Whole {
   }
 
  private:
-  static constexpr int64_t kNumUnits = num_units<std::remove_const_t<T>>(kBlock);
+  static constexpr int64_t kNumUnits = num_units<std::remove_const_t<T>>(kSpan);
   bool is_copy() const { return num_units_ < kNumUnits && memory_ != nullptr; }
 
   T* memory_;
@@ -45,13 +44,13 @@ FASTSYNC_INLINE void decode_blocks(const W* block, int64_t numel, const Call& ca
   }
 }
 
-// Calls call(values) with kBlock values that load can read. Blocks are decoded first.
+// Calls call(values) with a span of values that load can read. Blocks are decoded first.
 template <class C, class W, class Call>
 FASTSYNC_INLINE void with_values(const W* wire, int64_t numel, const Call& call) {
   if constexpr (kIsBlock<W>) {
-    C values[kBlock];
+    C values[kSpan];
     decode_blocks<C>(wire, numel, [&](int64_t i, C value) { values[i] = value; });
-    std::fill(values + numel, values + kBlock, C{});
+    std::fill(values + numel, values + kSpan, C{});
     call(static_cast<const C*>(values));
   } else {
     call(Whole<const W>(wire, numel).data());
@@ -69,19 +68,19 @@ FASTSYNC_INLINE void quantize(const T* values, float multiplier, float amax, W& 
   const float inverse = block_inverse<W>(amax);
   int32_t numbers[kBlockValues];
   for (int i = 0; i < kBlockValues; i += kLanes<float>) {
-    const Vec<float> rounded = load<float>(values + i) * multiplier * inverse + 0x1.8p23F;  // as round_to_int
+    const Vec<float> rounded = load<float>(values + i) * multiplier * inverse + 0x1.8p23F;  // like round_to_int
     store_raw(numbers + i, reinterpret_cast<Bits<float>>(rounded) - 0x4B400000);
   }
   W::put(numbers, block.bytes);
 }
 
-// wire[i] = encode(values[i] * multiplier), within ±limit if finite. Returns how many values saturated. The wire may be
-// the values' own memory.
+// wire[i] = encode(values[i] * multiplier), clamped to ±limit if values[i] is finite. Returns how many values
+// saturated. The wire may be the values' own memory.
 template <class C, class T, class W>
 int64_t encode_values(const T* values, C multiplier, C limit, W* wire) {
   if constexpr (kIsBlock<W>) {
     int64_t num_saturated = 0;
-    for (int64_t i = 0; i < kBlock; i += kBlockValues, ++wire) {
+    for (int64_t i = 0; i < kSpan; i += kBlockValues, ++wire) {
       Bits<C> largest{};
       for (int j = 0; j < kBlockValues; j += kLanes<C>) {
         largest = larger<C>(largest, load<C>(values + i + j) * multiplier);
@@ -104,18 +103,18 @@ int64_t encode_values(const T* values, C multiplier, C limit, W* wire) {
     }
     return num_saturated;
   } else {
-    W copy[kBlock];
+    W copy[kSpan];
     const bool is_in_place = static_cast<const void*>(values) == wire;
     W* const encoded = is_in_place ? copy : wire;
     Bits<C> largest{};
-    for (int64_t i = 0; i < kBlock; i += kLanes<C>) {
+    for (int64_t i = 0; i < kSpan; i += kLanes<C>) {
       const Vec<C> scaled = load<C>(values + i) * multiplier;
       largest = larger<C>(largest, scaled);
       store<W, C>(encoded + i, scaled);
     }
     int64_t num_saturated = 0;
     if (!__builtin_expect(largest_of(largest) <= limit, 1)) {
-      for (int64_t i = 0; i < kBlock; ++i) {
+      for (int64_t i = 0; i < kSpan; ++i) {
         bool saturated;
         const C scaled = scale_and_clamp<C>(decode(values[i]), multiplier, limit, saturated);
         encoded[i] = encode<W>(static_cast<Compute<W>>(scaled));
@@ -123,28 +122,28 @@ int64_t encode_values(const T* values, C multiplier, C limit, W* wire) {
       }
     }
     if (is_in_place) {
-      std::copy_n(copy, kBlock, wire);
+      std::copy_n(copy, kSpan, wire);
     }
     return num_saturated;
   }
 }
 
-// residual[i] = (values[i] - decode(wire[i]) * multiplier) * unit, unless the decoded value is inf or nan.
+// residual[i] = (values[i] - decode(wire[i]) * multiplier) * factor, unless the decoded value is inf or nan.
 template <class W, class C>
-void keep_loss(const C* values, const W* wire, C multiplier, C unit, C* residual) {
-  with_values<C>(wire, kBlock, [&](const auto* sent_values) {
-    for (int64_t i = 0; i < kBlock; i += kLanes<C>) {
+void keep_loss(const C* values, const W* wire, C multiplier, C factor, C* residual) {
+  with_values<C>(wire, kSpan, [&](const auto* sent_values) {
+    for (int64_t i = 0; i < kSpan; i += kLanes<C>) {
       const Vec<C> sent = load<C>(sent_values + i);
       Vec<C> back = sent * multiplier;
       back = back > kLargest<C> ? kLargest<C> : back;
       back = back < -kLargest<C> ? -kLargest<C> : back;
-      const Vec<C> lost = (load<C>(values + i) - back) * unit;
+      const Vec<C> lost = (load<C>(values + i) - back) * factor;
       store<C, C>(residual + i, magnitudes<C>(sent) <= kLargest<C> ? lost : load<C>(residual + i));
     }
   });
 }
 
-// sums[i] = sum over the wires of element first + i, times the multiplier. For single values, four vectors of sums stay
+// sums[i] = sum over the wires of value first + i, times the multiplier. For single values, four vectors of sums stay
 // in registers while the loop goes over the wires. With fewer, finding the next wire would cost more than adding.
 template <class W, class C>
 void sum_wires(const Wires& wires, int64_t first, int64_t numel, C multiplier, C* sums) {
@@ -154,9 +153,9 @@ void sum_wires(const Wires& wires, int64_t first, int64_t numel, C multiplier, C
     for (int64_t r = 1; r < wires.num; ++r) {
       decode_blocks<C>(wires.at<W>(r, first), numel, [&](int64_t i, C value) { sums[i] += value * multiplier; });
     }
-    std::fill(sums + numel, sums + kBlock, C{});
-  } else if (numel == kBlock) {
-    for (int64_t i = 0; i < kBlock; i += kLanes<C> * kVectors) {
+    std::fill(sums + numel, sums + kSpan, C{});
+  } else if (numel == kSpan) {
+    for (int64_t i = 0; i < kSpan; i += kLanes<C> * kVectors) {
       Vec<C> totals[kVectors];
       for (int v = 0; v < kVectors; ++v) {
         totals[v] = load<C>(wires.at<W>(0, first) + i + v * kLanes<C>) * multiplier;
@@ -174,7 +173,7 @@ void sum_wires(const Wires& wires, int64_t first, int64_t numel, C multiplier, C
   } else {
     for (int64_t r = 0; r < wires.num; ++r) {
       Whole<const W> values(wires.at<W>(r, first), numel);
-      for (int64_t i = 0; i < kBlock; i += kLanes<C>) {
+      for (int64_t i = 0; i < kSpan; i += kLanes<C>) {
         const Vec<C> value = load<C>(values.data() + i) * multiplier;
         store<C, C>(sums + i, r == 0 ? value : load<C>(sums + i) + value);
       }
@@ -184,10 +183,10 @@ void sum_wires(const Wires& wires, int64_t first, int64_t numel, C multiplier, C
 
 // ---- gradients ------------------------------------------------------------------------------------------------------
 
-// The values to be sent: gradient * weight, and the residual if there is one.
+// gathered[i] = gradient[i] * weight, plus the residual if there is one. These values are to be sent.
 template <class G, class C>
 void gather(const G* gradient, const C* residual, C weight, C* gathered) {
-  for (int64_t i = 0; i < kBlock; i += kLanes<C>) {
+  for (int64_t i = 0; i < kSpan; i += kLanes<C>) {
     Vec<C> values{};
     if (weight != C(0)) {  // else it counts as 0, also if it is inf or nan
       values = load<C>(gradient + i) * weight;
@@ -196,29 +195,29 @@ void gather(const G* gradient, const C* residual, C weight, C* gathered) {
   }
 }
 
-// The squares and the largest magnitude of a block. load_at(i) gives the vector at index i.
+// Returns the squares and the largest magnitude of a span. load_at(i) gives the vector at index i.
 template <class Load>
-FASTSYNC_INLINE BlockSquares measure(const Load& load_at) {
+FASTSYNC_INLINE SpanSquares measure(const Load& load_at) {
   Vec<float> low{}, high{};
   Bits<float> largest{};
-  for (int64_t i = 0; i < kBlock; i += kRow) {
+  for (int64_t i = 0; i < kSpan; i += kNumColumns) {
     const Vec<float> first = load_at(i);
     const Vec<float> second = load_at(i + kLanes<float>);
     low += first * first;
     high += second * second;
     largest = larger<float>(larger<float>(largest, first), second);
   }
-  BlockSquares squares{{}, largest_of(largest)};
+  SpanSquares squares{{}, largest_of(largest)};
   store_raw(squares.columns, low);
   store_raw(squares.columns + kLanes<float>, high);
   return squares;
 }
 
-// Writes a block of values, which are sums or in the wire's type, to gradients in other memory.
+// Writes a span of values, which are sums or in the wire's type, to gradients in other memory.
 template <class T, class G>
 void unpack_values(const T* values, Compute<G> multiplier, G* gradient, int64_t numel, Tally& tally) {
   const auto one_by_one = [&] {
-    for (int64_t i = 0; i < kBlock; ++i) {
+    for (int64_t i = 0; i < kSpan; ++i) {
       bool saturated;
       gradient[i] = decode_to<G>(values[i], multiplier, saturated);
       tally.num_saturated += saturated;
@@ -229,8 +228,8 @@ void unpack_values(const T* values, Compute<G> multiplier, G* gradient, int64_t 
     tally.add_values(gradient, numel);
   } else {
     const auto stored = [&](int64_t i) { return load<float>(gradient + i); };
-    Bits<float> largest{};  // of values before they are encoded: what store makes of a nan need not be one
-    BlockSquares squares = measure([&](int64_t i) {
+    Bits<float> largest{};  // from values before they are stored, because store may turn a nan into another value
+    SpanSquares squares = measure([&](int64_t i) {
       const Vec<float> scaled = load<float>(values + i) * multiplier;
       largest = larger<float>(largest, scaled);
       store<G, float>(gradient + i, scaled);
@@ -240,22 +239,22 @@ void unpack_values(const T* values, Compute<G> multiplier, G* gradient, int64_t 
       one_by_one();
       squares = measure(stored);
     }
-    tally.add_block(squares, gradient, numel);
+    tally.add_span(squares, gradient, numel);
   }
 }
 
-// The statistics of gradients that unpacking leaves as they are.
+// Returns the statistics of gradients that unpacking leaves as they are.
 template <class G>
 Tally measure_chunk(const G* gradient, int64_t numel) {
   Tally tally;
   if constexpr (std::is_same_v<G, double>) {
     tally.add_values(gradient, numel);
   } else {
-    for (int64_t i = 0; i < numel; i += kBlock) {
-      const int64_t length = std::min(kBlock, numel - i);
+    for (int64_t i = 0; i < numel; i += kSpan) {
+      const int64_t length = std::min(kSpan, numel - i);
       Whole<const G> values(gradient + i, length);
       const auto squares = measure([&](int64_t j) { return load<float>(values.data() + j); });
-      tally.add_block(squares, values.data(), length);
+      tally.add_span(squares, values.data(), length);
     }
   }
   return tally;
@@ -272,15 +271,15 @@ Tally pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Compute
     weight = C(1);
   }
   Tally tally;
-  for (int64_t i = 0; i < numel; i += kBlock) {
-    const int64_t length = std::min(kBlock, numel - i);
+  for (int64_t i = 0; i < numel; i += kSpan) {
+    const int64_t length = std::min(kSpan, numel - i);
     Whole<const G> values(gradient + i, length);
     Whole<W> encoded(unit_at<W>(wire, first + i), num_units<W>(length));
     if (residual == nullptr && weight == C(1)) {
       tally.num_saturated += encode_values(values.data(), multiplier, limit, encoded.data());
     } else {
       Whole<C> kept(residual == nullptr ? nullptr : residual + i, length);
-      C gathered[kBlock];
+      C gathered[kSpan];
       gather(values.data(), kept.data(), weight, gathered);
       tally.num_saturated += encode_values(gathered, multiplier, limit, encoded.data());
       if (residual != nullptr) {
@@ -303,12 +302,12 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
     return measure_chunk(gradient, numel);
   }
   Tally tally;
-  for (int64_t i = 0; i < numel; i += kBlock) {
-    const int64_t length = std::min(kBlock, numel - i);
-    G unpacked[kBlock];
-    G* const destination = length == kBlock && !is_in_place ? gradient + i : unpacked;
+  for (int64_t i = 0; i < numel; i += kSpan) {
+    const int64_t length = std::min(kSpan, numel - i);
+    G unpacked[kSpan];
+    G* const destination = length == kSpan && !is_in_place ? gradient + i : unpacked;
     if (is_sum) {
-      C sums[kBlock];
+      C sums[kSpan];
       sum_wires<W>(wires, first + i, length, multiplier, sums);
       unpack_values(sums, inverse_scale, destination, length, tally);
     } else {
@@ -325,16 +324,16 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
 template <class C, class W, class Out>
 Tally reduce_chunk(const Wires& wires, int64_t begin, int64_t numel, C multiplier, C limit, C scale, C* residual,
                    void* out) {
-  for (int64_t i = 0; i < numel; i += kBlock) {
-    const int64_t length = std::min(kBlock, numel - i);
-    C sums[kBlock];
+  for (int64_t i = 0; i < numel; i += kSpan) {
+    const int64_t length = std::min(kSpan, numel - i);
+    C sums[kSpan];
     sum_wires<W>(wires, begin + i, length, multiplier, sums);
     Whole<Out> encoded(unit_at<Out>(out, begin + i), num_units<Out>(length));
     if (residual == nullptr) {
       encode_values(sums, C(1), limit, encoded.data());
     } else {
       Whole<C> kept(residual + i, length);
-      for (int64_t j = 0; j < kBlock; ++j) {
+      for (int64_t j = 0; j < kSpan; ++j) {
         sums[j] += kept.data()[j] * scale;
       }
       encode_values(sums, C(1), limit, encoded.data());

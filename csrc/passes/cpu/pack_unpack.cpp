@@ -1,5 +1,5 @@
-// The passes of pack_unpack.h on a CPU. Threads share out the chunks of the segments, and work on them by the loops of
-// the best instruction set that the machine has.
+// The passes of pack_unpack.h on a CPU. Threads share out the chunks of the segments, and run the loops of the best
+// instruction set that the machine has.
 #include "passes/pack_unpack.h"
 
 #include <ATen/Parallel.h>

@@ -1,5 +1,5 @@
-// The passes of pack_unpack.h by the loops of one instruction set. any.cpp and avx2.cpp include this file in a
-// namespace each. So it has no #pragma once, and they include what it needs.
+// The passes of pack_unpack.h for one instruction set: they choose types, and call the loops for each chunk. any.cpp
+// and avx2.cpp include this file in a namespace each. So it has no #pragma once, and they include what it needs.
 
 namespace {
 

@@ -1,9 +1,9 @@
-// Vectors of 32 bytes: loads and stores of each type. Only loops.h includes this file.
+// Loads and stores vectors of 32 bytes, for each type. Only loops.h includes this file.
 //
 // Note [Vectors without intrinsics]
-//   Arithmetic is written in vectors of 32 bytes, which GCC and clang lower to what the target has: one AVX2 register,
-//   or two of SSE2's or NEON's. Both namespaces give the same bits, because each lane is rounded as a single value is.
-//   Only conversions from and to 16 bits use intrinsics, all in this file.
+//   Arithmetic is written in vectors of 32 bytes. GCC and clang lower these to what the target has: one AVX2 register,
+//   or two registers of SSE2 or NEON. The namespaces any and avx2 give the same bits, because each lane is rounded as a
+//   single value is. Only conversions from and to 16 bits use intrinsics, all in this file.
 
 template <class T, int bytes = 32>
 struct VectorOf {
@@ -51,7 +51,7 @@ FASTSYNC_INLINE Vec<C> load(const T* p) {
   }
 }
 
-// Rounds to nearest even. What it makes of a nan need not be one.
+// Rounds to nearest even, and stores. It may turn a nan into another value.
 template <class T, class C>
 FASTSYNC_INLINE void store(T* p, Vec<C> vector) {
   if constexpr (std::is_same_v<C, T>) {
@@ -82,7 +82,7 @@ FASTSYNC_INLINE Vec<C> magnitudes(Vec<C> v) {
   return reinterpret_cast<Vec<C>>(reinterpret_cast<Bits<C>>(v) & std::numeric_limits<decltype(+Bits<C>{}[0])>::max());
 }
 
-// The larger magnitude in each lane, as bits. Bits are ordered as magnitudes are, with inf and nan at the top.
+// Returns the larger magnitude in each lane, as bits. Bits are ordered as magnitudes are, with inf and nan at the top.
 template <class C>
 FASTSYNC_INLINE Bits<C> larger(Bits<C> largest, Vec<C> values) {
   const auto seen = reinterpret_cast<Bits<C>>(magnitudes<C>(values));

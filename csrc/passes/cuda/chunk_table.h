@@ -1,5 +1,5 @@
-// Cuts the segments of one launch into chunks of at most one size, which the launch's blocks share out evenly. It is
-// pure arithmetic, so that tests on a CPU cover it.
+// A chunk table cuts the segments of one launch into chunks of at most one size. The launch's blocks share them out
+// evenly. It is pure arithmetic, so that tests on a CPU cover it.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@ namespace fastsync::cuda {
 
 struct Chunk {
   int64_t segment;
-  int64_t begin;   // in elements, within the segment
+  int64_t begin;   // index of its first value, in the segment
   int64_t length;  // at most the chunk size
 };
 
 template <int kMaxSegments>
 struct ChunkTable {
   int64_t num_segments;
-  Segment segments[kMaxSegments + 1];     // followed by an empty one
-  int64_t first_chunk[kMaxSegments + 1];  // of each segment, followed by the number of all chunks
+  Segment segments[kMaxSegments + 1];     // the segments, followed by an empty one
+  int64_t first_chunk[kMaxSegments + 1];  // index of each segment's first chunk, followed by the number of all chunks
 
   // The segment must not be empty.
   void add(const Segment& segment, int64_t chunk_size) {
@@ -29,7 +29,7 @@ struct ChunkTable {
 
   FASTSYNC_HOST_DEVICE int64_t num_chunks() const { return first_chunk[num_segments]; }
 
-  // The chunk at an index. Its segment is the last one whose first chunk is not beyond the index.
+  // Returns the chunk at an index. Its segment is the last one whose first chunk is not beyond the index.
   FASTSYNC_HOST_DEVICE Chunk find(int64_t index, int64_t chunk_size) const {
     int64_t low = 0;
     int64_t high = num_segments;
@@ -44,7 +44,7 @@ struct ChunkTable {
     return chunk_at(low, (index - first_chunk[low]) * chunk_size, chunk_size);
   }
 
-  // The chunk after this one; after the last one, a chunk of no length.
+  // Returns the chunk after this one; after the last one, a chunk of length 0.
   FASTSYNC_HOST_DEVICE Chunk next(const Chunk& chunk, int64_t chunk_size) const {
     const bool is_last_of_segment = chunk.begin + chunk_size >= segments[chunk.segment].numel;
     return is_last_of_segment ? chunk_at(chunk.segment + 1, 0, chunk_size)

@@ -1,5 +1,6 @@
-// The passes on a GPU. One launch serves the segments of a call, whose table is a kernel argument. The launch's blocks
-// share out the chunks. The last block to finish adds up the statistics of all blocks, so that these cost no launch.
+// The passes on a GPU. One launch serves the segments of a call, whose table is a kernel argument. In this file a block
+// is a block of threads, unless it is said to be a wire's. The launch's blocks share out the chunks. The last block to
+// finish adds up the statistics of all blocks, so that these cost no launch.
 #include "passes/pack_unpack.h"
 
 #include <cuda_runtime.h>
@@ -16,9 +17,9 @@
 namespace fastsync::cuda {
 namespace {
 
-// The number of blocks does not depend on the device. The order of sums depends on it, and all GPUs are to give the
+// The number of blocks does not depend on the device. It determines the order of sums, and all GPUs are to give the
 // same statistics. kBlocksAtOnce blocks fit on an H100 SXM or an H200 at once. On an H100, large calls were faster with
-// more blocks, of at least kMinChunks each.
+// more blocks, of at least kMinChunks chunks each.
 constexpr int kThreads = 256;
 constexpr int kMinBlocksPerMultiprocessor = 4;
 constexpr int64_t kBlocksAtOnce = 512;
@@ -31,10 +32,10 @@ constexpr int kVectors = std::min(4, 16 / Pass::kWidth);
 template <class Pass>
 constexpr int kChunk = kThreads * kVectors<Pass> * Pass::kWidth;
 
-// Converts one chunk. Neighbouring threads take neighbouring vectors. The threads of a warp encode a block together, so
-// all of them take part if one has a value in it. Input and output may be the same memory, but no thread writes what
-// another one reads. The order of the sums does not depend on where in memory the values lie. A whole chunk has full
-// length, and its gradients and its first wire are aligned.
+// Converts one chunk. Neighbouring threads take neighbouring vectors. The threads of a warp encode a wire's block
+// together, so all of them take part if one has a value in it. Input and output may be the same memory, but no thread
+// writes what another one reads. The order of the sums does not depend on where in memory the values lie. A whole chunk
+// has full length, and its gradients and its first wire are aligned.
 template <bool kWhole, class Pass>
 __device__ void convert_chunk(const Pass& pass, const Segment& segment, const Chunk& chunk,
                               typename Pass::Total& total) {
@@ -84,8 +85,8 @@ struct Workspace {
   Total block_totals[kMaxBlocks];
 };
 
-// Sums over the block's threads, in a fixed order, and returns the result to thread 0. Between two calls the block has
-// to synchronise.
+// Adds up over the block's threads, in a fixed order, and returns the result to thread 0. Between two calls the block
+// has to synchronise.
 template <class Total>
 __device__ Total add_over_block(const Total& own) {
   __shared__ Total totals[kThreads];
@@ -188,7 +189,7 @@ void run(const Segment* segments, int64_t num_segments, Position position, const
     }
     table.add(*segment, kChunk<Pass>);
   }
-  launch(table, position, pass, workspace, stream);  // also without segments, because statistics are written
+  launch(table, position, pass, workspace, stream);  // even without segments, because it writes statistics
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What each pass does to a thread's vectors: it loads them, decodes and adds up, encodes and stores.
+// Each pass does this to a thread's vectors: it loads them, decodes and adds up, encodes and stores.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,8 +11,8 @@
 
 namespace fastsync::cuda {
 
-// A range of a segment, which one thread has at a time: the first num_valid values from the index on. In a whole chunk
-// all values are valid, and the gradients and the first wire are aligned; residuals and further wires need not be.
+// A slice is the range of a segment that one thread has at a time: num_valid values from the index on. In a whole chunk
+// all values are valid, and the gradients and the first wire are aligned. Residuals and further wires need not be.
 struct Slice {
   const Segment& segment;
   int64_t index;
@@ -20,7 +20,7 @@ struct Slice {
   bool is_whole;
 };
 
-// These choose a pointer and not a value, because the compiler would write every loop twice for a branch.
+// The functions below choose a pointer and not a value, because the compiler would write every loop twice for a branch.
 __device__ const float kUnitScale = 1.0F;
 __device__ const double kUnitWeight = 1.0;
 
@@ -45,21 +45,21 @@ __device__ void add_residual(const Slice& at, C scale, C (&values)[kWidth]) {
   }
 }
 
-// residual[i] = (values[i] - decoded * multiplier) * unit, unless the decoded value is inf or nan.
+// residual[i] = (values[i] - decoded * multiplier) * factor, unless the decoded value is inf or nan.
 template <class W, class C, int kWidth>
 __device__ void keep_loss(const Slice& at, const C (&values)[kWidth], const Encoded<W, kWidth>& sent, C multiplier,
-                          C unit) {
+                          C factor) {
   C* const kept = static_cast<C*>(at.segment.residual);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     const C decoded = sent.template decoded<C>(i);
     if (i < at.num_valid && is_finite(decoded)) {
-      kept[at.index + i] = (values[i] - decode_to<C>(decoded, multiplier)) * unit;
+      kept[at.index + i] = (values[i] - decode_to<C>(decoded, multiplier)) * factor;
     }
   }
 }
 
-// Sums over the wires of their values, each times the multiplier.
+// Adds up the wires' values, each times the multiplier.
 template <class C, class W, int kWidth>
 struct Sum {
   const void* first_wire;
@@ -126,7 +126,7 @@ struct Pack {
   }
 
   __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
-    const C factor = at.segment.residual != nullptr ? own_weight : C(1);  // else encode multiplies with it
+    const C factor = at.segment.residual != nullptr ? own_weight : C(1);  // else encode multiplies with the weight
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       values[i] = own_weight == C(0) ? C(0) : loaded.template decoded<C>(i) * factor;
@@ -207,7 +207,7 @@ struct Unpack {
   }
 };
 
-// Its only segment stands for the sums, and has no memory besides the residual.
+// The only segment of this pass stands for the sums. It has no memory besides the residual.
 template <class T, class W, class Out>
 struct Reduce {
   using Gradient = T;
@@ -223,7 +223,7 @@ struct Reduce {
   C limit;
   const float* bucket_scale;
   C residual_share;
-  C scale = C(1);  // of the residuals
+  C scale = C(1);  // multiplies the residuals
 
   __device__ Reduce with_scale() const {
     Reduce scaled = *this;

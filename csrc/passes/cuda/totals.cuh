@@ -1,4 +1,4 @@
-// The totals that kernels add up over their values.
+// Kernels add up these totals over their values.
 #pragma once
 
 #include <type_traits>
@@ -24,8 +24,8 @@ struct Saturations {
   }
 };
 
-// The squares of at most 32 values that a thread has at once. They are added up in float, because converting to double
-// costs more than all else. If that is not safe, the values are gone through again in double.
+// Adds up the squares of at most 32 values that a thread has at once. It adds in float, because converting to double
+// costs more than all else. If that is not safe, add_batch adds the values again in double.
 struct FloatSquares {
   float sum;
   float largest;  // a nan shows only in the sum

@@ -1,4 +1,4 @@
-// How a thread reads and writes neighbouring values of a gradient, a residual or a wire.
+// A thread reads and writes neighbouring values of a gradient, a residual or a wire by these types.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,8 +14,8 @@ constexpr int kVectorBytes = 16;
 constexpr int kWarp = 32;
 constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
 
-// The number of values that a thread has at a time. It is a vector of the wider type, or a thread's part of a block,
-// which a whole warp works on.
+// Returns the number of values that a thread has at a time. It is a vector of the wider type, or a thread's part of a
+// block, which a whole warp works on.
 template <class In, class Out>
 constexpr int vector_width() {
   constexpr int64_t kBlock = std::max(kUnitValues<In>, kUnitValues<Out>);
@@ -45,7 +45,7 @@ struct Encoded {
     return encoded;
   }
 
-  // known_whole: all values are valid, and aligned as a vector.
+  // With known_whole, all values are valid, and aligned as a vector.
   __device__ static Encoded load(const W* data, int64_t index, int num_valid, bool known_whole = false) {
     Encoded loaded{};
     if (known_whole || (num_valid == kWidth && is_aligned(data + index))) {

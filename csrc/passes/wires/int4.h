@@ -22,7 +22,7 @@ struct Int4Block {
   template <int n>
   FASTSYNC_HOST_DEVICE static void get(const uint8_t* bytes, int32_t (&numbers)[n]) {
     for (int i = 0; i < n / 2; ++i) {
-      numbers[2 * i] = ((bytes[i] & 0xF) ^ 8) - 8;  // as two's complement of four bits
+      numbers[2 * i] = ((bytes[i] & 0xF) ^ 8) - 8;  // extends the sign of four bits
       numbers[2 * i + 1] = ((bytes[i] >> 4) ^ 8) - 8;
     }
   }
