@@ -1,5 +1,5 @@
-// What Python can call: a table of contents. What only tests and benchmarks call is in testing_bindings.cpp and
-// testing_ops.cpp.
+// This file lists all that Python can call, as a table of contents. Functions that only tests and benchmarks call are
+// in testing_bindings.cpp and testing_ops.cpp.
 #include <c10/util/intrusive_ptr.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/Exceptions.h>
@@ -58,7 +58,8 @@ bool built_with_cuda() {
 
 c10::DeviceType device_type(const std::string& name) { return c10::Device(name).type(); }
 
-// The last owner of a Gloo group waits for the group's threads to end, and those may be waiting for the GIL.
+// Makes an engine that is deleted without the GIL. The last owner of a Gloo group waits for the group's threads to end,
+// and those may be waiting for the GIL.
 template <class Engine, class... Args>
 std::shared_ptr<Engine> make_shared(Args... args) {
   const auto delete_without_gil = [](Engine* engine) {
@@ -73,7 +74,7 @@ std::shared_ptr<Engine> make_shared(Args... args) {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// What a call warns of becomes Python's warning, when the call has ended and the GIL is held again.
+// Turns the warnings of a call into Python's warnings, when the call has ended and the GIL is held again.
 class PythonWarnings {
  public:
   PythonWarnings() = default;
@@ -89,22 +90,22 @@ class PythonWarnings {
   torch::PyWarningHandler handler_;
 };
 
-// DDP expects a Python object from a hook registered in Python. It is made here, where the GIL is held anyway, so that
-// nothing has to wait for the GIL when the bucket is done.
+// DDP expects a Python object from a hook registered in Python. This makes the object while the GIL is held anyway, so
+// that nothing has to wait for the GIL when the bucket is done.
 auto run(HookState& state, c10d::GradBucket& bucket, std::shared_ptr<const CompressionTable> compressions) {
   const auto type = c10::PyObjectType::get();
   const c10::IValue buffer = torch::jit::toIValue(py::cast(bucket.getBuffer()), type);
   const py::gil_scoped_release no_gil;
   auto future = state.run(bucket, std::move(compressions));
-  // The storage is named, because a future would look for it inside a Python object with the GIL.
+  // The future gets the storage, because otherwise it would take the GIL to look for the storage in the Python object.
   auto with_buffer = [buffer, storage = bucket.getBuffer().storage().getWeakStorageImpl()](Future& averaged) {
-    averaged.value();  // throws what went wrong
+    averaged.value();  // throws the error, if there is one
     return std::make_tuple(buffer, std::vector{storage});
   };
   return std::make_shared<torch::jit::PythonFutureWrapper>(future->then(std::move(with_buffer), type));
 }
 
-// Python has checked the names.
+// Makes a compression from its names in Python, which Python has checked.
 Compression make_compression(const std::string& wire, bool sums_in_float32, bool error_feedback,
                              const std::optional<std::string>& algorithm, int64_t ranks_per_node) {
   static const std::map<std::string, std::optional<DType>> wires{{"none", std::nullopt},
@@ -118,10 +119,10 @@ Compression make_compression(const std::string& wire, bool sums_in_float32, bool
           algorithm ? std::optional(algorithms.at(*algorithm)) : std::nullopt, ranks_per_node};
 }
 
-// The fields of BucketStats in fastsync/stats.py. In sums over buckets, which have no kernels, some keep their
-// defaults.
+// Returns the fields of BucketStats in fastsync/stats.py. Sums over buckets have no kernels. For them some fields are
+// left out, and keep their defaults.
 py::dict stats_of(const BucketTotals& totals) {
-  // On a GPU a sync goes untimed if the device has not finished it while its events are kept: scale up.
+  // On a GPU not all syncs are timed. So times are scaled up to the number of syncs.
   const double scale = totals.num_timed > 0 ? static_cast<double>(totals.num_syncs) / totals.num_timed : 0.0;
   py::dict stats;
   stats["numel"] = totals.elements;
@@ -140,7 +141,7 @@ py::dict stats_of(const BucketTotals& totals) {
   return stats;
 }
 
-// Those of SyncStats. How gradients travel is that of the newest bucket.
+// Returns the fields of SyncStats. The newest bucket tells how gradients travel.
 py::dict stats_of(const SyncTotals& totals) {
   py::dict stats = !totals.buckets.empty() ? stats_of(totals.buckets.back()) : py::dict();
   for (const auto& [name, value] : stats_of(totals.all)) {
@@ -161,7 +162,7 @@ py::dict stats_of(const SyncTotals& totals) {
   return stats;
 }
 
-// What has the method: the engine or a part of it.
+// Returns the object that has the method: the engine or a part of it.
 template <class Part, class Engine>
 Part& part_of(Engine& engine) {
   if constexpr (std::is_same_v<Part, ParameterSync>) {
@@ -171,7 +172,7 @@ Part& part_of(Engine& engine) {
   }
 }
 
-// A method, called while nobody else calls one.
+// Makes a function that calls the method while no other thread uses the engine.
 template <class Engine = EngineState, class Part, class Result, class... Args>
 auto locked(Result (Part::*method)(Args...)) {
   return [method](Engine& engine, Args... args) {
@@ -179,7 +180,8 @@ auto locked(Result (Part::*method)(Args...)) {
   };
 }
 
-// One that belongs between two steps: a step that a failed backward has left unfinished is over by then.
+// Does the same for a method that belongs between two steps. If a failed backward has left a step unfinished, the
+// function ends that step first.
 template <class Engine = EngineState, class Part, class Result, class... Args>
 auto between_steps(Result (Part::*method)(Args...)) {
   return [method](Engine& engine, Args... args) {

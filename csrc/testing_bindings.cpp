@@ -1,4 +1,4 @@
-// Functions that only tests call: they choose the kernels, and give a device passes of their own.
+// Only tests call these functions. They choose the kernels, and give a device passes of its own.
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace fastsync {
 
-// The capsules point to a Passes.
+// The capsules point to a struct Passes.
 void bind_for_tests(pybind11::module_& m) {
   const auto type_of = [](const std::string& device) { return c10::Device(device).type(); };
   m.def("use_kernels", &use_kernels, pybind11::arg("name"));

@@ -1,5 +1,5 @@
-// torch.ops.fastsync.{pack,unpack,reduce}: the passes on tensors. Only tests and benchmarks call them, so shapes are
-// not checked. tests/reference.py says what they do.
+// torch.ops.fastsync.{pack,unpack,reduce} are the passes on tensors. Only tests and benchmarks call them, so shapes are
+// not checked. tests/reference.py specifies them.
 #include <torch/library.h>
 
 #include <limits>
@@ -15,7 +15,7 @@ namespace {
 using OptionalTensor = std::optional<at::Tensor>;
 using OptionalList = std::optional<std::vector<at::Tensor>>;
 
-// The tensor's memory, which the passes need contiguous and on the device.
+// Returns the tensor's memory. Throws unless it is contiguous and on the device, as the passes need it.
 template <class T = void>
 T* data_of(const at::Tensor& tensor, c10::Device device) {
   TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.device() == device, "expected contiguous values on ", device,

@@ -1,4 +1,5 @@
-// fastsync._ppo: the trainer's operators. They bypass torch's dispatcher, which takes longer than some of them compute.
+// The module fastsync._ppo has the trainer's operators. They bypass torch's dispatcher, which takes longer than some of
+// them compute.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 

@@ -1,5 +1,5 @@
-// Categorical distributions: log-probabilities and entropies of choices, their gradient, and samples. categorical and
-// choose in fastsync/ppo/policies.py are the specification.
+// The operators of categorical distributions compute log-probabilities and entropies of choices, their gradient, and
+// samples. categorical and choose in fastsync/ppo/policies.py are the specification.
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -105,8 +105,8 @@ at::Tensor choose(const at::Tensor& logits, const at::Tensor& noise) {
     const float* row_noise = noises.const_data_ptr<float>() + row * num_choices;
     int64_t best = 0;
     float largest = row_logits[0] + row_noise[0];
-    for (int64_t i = 1; i < num_choices && largest == largest;
-         ++i) {  // a nan counts as the largest, and the first one wins
+    // A nan counts as the largest, and the first nan wins.
+    for (int64_t i = 1; i < num_choices && largest == largest; ++i) {
       const float value = row_logits[i] + row_noise[i];
       if (!(value <= largest)) {
         best = i;

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <vector>
 
-// Compiles a function for several generations of x86, of which one is chosen when the library is loaded. All give the
-// same bits, because -ffp-contract=off forbids fused multiply-adds. ThreadSanitizer is not ready yet at that moment.
+// Compiles a function for several generations of x86. When the library is loaded, the system chooses one of them. All
+// give the same bits, because -ffp-contract=off forbids fused multiply-adds. ThreadSanitizer is not ready at load time.
 #if defined(__x86_64__) && !defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__SANITIZE_THREAD__)
 #define FASTSYNC_GENERATIONS
 #define FASTSYNC_WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -25,13 +25,13 @@ namespace {
 
 // A sum begins anew after so many terms, because longer sums are less exact.
 constexpr int64_t kTermsOfSum = 256;
-// The number of sums that the compiler keeps in registers.
+// tanh_backward adds up so many columns at a time, whose sums the compiler keeps in registers.
 constexpr int64_t kColumns = 64;
 
-// tanh(x) = e / (e + 2) with e = exp(2x) - 1. 2x is split into a multiple of ln 2, which is subtracted in two steps,
-// and a rest. A polynomial gives exp - 1 of the rest. Its coefficients are those of Cephes (S. Moshier, Methods and
-// Programs for Mathematical Functions, 1989). From 9.1 on the nearest float is 1. Libraries that promise 1 unit in the
-// last place take several times as long.
+// Computes tanh(x) = e / (e + 2) with e = exp(2x) - 1. It splits 2x into a multiple of ln 2, which it subtracts in two
+// steps, and a rest. A polynomial gives exp - 1 of the rest. Its coefficients are those of Cephes (S. Moshier, Methods
+// and Programs for Mathematical Functions, 1989). For x from 9.1 on, the nearest float is 1. Libraries that promise 1
+// unit in the last place take several times as long.
 FASTSYNC_INLINE float tanh_of(float x) {
   const float magnitude = std::abs(x);
   const float twice = 2 * (magnitude < 9.1F ? magnitude : 9.1F);
@@ -64,7 +64,8 @@ struct Operands {
   int64_t rows, inner, columns;
 };
 
-// Writes one vector of the product: start + sums. Unless kIsWhole, it may reach beyond the row, and stops at its end.
+// Writes one vector of the product: start + sums. Unless kIsWhole, the vector may reach beyond the row's end. Then only
+// the part before the end is written.
 template <bool kIsWhole, typename Lanes>
 FASTSYNC_INLINE void add_lanes(const float* start, Lanes sums, int64_t columns, float* product) {
   constexpr int64_t kLanes = sizeof(Lanes) / sizeof(float);

@@ -6,11 +6,11 @@
 
 namespace fastsync {
 
-// values → tanh(values), in place, within 2.5 units in the last place of the exact value (tests/ppo/test_ops.py).
+// Replaces each value by its tanh, within 2.5 units in the last place of the exact value (tests/ppo/test_ops.py).
 void fast_tanh(float* values, int64_t numel);
 
-// Turns the gradient [rows, width] of activated = tanh(x) into that of x, in place. Adds its sum over the rows to sums
-// [width].
+// Turns the gradient [rows, width] of activated = tanh(x) into the gradient of x, in place. Adds the sum of that over
+// the rows to sums [width].
 void tanh_backward(float* grad, const float* activated, int64_t rows, int64_t width, float* sums);
 
 // A matrix in memory. Strides are the distances between its rows and between its columns.
@@ -20,8 +20,8 @@ struct Matrix {
   int64_t column_stride;
 };
 
-// product [rows, columns] = start + left [rows, inner] * right [inner, columns]. The product's rows are contiguous.
-// start may be the product itself, or null for 0.
+// Computes product [rows, columns] = start + left [rows, inner] * right [inner, columns]. The product's rows are
+// contiguous. start may be the product itself, or null for 0.
 void matmul(const Matrix& left, const Matrix& right, Matrix start, int64_t rows, int64_t inner, int64_t columns,
             float* product);
 

@@ -1,5 +1,5 @@
-// ppo_minibatch: the loss of a minibatch and all its gradients, as one node of the autograd graph. With a node for each
-// operation, 128 rows of a small policy take 1.4 times as long. minibatch_loss in fastsync/ppo/ppo.py is the
+// ppo_minibatch computes the loss of a minibatch and all its gradients, as one node of the autograd graph. With a node
+// for each operation, 128 rows of a small policy take 1.4 times as long. minibatch_loss in fastsync/ppo/ppo.py is the
 // specification, for a policy of two perceptrons and one choice a step.
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -15,7 +15,7 @@ using torch::autograd::AutogradContext;
 struct Minibatch {
   at::Tensor observations, actions;
   Layers actor, critic;
-  Columns columns;  // given from old_log_probs on; the policy's own are computed
+  Columns columns;  // forward computes the first three; the caller gives the others
   Coefficients coefficients;
 };
 
@@ -45,7 +45,8 @@ class Loss : public torch::autograd::Function<Loss> {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "fastsync::ppo_minibatch has no second derivative");
     const auto saved = context->get_saved_variables();
     const at::TensorList all(saved);
-    // Saved are each layer's inputs and the output's gradient, of the actor and then of the critic, and all weights.
+    // `all` has each layer's inputs and the output's gradient, of the actor and then of the critic. Then come all
+    // weights.
     const size_t actor_layers = context->saved_data["actor"].toInt(), num_layers = saved.size() / 2 - 1;
     const size_t critic_layers = num_layers - actor_layers;
     const auto weights = all.slice(num_layers + 2);
@@ -55,7 +56,7 @@ class Loss : public torch::autograd::Function<Loss> {
         layers_backward(all.slice(actor_layers + 1, critic_layers), weights.slice(actor_layers), grads[1], false);
     result.erase(result.begin());  // the observations have no gradient
     result.insert(result.end(), critic_grads.begin() + 1, critic_grads.end());
-    result.emplace_back();  // nor has the batch
+    result.emplace_back();  // the batch has no gradient
     return result;
   }
 };

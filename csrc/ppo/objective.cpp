@@ -1,5 +1,5 @@
-// ppo_objective: PPO's loss, the figures that are logged, and the loss's gradient, in one pass over the rows. ppo_loss
-// in fastsync/ppo/ppo.py is the specification.
+// ppo_objective computes PPO's loss, five figures for logs, and the loss's gradient, in one pass over the rows.
+// ppo_loss in fastsync/ppo/ppo.py is the specification.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/version.h>
 
@@ -29,11 +29,12 @@ struct Outcome {
   float grad_value;     // d squared_error / d value
 };
 
-// Before torch 2.15 clamp passes gradients at its bounds, since then it does not. A clipped value may lie at a bound. A
-// ratio lies there only by the rounding of exp.
+// Before torch 2.15, clamp passes gradients at its bounds. From then on it does not. A clipped value may lie at a
+// bound. A ratio lies there only by the rounding of exp.
 constexpr bool kPassesAtBounds = TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15;
 
-// Evaluates one row as torch's minimum, maximum and clamp do. Equal arguments of these share a gradient.
+// Evaluates one row as torch's minimum, maximum and clamp do. If two arguments of these are equal, they share the
+// gradient.
 Outcome evaluate(const Row& row, float clip, bool clip_value_loss) {
   const float log_ratio = row.log_prob - row.old_log_prob;
   const float ratio = std::exp(log_ratio);
@@ -141,7 +142,7 @@ class Objective : public torch::autograd::Function<Objective> {
   static Tensors backward(AutogradContext* context, const Tensors& grad_outputs) {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "fastsync::ppo_objective has no second derivative");
     auto grads = scaled(context->get_saved_variables(), grad_outputs.front());
-    grads.resize(kNumVariables + 2);  // the columns and the coefficients have none
+    grads.resize(kNumVariables + 2);  // columns and coefficients have no gradient
     return grads;
   }
 };

@@ -1,4 +1,4 @@
-// The trainer's operators, and the functions without autograd that they consist of.
+// The operators of the PPO trainer, and the functions without autograd that they consist of.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,29 +11,29 @@ namespace fastsync {
 
 using Tensors = std::vector<at::Tensor>;
 
-// The tensor, made contiguous. Throws ValueError unless it is float32 of that shape on the CPU.
+// Returns the tensor, made contiguous. Throws ValueError unless it is float32 of that shape on the CPU.
 at::Tensor checked(const at::Tensor& tensor, const char* name, at::IntArrayRef shape);
 
 // The weights [outputs, inputs] and biases [outputs] of each layer.
 struct Layers {
   Tensors weights, biases;
 
-  // Throws ValueError unless they fit each other and rows of that width.
+  // Throws ValueError unless the layers fit each other, and the first one fits rows of that width.
   Layers(at::TensorList weights, at::TensorList biases, int64_t width);
 };
 
 // Returns the input [B, inputs] of each layer, followed by the output [B, outputs] of the last one.
 Tensors layers_forward(const at::Tensor& rows, const Layers& layers);
 
-// Returns the gradients of the rows, of all weights and of all biases, in this order. That of the rows is undefined
+// Returns the gradients of the rows, of all weights and of all biases, in this order. The rows' gradient is undefined
 // unless rows_need_grad.
 Tensors layers_backward(at::TensorList inputs, at::TensorList weights, const at::Tensor& grad_outputs,
                         bool rows_need_grad);
 
-// What follows from logits [B, n] and the choices that were taken [B].
+// The results of evaluate_choices for logits [B, n] and the choices that were taken, called actions [B].
 struct Choices {
-  at::Tensor log_prob, entropy;  // [B]
-  at::Tensor log_probabilities;  // [B, n]
+  at::Tensor log_prob, entropy;  // of the actions, and of the distributions: [B]
+  at::Tensor log_probabilities;  // of all choices: [B, n]
 };
 Choices evaluate_choices(const at::Tensor& logits, const at::Tensor& actions);
 
@@ -53,24 +53,24 @@ struct Coefficients {
   bool clip_value_loss;
 };
 
-// Returns the loss, the figures that are logged [5], and the gradients of the first three columns. Throws ValueError
-// unless the columns are float32 of one shape on the CPU.
+// Returns the loss, five figures for logs, and the gradients of the first three columns. Throws ValueError unless the
+// columns are float32 of one shape on the CPU.
 Tensors objective(Columns columns, const Coefficients& coefficients);
 
-// Scales the gradients of a loss, which are given for grad_loss = 1.
+// Multiplies the gradients of a loss by grad_loss.
 Tensors scaled(Tensors grads, const at::Tensor& grad_loss);
 
-// The operators. fastsync/ppo/fused.py calls them in place of plain functions, which document the arguments.
+// These are the operators. fastsync/ppo/fused.py calls them in place of plain functions, which document the arguments.
 
 at::Tensor perceptron(const at::Tensor& input, const Tensors& weights, const Tensors& biases);
 
 // Returns log_prob and entropy.
 std::pair<at::Tensor, at::Tensor> categorical(const at::Tensor& logits, const at::Tensor& actions);
 
-// Returns the index of the largest of logits + noise.
+// Returns the index of the largest of logits + noise, for each row.
 at::Tensor choose(const at::Tensor& logits, const at::Tensor& noise);
 
-// These return the loss, and the figures that are logged.
+// The next two return the loss, and five figures for logs.
 std::pair<at::Tensor, at::Tensor> ppo_objective(const at::Tensor& log_prob, const at::Tensor& entropy,
                                                 const at::Tensor& values, const at::Tensor& old_log_probs,
                                                 const at::Tensor& advantages, const at::Tensor& old_values,

@@ -1,5 +1,5 @@
-// perceptron: linear layers with tanh between them, as one node of the autograd graph. To call, record and walk back
-// through a small policy's layers one by one takes longer than to compute them.
+// perceptron computes linear layers with tanh between them, as one node of the autograd graph. Calling and recording a
+// small policy's layers one by one takes longer than computing them.
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 
-// This many rows go through all layers before the next ones do, so that they stay in a core's cache. The number does
-// not change sums over rows, because matmul adds up 256 at a time.
+// So many rows go through all layers before the next rows do, so that they stay in a core's cache. The number does not
+// change sums over rows, because matmul adds up 256 rows at a time.
 constexpr int64_t kBlock = 512;
 
 Matrix rows_from(int64_t row, const at::Tensor& tensor) {
@@ -122,7 +122,7 @@ class Perceptron : public torch::autograd::Function<Perceptron> {
     const size_t num_layers = saved.size() / 2;
     auto grads = layers_backward(both.slice(0, num_layers), both.slice(num_layers), grad_outputs.front(),
                                  context->needs_input_grad(0));
-    grads.emplace_back();  // the layers as a whole have none
+    grads.emplace_back();  // the argument `layers` has no gradient
     return grads;
   }
 };
