@@ -23,8 +23,8 @@ int current_graph_task();
 //     caller       It ends the sync itself, outside of any backward.
 //   An owner that goes away before the sync has ended leaves it interrupted.
 //
-//   If a backward fails, it calls `give_up` once for all engines that have entered it. If it ran inside another
-//   backward, `give_up` waits until that one has ended.
+//   If a backward fails, `give_up` is called once for all engines that have entered it. If it ran inside another
+//   backward, `give_up` is called only when that one ends.
 
 // Knows the owner of one engine's sync, see Note [Who ends a sync]. Any thread may ask it.
 class Backward {

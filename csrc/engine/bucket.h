@@ -42,8 +42,8 @@ struct Agreement {
 struct SendOptions {
   // For a reduce-scatter. Several buckets share its teams and memory, one after the other.
   struct Scatter {
-    at::Tensor output;
-    double factor;
+    at::Tensor output;  // becomes this rank's shard of the sum
+    double factor;      // multiplies the sum
     Teams& teams;
     SumMemory& memory;
   };

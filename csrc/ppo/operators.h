@@ -32,8 +32,8 @@ Tensors layers_backward(at::TensorList inputs, at::TensorList weights, const at:
 
 // The results of evaluate_choices for logits [B, n] and the choices that were taken, called actions [B].
 struct Choices {
-  at::Tensor log_prob, entropy;  // of the actions, and of the distributions: [B]
-  at::Tensor log_probabilities;  // of all choices: [B, n]
+  at::Tensor log_prob, entropy;  // [B]: the actions' log-probabilities, and the distributions' entropies
+  at::Tensor log_probabilities;  // [B, n]: the log-probabilities of all choices
 };
 Choices evaluate_choices(const at::Tensor& logits, const at::Tensor& actions);
 

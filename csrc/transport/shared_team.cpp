@@ -97,7 +97,7 @@ at::Tensor SharedTeam::allocate(int64_t bytes) {
 
 // A step that failed and is sent again has the same number, because others may still wait for it. Another thread may
 // still drive a sum that failed, and would use the newest number. So this waits until that sum has ended.
-void SharedTeam::begin(int64_t attempt, int64_t what) {
+void SharedTeam::begin(int64_t attempt, int64_t sum_id) {
   const auto deadline = Waiting::Clock::now() + limit_of(*group_);
   while (!use_.expired()) {
     TORCH_CHECK(Waiting::Clock::now() < deadline, "a sum that has failed did not end");
@@ -107,8 +107,8 @@ void SharedTeam::begin(int64_t attempt, int64_t what) {
   if (sum != sum_) {
     sum_before_ = std::exchange(sum_, sum);
   }
-  constexpr int64_t kWhats = 1 << 20;
-  announced_ = what < 0 ? 0 : sum_ * kWhats + what % kWhats;
+  constexpr int64_t kSumIds = 1 << 20;
+  announced_ = sum_id < 0 ? 0 : sum_ * kSumIds + sum_id % kSumIds;
 }
 
 // Throws if another rank's rows belong to another sum, so that this rank does not read them.

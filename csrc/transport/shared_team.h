@@ -28,7 +28,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   ~SharedTeam() override;
 
   at::Tensor allocate(int64_t bytes) override;
-  void begin(int64_t attempt, int64_t what = -1) override;
+  void begin(int64_t attempt, int64_t sum_id = -1) override;
   std::shared_ptr<void> use_rows() override;
   void have_read() override { numbers_of(rank())[kRead].raise_to(sum_); }
   void give_up() override { numbers_of(rank())[kGivenUp].raise_to(1); }
@@ -51,8 +51,10 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
 
   SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host,
              std::shared_ptr<SharedMemory> shared, int64_t region_bytes);
+  // Makes the transfer of the next chunk in the tag's phase. This rank sends so many bytes.
   std::unique_ptr<Transfer> next_chunk(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
+  // Waits until all ranks have raised one of their Numbers, the one with the index `which`, to the number.
   void wait_for_all(size_t which, int64_t number);
   void check_others_are_there(size_t which, int64_t number) const;
   void check_announced() const;

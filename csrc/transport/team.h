@@ -87,9 +87,9 @@ class Team {
   bool shares_memory() const { return region_bytes_ > 0; }
 
   // Tells the team that a sum begins. `attempt` is a number that all sums of a step have and that grows from step to
-  // step, or 0. `what` is a number that the ranks have agreed on. It tells sums apart if a rank may take one for
+  // step, or 0. `sum_id` is a number that the ranks have agreed on. It tells sums apart if a rank may take one for
   // another, and is below 0 if no rank can.
-  virtual void begin(int64_t /*attempt*/, int64_t /*what*/ = -1) {}
+  virtual void begin(int64_t /*attempt*/, int64_t /*sum_id*/ = -1) {}
   // Waits until nobody reads the rows of the sum before, so that the next sum may fill them. That sum holds the result
   // for as long as it uses the rows.
   virtual std::shared_ptr<void> use_rows() { return nullptr; }
