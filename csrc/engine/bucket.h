@@ -38,12 +38,12 @@ struct Agreement {
   int64_t number = -1;                                   // the result of check_agreement; below 0 before the first
 };
 
-// Tells how a bucket is sent in one step. All of it but the weight is the same on all ranks.
+// Tells how a bucket is sent in one step. All members but the weight are the same on all ranks.
 struct SendOptions {
   // For a reduce-scatter. Several buckets share its teams and memory, one after the other.
   struct Scatter {
-    at::Tensor output;  // becomes this rank's shard of the sum
-    double factor;      // multiplies the sum
+    at::Tensor output;  // becomes this rank's shard of the sum, times the factor
+    double factor;
     Teams& teams;
     SumMemory& memory;
   };
@@ -54,7 +54,7 @@ struct SendOptions {
   int64_t attempt = 0;               // see Team::begin; a step that failed and is sent again has the same number
   bool is_weighted_mean = false;     // whether ranks have weights, and the result is a mean
   at::Tensor weight = {};            // see FlatGradients
-  bool in_place = false;             // nobody else uses the gradients' memory until the sum is there
+  bool in_place = false;             // whether nobody else uses the gradients' memory until the sum is there
   const Scatter* scatter = nullptr;  // null for an all-reduce
 };
 constexpr int kTagsPerBucket = 4;

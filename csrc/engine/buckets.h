@@ -40,7 +40,7 @@ class Buckets {
   const std::vector<std::shared_ptr<Bucket>>& newest() const { return newest_; }
   void clear_newest() { newest_.clear(); }
   void add_newest(std::shared_ptr<Bucket> bucket) { newest_.push_back(std::move(bucket)); }
-  // For an engine whose steps send all buckets.
+  // Makes all buckets the newest, for an engine whose steps send them all.
   void set_newest_to_all() { newest_ = all_; }
 
   // The statistics of the newest step, as sums over its buckets: float64 [kNumStats].

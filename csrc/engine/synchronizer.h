@@ -32,7 +32,7 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   void attach(const std::vector<at::Tensor>& parameters, bool overlap);
   void detach();
 
-  // While it is disabled, backward lets gradients accumulate.
+  // While the engine is disabled, backward lets gradients accumulate.
   void set_enabled(bool enabled) { is_enabled_ = enabled; }
 
   void set_weight(double weight) { sync_.set_weight(weight, overlaps_); }

@@ -46,7 +46,7 @@ class WeightSum {
   // With `sums`, gradients become a sum and not a mean. A rank that has failed sends nan, and must not wait.
   WeightSum(const Weight& weight, bool sums, c10d::ProcessGroup& group, c10::Device device, bool has_failed);
 
-  // Whether the weights have come. The host never waits. On CUDA the current stream waits instead, and it is true.
+  // Whether the weights have come. On a CPU it does not wait. On CUDA the current stream waits, and it returns true.
   bool has_come();
   void wait();
   int64_t sent_bytes() const { return reduction_->sent_bytes(); }

@@ -1,4 +1,4 @@
-// Plans: how the ranks add up one bucket by themselves. PlannedSum runs them.
+// A plan tells how the ranks add up one bucket by themselves. PlannedSum runs it.
 //
 // Note [Plans]
 // ~~~~~~~~~~~~

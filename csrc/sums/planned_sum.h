@@ -1,4 +1,4 @@
-// Runs a plan for one bucket: its sum over the ranks of a team. See Note [Plans].
+// A PlannedSum runs a plan for one bucket, and so adds it up over the ranks of a team. See Note [Plans].
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -54,7 +54,7 @@ class PlannedSum final : public SumWork {
   void sum_side_values(const Rows& rows);
 
   const std::shared_ptr<const Plan> plan_;
-  std::shared_ptr<void> use_;                         // from Team::use_rows until this rank has read all rows
+  std::shared_ptr<void> use_;                         // the result of Team::use_rows; null once all rows are read
   std::vector<std::unique_ptr<Transfer>> transfers_;  // by chunk and phase; null until their rows are expected
 
   std::atomic<bool> has_driver_ = false;

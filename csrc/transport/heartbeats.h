@@ -4,9 +4,12 @@
 // One thread of each process, the sender, writes a heartbeat for each group that has an engine. It does so once a
 // second, into the group's store, under the rank's key. The heartbeat tells where the engines of the group are. It also
 // tells of engines of other groups that are in a step. A rank that waits in one group does not come to the other
-// groups' steps. A rank that wants to know who is missing reads the heartbeats of all ranks twice, some seconds apart.
-// A rank whose heartbeat has changed meanwhile lives. The ranks' clocks need not agree for that. The thread only ever
-// waits for the store. If the store hangs, so does the thread, and nobody waits for it.
+// groups' steps.
+//
+// A rank that wants to know who is missing reads the heartbeats of all ranks twice, some seconds apart. A rank whose
+// heartbeat has changed meanwhile lives. The ranks' clocks need not agree for that.
+//
+// The sender only ever waits for the store. If the store hangs, so does the sender, and nobody waits for it.
 #pragma once
 
 #include <sys/types.h>

@@ -28,7 +28,7 @@ struct CannotShare {
   std::string why;
 };
 
-// Knows which ranks of a group are on which host. The host is that of this rank.
+// A Host is the host of this rank. It also knows the hosts of the group's other ranks.
 class Host {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -65,7 +65,8 @@ class Host {
   std::vector<std::string> processes_;  // each rank's process: its number, and when it began
 };
 
-// Returns the ranks of each host, if they can share memory on the CPU, and nothing else. A collective, as Host::of is.
+// Returns the ranks of each host, or nothing if they cannot share memory on the CPU. It is a collective, as Host::of
+// is.
 std::vector<Host::Ranks> hosts_of(const Host::Group& group);
 
 }  // namespace fastsync

@@ -1,4 +1,4 @@
-// Notes where an engine is, so that other ranks can tell it when a wait for this rank fails. See Note [Heartbeats].
+// Liveness notes where an engine is. If a wait for this rank fails, other ranks' errors tell it. See Note [Heartbeats].
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -13,7 +13,7 @@
 
 namespace fastsync {
 
-// One engine notes here where it is, and asks where the ranks are. Thread-safe; touches no Python object.
+// One engine notes here where it is, and asks where the other ranks are. Thread-safe; touches no Python object.
 class Liveness {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;

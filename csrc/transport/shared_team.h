@@ -62,7 +62,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   std::shared_ptr<const Host> host_;
   std::shared_ptr<SharedMemory> shared_;
   const pid_t process_id_;
-  bool has_cores_;  // there is a core for each rank of the team
+  bool has_cores_;  // whether there is a core for each rank of the team
   std::array<Waiting, kPhases + 1> waiting_;
   int64_t sum_ = 0;         // the number of the newest sum, which is the same on all ranks
   int64_t sum_before_ = 0;  // the number of the sum before it

@@ -72,12 +72,12 @@ constexpr int64_t kChunkBytes = 1 << 20;
 
 class Team {
  public:
-  // These ranks of the group, ascending, with this rank among them.
+  // Takes the team's ranks, as the group numbers them. They ascend, and this rank is among them.
   Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::vector<int64_t> ranks);
   virtual ~Team() = default;
 
   int64_t size() const { return static_cast<int64_t>(ranks_.size()); }
-  int64_t rank() const { return rank_; }  // in the team, and not in the group
+  int64_t rank() const { return rank_; }  // this rank's index in the team, not in the group
 
   // Returns memory for the rows of sums. This rank has a region in it, of which the first so many bytes are zeros.
   virtual at::Tensor allocate(int64_t bytes);
@@ -123,13 +123,13 @@ class Team {
   int64_t rank_;                // this rank's index among them
   int64_t region_bytes_ = 0;
   bool sends_at_once_;
-  bool has_collectives_;  // the team is a whole group, whose backend moves all rows in one call
+  bool has_collectives_;  // whether the team is a whole group, whose backend moves all rows in one call
 };
 
 // Throws c10::ValueError unless the group can sum gradients on the device.
 void check_device(c10d::ProcessGroup& group, c10::Device device);
 
-// The team of all ranks of the group. Throws as check_device does.
+// Makes the team of all ranks of the group. Throws as check_device does.
 std::shared_ptr<Team> make_team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device);
 
 }  // namespace fastsync

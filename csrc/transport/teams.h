@@ -44,7 +44,7 @@ class Teams {
   // Whether each host has memory for so many bytes of each rank, or cannot have it. Then nobody needs to call
   // make_room.
   bool has_room(int64_t bytes) const { return !can_share() || (shared_ && bytes <= shared_->region_bytes()); }
-  // Makes the team in shared memory anew, with so many bytes for each rank. If that fails, there is a why_not_shared.
+  // Makes the team in shared memory anew, with so many bytes for each rank. If that fails, why_not_shared tells why.
   void make_room(int64_t bytes);
   // Which rank cannot share memory, and why. Empty if no rank has tried in vain.
   const std::string& why_not_shared() const { return why_not_shared_; }
