@@ -49,8 +49,7 @@ Plan plan_for(const PlanKey& key, Teams& teams) {
 
 }  // namespace
 
-// ---- a bucket of a step under way
-// ----------------------------------------------------------------------------------------------
+// ---- a bucket of a step under way -----------------------------------------------------------------------------------
 
 BucketWork::~BucketWork() {
   if (sum_) {
