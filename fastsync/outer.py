@@ -118,20 +118,20 @@ class DiLoCo:
         self._block: BlockSteps | None = None
         self._background = BackgroundCalls()
         atexit.register(_end_background_calls, weakref.ref(self))
-        averaged_with = compression if isinstance(compression, TopK) else as_compression(compression)
+        self._compression = compression if isinstance(compression, TopK) else as_compression(compression)
         make = outer_optimizer or (partial(SGD, lr=1.0) if isinstance(compression, TopK) else DEFAULT_OPTIMIZER)
         parts = _split(named, fragments)
         settings = f"{sync_every=}, {fragments=}, {fragment_sync_delay=}, {fragment_update_alpha=}"
         with _on_the_host():
             self._sites = SurvivingGroup(resolve_group(process_group), timedelta(seconds=timeout))
             trial = make([torch.zeros(1, requires_grad=True)])
-            lines = [f"{settings}, {averaged_with}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
+            lines = [f"{settings}, {self._compression}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
             lines += [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.plain().items()]
             _C.check_agreement(self._sites.group, "\n".join(lines), torch.device("cpu"))
             tensors.broadcast(self._sites.group)
             self._fragments = [
                 Fragment(
-                    tensors, list(part), make, averaged_with, self._sites.group,
+                    tensors, list(part), make, self._compression, self._sites.group,
                     offset=(index + 1) * sync_every // fragments % sync_every, is_first=index == 0,
                 )
                 for index, part in enumerate(parts)

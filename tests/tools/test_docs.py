@@ -17,7 +17,7 @@ from fastsync.launch.jobs import KINDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "csrc" / "README.md", *DOCS.rglob("*.md")])
 FOLDERS = "csrc|tests|fastsync|benchmarks|docs|examples|tools"
 MOST_WORDS = 25
 BANNED = (
