@@ -10,7 +10,7 @@
 namespace fastsync {
 
 // A parameter's flag is 1 if it has a new gradient, and 0 if it has a gradient of an earlier sync. If it has none, its
-// flag is so small that the flags of all ranks together are less than 1.
+// flag is so small that the flags of all ranks together are less than 1/2.
 class GradientFlags {
  public:
   void lay_out(size_t num_flags, int64_t num_ranks) {

@@ -59,7 +59,7 @@ class Layout {
 // Returns the order of the group's rank 0 on every rank. All orders have the same length. Waits for the ranks.
 std::vector<size_t> order_of_rank_0(c10d::ProcessGroup& group, const std::vector<size_t>& order, c10::Device device);
 
-// Assigns the parameters, which come in this order, to buckets.
+// Assigns the parameters to buckets. Their indices come in this order. Returns the indices of each bucket.
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<size_t>& order, int64_t bucket_cap_bytes);
 

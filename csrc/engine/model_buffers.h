@@ -20,7 +20,7 @@ class ModelBuffers {
     std::function<void(const at::Tensor& sums)> arrive;
   };
 
-  // Without calls no buffers travel.
+  // Makes an object without calls: no buffers travel.
   ModelBuffers() = default;
   explicit ModelBuffers(Calls calls) : calls_(std::move(calls)), description_(calls_.describe()) {}
 

@@ -1,4 +1,4 @@
-// A Parameter is a parameter of an engine. It notes the state of its gradient from one step to the next.
+// A Parameter is a parameter of an engine. It keeps the state of the gradient from one step to the next.
 #pragma once
 
 #include <ATen/core/Tensor.h>

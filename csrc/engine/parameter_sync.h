@@ -77,7 +77,7 @@ class ParameterSync {
   void send_rest();
   // Sends what is left as nan, see Step.
   void fail();
-  // The step is over afterwards, whatever is thrown.
+  // Waits for the averages, and hands them out. The step is over afterwards, even if it throws.
   void receive();
   // Calls fail and receive.
   void abandon();

@@ -33,8 +33,8 @@ struct Count : std::atomic<int64_t> {
 struct BucketTotals {
   int64_t elements = 0;
   std::string kernels;         // see kernels_on
-  bool shares_memory = false;  // whether the newest sync has shared memory
-  int64_t num_hosts = 1;       // how many hosts share memory in the newest sync
+  bool shares_memory = false;  // whether ranks of a host share memory in the newest sync
+  int64_t num_hosts = 1;       // how many hosts there are, if ranks share memory; else 1
   std::string why_not_shared;  // why ranks cannot share memory; empty if no rank has tried in vain
   Count wire_bytes;            // the thread that receives adds to it
   int64_t num_syncs = 0;
