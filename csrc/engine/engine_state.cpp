@@ -75,8 +75,8 @@ void EngineState::wait_for_ranks(const std::string& what, const std::function<vo
 }
 
 void EngineState::set_saved(const std::vector<SavedState::Row>& rows) {
-  buckets_.set_saved(rows);
   agree_anew("a state was loaded");
+  buckets_.set_saved(rows);
 }
 
 void EngineState::agree_on_bucket(const Bucket& bucket, const std::string& name,

@@ -47,7 +47,10 @@ class EngineState {
 
   // The number of the next step.
   int64_t step() { return step_; }
-  void set_step(int64_t step) { step_ = step; }
+  void set_step(int64_t step) {
+    step_ = step;
+    liveness_->forget_passed_agreements();
+  }
 
   // The statistics of the newest step, as sums over its buckets: float64 [kNumStats].
   at::Tensor grad_stats() { return buckets_.grad_stats(); }

@@ -29,7 +29,10 @@ class ModelBuffers {
   const std::string& description() const { return description_; }
   // Looks at the buffers again, and returns whether the description has changed.
   bool have_changed() {
-    const std::string before = are_sent() ? std::exchange(description_, calls_.describe()) : description_;
+    if (!are_sent()) {
+      return false;
+    }
+    const std::string before = std::exchange(description_, calls_.describe());
     return description_ != before;
   }
 

@@ -219,10 +219,10 @@ void Heartbeats::look_who_is_past() {
   seen_ = std::move(seen);
 }
 
-std::vector<int64_t> Heartbeats::ranks_past(int64_t agreement, int64_t step) {
+std::vector<int64_t> Heartbeats::ranks_past(int64_t agreement, int64_t step, Clock::time_point since) {
   std::vector<int64_t> ranks;
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t rank = 0; agreement >= 0 && rank < seen_.size(); ++rank) {
+  for (size_t rank = 0; agreement >= 0 && looked_at_ >= since && rank < seen_.size(); ++rank) {
     const auto is_past = [&](const EngineStatus& engine) { return engine.has_passed(agreement, step); };
     if (static_cast<int64_t>(rank) != rank_ && std::ranges::any_of(seen_[rank].engines, is_past)) {
       ranks.push_back(static_cast<int64_t>(rank));

@@ -58,12 +58,19 @@ void Liveness::pass_agreement(int64_t step, int64_t number) {
   status.passed.push_back(number);
 }
 
+void Liveness::forget_passed_agreements() {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  shared_->status.passed_step = -1;
+  shared_->status.passed.clear();
+}
+
 std::vector<int64_t> Liveness::ranks_past_agreement() const {
   std::unique_lock<std::mutex> lock(shared_->mutex);
   const int64_t agreement = shared_->agreement;
   const int64_t step = shared_->status.step;
+  const auto since = shared_->agreeing_since;
   lock.unlock();
-  return heartbeats_ ? heartbeats_->ranks_past(agreement, step) : std::vector<int64_t>();
+  return heartbeats_ ? heartbeats_->ranks_past(agreement, step, since) : std::vector<int64_t>();
 }
 
 std::vector<RankState> Liveness::fail() {

@@ -33,6 +33,8 @@ class Liveness {
   std::vector<int64_t> ranks_past_agreement() const;
   // Notes that the engine goes through this step with the agreement of this number, and does not replace it.
   void pass_agreement(int64_t step, int64_t number);
+  // Notes that steps are counted from another number on, so that the ranks may agree in a step that has been before.
+  void forget_passed_agreements();
   // Notes that the engine averages gradients.
   void average(int64_t step);
   // Notes that the engine waits for nobody any more. If a wait has failed, the note of that wait stays.

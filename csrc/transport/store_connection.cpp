@@ -58,10 +58,10 @@ bool StoreConnection::can_use(const StorePtr& store) {
 StoreConnection::StoreConnection(const StorePtr& store)
     : group_store_(store), is_file_(as<c10d::FileStore>(store) != nullptr) {
   if (const auto* const tcp = as<c10d::TCPStore>(store)) {
+    server_ = find_connection_to(tcp->getPort());
     try {
       client_ = store->clone();
-      server_ = find_connection_to(tcp->getPort());
-    } catch (const std::exception&) {  // the server is gone, which store() reports
+    } catch (const std::exception&) {  // the group's own connection has to do
     }
   }
 }

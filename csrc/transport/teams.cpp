@@ -47,7 +47,7 @@ const Levels& Teams::hosts() {
 }
 
 void Teams::make_room(int64_t bytes) {
-  hosts_.node.reset();
+  hosts_ = levels_of(*all_, host_->hosts());  // whose node is a team without shared memory
   shared_.reset();
   try {
     shared_ = SharedTeam::make(all_->group(), host_, bytes);

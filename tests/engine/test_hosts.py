@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -200,6 +201,31 @@ def test_ranks_that_are_lost_are_noticed_on_all_hosts() -> None:
     for index, (case, (_, lost, _)) in enumerate(LOST.items()):
         for rank in set(range(4)) - set(lost):
             assert f"failed on rank {rank} of 4" in said[4 * index + rank], f"{case}: {said[4 * index + rank]}"
+
+
+def _one_is_lost_while_memory_is_made(rank: int, world_size: int, names: list[str]) -> str:
+    """Rank 2 makes memory of its host for a wider wire, and may have no file of that size. What the error says."""
+    parameter = nn.Parameter(torch.zeros(200_000))
+    group = dist.new_group(timeout=TIMEOUT)
+    sync = fastsync.attach([parameter], "int8", overlap=False, process_group=group)
+    parameter.grad = torch.full((200_000,), float(rank))
+    with entered(names[host_of(PAIRS, rank)]):
+        sync.synchronize()
+    dist.barrier()
+    sync.compression = fastsync.Compression("none")
+    if rank == 2:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+    with pytest.raises(RuntimeError) as error:
+        sync.synchronize()
+    return str(error.value)
+
+
+def test_a_rank_that_is_lost_while_memory_is_made_is_noticed_on_all_hosts() -> None:
+    with hosts(2) as names:
+        said = run_ranks(_one_is_lost_while_memory_is_made, 4, names, lost=[2])
+    for rank in (0, 1, 3):
+        assert f"failed on rank {rank} of 4" in said[rank] and "no answer" in said[rank], said[rank]
 
 
 def _profile_of_hosts(rank: int, world_size: int, nodes: Nodes) -> None:
