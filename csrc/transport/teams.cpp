@@ -6,6 +6,9 @@
 namespace fastsync {
 
 Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nodes) {
+  if (nodes.empty()) {
+    return {};
+  }
   Levels levels{static_cast<int64_t>(nodes.size()), whole.size(), whole.size(), 0, nullptr, nullptr};
   int64_t local_rank = 0;
   for (const auto& ranks : nodes) {
@@ -41,7 +44,7 @@ Teams::Teams(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
 const Levels& Teams::hosts() {
   if (can_share() && !host_) {
     host_ = Host::of(all_->group());
-    hosts_ = host_->hosts().empty() ? Levels() : levels_of(*all_, host_->hosts());
+    hosts_ = levels_of(*all_, host_->hosts());
   }
   return hosts_;
 }

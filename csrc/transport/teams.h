@@ -23,7 +23,7 @@ struct Levels {
   std::shared_ptr<Team> peers;  // the rank with this rank's index on each node; null if not every node has one
 };
 
-// Makes the levels of these nodes. Each node's ranks must ascend.
+// Makes the levels of these nodes; none of no nodes. Each node's ranks must ascend.
 Levels levels_of(const Team& whole, const std::vector<std::vector<int64_t>>& nodes);
 
 // Makes nodes of ranks_per_node consecutive ranks each.
