@@ -39,7 +39,7 @@ struct Row {
 struct ExchangeRows {
   Rows sent;
   Rows received;
-  Rows gathered;  // the rows of a gather that follows; they take the memory of rows that were sent or read before
+  Rows gathered;  // the rows of a gather that follows, in memory whose rows were sent or read before
 };
 
 Phase exchange(std::shared_ptr<Team> team, int tag, const Rows& sent, const Rows& received) {
@@ -50,9 +50,33 @@ Phase gather(std::shared_ptr<Team> team, int tag, const Rows& rows) {
   return {std::move(team), tag, /*is_gather=*/true, rows, rows};
 }
 
-// Lays out a plan's chunks and their rows, at the same offsets on every rank. In shared memory each rank fills a region
-// of its own, which can lie near the rank, and the team's regions follow each other. Without shared memory a rank has
-// one region, with room for what others send.
+// Note [Regions]
+//   In shared memory each rank fills a region of its own, in memory near the rank, and the regions of a team follow
+//   each other. An exchange between 3 ranks takes these rows of them, where i>j goes from rank i to rank j:
+//
+//     region of rank 0      region of rank 1      region of rank 2
+//     | 0>0 | 0>1 | 0>2 |   | 1>0 | 1>1 | 1>2 |   | 2>0 | 2>1 | 2>2 |
+//
+//     sent       Rank 1 fills the rows of its own region.
+//     received   Rank 1 reads the row i>1 in each region i.
+//     gathered   Rank i writes the sum of what it has read to its row i>i, and all ranks read these rows.
+//
+//   Without shared memory a rank has one region, with room for what others send. That of rank 1 is:
+//
+//     | 1>0 | unused | 1>2 | 0>1 | 1>1 | 2>1 |
+//     sent, later gathered | received
+//
+//   A chunk of a plan of two levels takes more of a region. In shared memory it is, with 2 ranks in a node, 3 nodes and
+//   two steps between nodes:
+//
+//     | row for | row for | to     | to     | to     | from   | from   | from   | own block:           |
+//     | rank 0  | rank 1  | node 0 | node 1 | node 2 | node 0 | node 1 | node 2 | node 0, node 1, ...  |
+//     in_node.sent          to_nodes                 from_nodes                 a row of blocks
+//
+//   In one step there are no to_nodes and no from_nodes. Without shared memory in_node takes both halves, as above, and
+//   blocks are those of all ranks of the node.
+
+// Lays out a plan's chunks and their rows, at the same offsets on every rank. See Note [Regions].
 class Planner {
  public:
   // Each chunk has num_shards shards, which different ranks add up. The key must outlive the planner.
@@ -99,8 +123,8 @@ class Planner {
             chunk.position.is_last && key_.side_bytes > 0 ? rows.count : 0};
   }
 
-  // Lays out a row for each of the first num_receivers members. In shared memory a row is received where it is sent
-  // from.
+  // Lays out the rows of an exchange in which only the first num_receivers members get a row. In shared memory a row is
+  // received where it is sent from.
   ExchangeRows exchange_rows(int64_t num_receivers, const Row& row) {
     const auto& [length, stride] = row;
     const int64_t size = plan_.team->size();
@@ -114,7 +138,7 @@ class Planner {
             {begin, length, key_.region_bytes + stride, size}};
   }
 
-  // Lays out one row of each member, which goes to all members.
+  // Lays out the rows of a gather: one of each member, which goes to all members.
   Rows gather_rows(const Row& row) {
     const int64_t size = plan_.team->size();
     const int64_t begin = take((key_.shares_memory ? 1 : size) * row.stride);
@@ -125,7 +149,8 @@ class Planner {
   Rows own_rows(int64_t count, const Row& row) {
     return {own_region() + take(count * row.stride), row.length, row.stride, count};
   }
-  // Returns where such rows of the first member lie in shared memory. Without shared memory they stay this rank's.
+  // Takes rows that own_rows has laid out. Returns the same rows of the first member's region in shared memory, or of
+  // this rank's only region.
   Rows rows_of_first(Rows own) const {
     own.offset -= own_region();
     return own;
@@ -164,7 +189,7 @@ class Planner {
 
   // Where this rank's region begins, in bytes.
   int64_t own_region() const { return key_.shares_memory ? plan_.team->rank() * key_.region_bytes : 0; }
-  // Takes so many bytes of each rank's region, and returns where they begin in it.
+  // Sets aside so many bytes of each rank's region. Returns where they begin in it.
   int64_t take(int64_t bytes) { return std::exchange(used_, round_up(used_ + bytes, kRowAlignment)); }
 
   const PlanKey& key_;
@@ -266,7 +291,7 @@ class TwoLevelPlanner {
   }
 
  private:
-  // The shards and rows of a chunk.
+  // The shards and rows of a chunk, see Note [Regions].
   struct Layout {
     int64_t sub_shard;     // how many values a sub-shard has; in one step a shard is one sub-shard
     int64_t shard;         // how many values a shard has
