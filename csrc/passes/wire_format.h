@@ -27,8 +27,9 @@ using c10::BFloat16;
 using c10::Half;
 
 // Note [Wires]
-//   A wire is a sequence of units of one type. A unit is a single value, or a block of kBlockValues values that share a
-//   scale. Each type of block has a file in wires/. It is a struct with these members:
+//   A wire is the bytes in which values travel: a sequence of units of one type. A unit is a single value, or a block
+//   of kBlockValues values that share a scale. Each type of block has a file in wires/. It is a struct with these
+//   members:
 //     kBits    The bits of a value.
 //     scale    A float. It is nan if any of the block's values was not finite.
 //     bytes    Whole numbers in two's complement. A value is its number times the scale. The least number is not used.

@@ -1,4 +1,5 @@
-// A team is some or all ranks of a process group. It gets rows of bytes from each of them to the others.
+// A team is some or all ranks of a process group. It gets rows, which are pieces of memory, from each of them to the
+// others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +12,8 @@
 
 namespace fastsync {
 
-// Rows of one length in a buffer: one for each rank of a team, or for each of its first `count` ranks. All numbers but
-// the count are in bytes.
+// Describes where rows of one length lie in a buffer: one for each rank of a team, or for each of its first `count`
+// ranks. All numbers but the count are in bytes.
 struct Rows {
   int64_t offset;     // where the first row begins
   int64_t length;     // how much of a row is used
