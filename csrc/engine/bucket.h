@@ -27,14 +27,27 @@ namespace fastsync {
 
 class Bucket;
 
-// The ranks have agreed on this for an engine, or for one bucket. The step check tells whether the gradients that meet
-// from then on belong together.
+// Note [Agreement]
+//   Ranks that send different gradients, or send them in different ways, would hang or add up garbage. So they compare
+//   lines of text before they send: check_agreement throws on every rank if the lines differ.
+//     who      With attach, an engine has one agreement on all its buckets. The entry points for DDP and FSDP2 have one
+//              for each bucket. A rank that has to agree calls EngineState::agree, and so waits for the other ranks.
+//     version  An engine counts the changes after which its ranks must agree again, such as a loaded state. An
+//     agreement
+//              holds as long as this version and the compressions are the same as when it was made.
+//     number   It is the same on all ranks, and is another each time they agree. Tags and stamps follow from it.
+//     passed   A rank has passed an agreement in a step if it goes on to send under it. A rank that waits to replace
+//     the
+//              same agreement in that step would wait for it in vain. Heartbeats tell which agreements a rank has
+//              passed, and so end that wait with an error.
+
+// Tells what the ranks have agreed on for an engine, or for one bucket. See Note [Agreement].
 struct Agreement {
   Agreement(const c10d::ProcessGroup& group, std::string what) : step_check(group, std::move(what)) {}
 
-  StepCheck step_check;
-  std::shared_ptr<const CompressionTable> compressions;  // null until they have agreed
-  int64_t version = 0;                                   // the engine's version_ when the ranks agreed
+  StepCheck step_check;                                  // checks the gradients that are sent under the agreement
+  std::shared_ptr<const CompressionTable> compressions;  // null until the ranks have agreed
+  int64_t version = 0;                                   // the engine's version when the ranks agreed
   int64_t number = -1;                                   // the result of check_agreement; below 0 before the first
 };
 

@@ -84,19 +84,22 @@ class EngineState {
   std::shared_ptr<Stopwatch> start_bucket(const Bucket& bucket);
   void end_step() { buckets_.times().end_step(); }
 
+  // The next five functions are explained in Note [Agreement].
+
   // Makes the ranks agree again before the next step. The reason is for errors.
   void agree_anew(std::string why);
+  // Whether the agreement still holds, for these compressions.
   bool have_agreed(const Agreement& agreement, const std::shared_ptr<const CompressionTable>& compressions) const;
-  // Makes the ranks agree on the lines and the settings. Throws c10::ValueError if they differ. Throws c10::Error,
-  // which tells `what` has failed, if a rank does not come, or averages in this step without agreeing.
+  // Makes the ranks agree on the lines and the settings. Throws c10::ValueError if they differ. Throws c10::Error if a
+  // rank does not come, or has passed the agreement. `what` names in errors what has failed.
   void agree(Agreement& agreement, const std::string& what, const std::shared_ptr<const CompressionTable>& compressions,
              int64_t step, const std::string& lines, c10::Device device);
-  // Does the same for a bucket that has an agreement of its own, unless the ranks have agreed on it already. Calls
-  // `lines` only if it needs them. Then it notes that this rank has passed agreement in the step under way.
+  // Does the same for a bucket that has an agreement of its own, unless that still holds. Calls `lines` only if it
+  // needs them. Then it passes the agreement in the step under way.
   void agree_on_bucket(const Bucket& bucket, const std::string& name,
                        const std::shared_ptr<const CompressionTable>& compressions,
                        const std::function<std::string()>& lines);
-  // Tells other ranks that this rank averages in the step without agreeing anew.
+  // Tells other ranks that this rank goes on in the step, and does not replace the agreement.
   void pass_agreement(const Agreement& agreement, int64_t step) { liveness_->pass_agreement(step, agreement.number); }
   // Makes a call that waits for other ranks. Its errors tell which ranks are missing. A c10::ValueError is passed on as
   // it is.

@@ -53,9 +53,9 @@ class Heartbeats : public std::enable_shared_from_this<Heartbeats> {
   // c10::Error if the store does not answer. Returns nothing in a forked child.
   std::vector<RankState> ask(Clock::duration most_age = {});
 
-  // Returns the ranks that do not come to replace an agreement, because they have passed it, as far as this process has
-  // seen since then. The sender looks some seconds after an engine has begun to agree, and then every few seconds.
-  // Never waits.
+  // Returns the ranks that have passed an agreement, in this step or a later one. They do not come to replace it. It
+  // returns none before the sender has looked after `since`: some seconds after an engine has begun to agree, and then
+  // every few seconds. Never waits.
   std::vector<int64_t> ranks_past(int64_t agreement, int64_t step, Clock::time_point since);
 
   // Writes the heartbeat, which also tells these statuses of other groups' engines. Looks who has passed agreements if

@@ -25,15 +25,18 @@ class Liveness {
   int64_t rank() const { return rank_; }
   const std::string& join() const { return join_; }
 
+  // The next four functions are explained in Note [Agreement], in engine/bucket.h.
+
   // Notes that the engine waits until the ranks agree, before a step, and why they have to. `number` is that of the
   // agreement which the new one replaces; below 0 if there is none.
   void agree(int64_t step, const std::string& why, int64_t number);
-  // Returns the ranks that do not come to agree, because they go on with the agreement that they have. It finds out
-  // some seconds late, and never waits.
+  // Returns the ranks that do not come to agree, because they have passed the agreement that is to be replaced. It
+  // finds out some seconds late, and never waits.
   std::vector<int64_t> ranks_past_agreement() const;
-  // Notes that the engine goes through this step with the agreement of this number, and does not replace it.
+  // Notes that the engine passes the agreement of this number in this step.
   void pass_agreement(int64_t step, int64_t number);
-  // Notes that steps are counted from another number on, so that the ranks may agree in a step that has been before.
+  // Forgets what was passed, because steps are counted from another number on. So the ranks may agree in a step that
+  // has been before.
   void forget_passed_agreements();
   // Notes that the engine averages gradients.
   void average(int64_t step);

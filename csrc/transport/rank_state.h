@@ -20,7 +20,8 @@ struct EngineStatus {
 
   // Whether the engine is in a step. The rank is then in that step too, even if its other engines rest.
   bool is_in_step() const { return activity != Activity::kUnused && activity != Activity::kResting; }
-  // Whether the engine has gone on without the agreement of this number, in this step or in a later one.
+  // Whether the engine has passed the agreement of this number, in this step or in a later one. See Note [Agreement] in
+  // engine/bucket.h.
   bool has_passed(int64_t agreement, int64_t in_step) const;
 
   std::string engine;  // its name in errors

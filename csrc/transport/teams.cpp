@@ -50,7 +50,7 @@ const Levels& Teams::hosts() {
 }
 
 void Teams::make_room(int64_t bytes) {
-  hosts_ = levels_of(*all_, host_->hosts());  // whose node is a team without shared memory
+  hosts_ = levels_of(*all_, host_->hosts());  // again, because `node` still is the team in shared memory
   shared_.reset();
   try {
     shared_ = SharedTeam::make(all_->group(), host_, bytes);
