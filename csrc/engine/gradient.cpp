@@ -87,7 +87,7 @@ at::Tensor Gradient::poison() const {
   return as_reals(new_stand_in(tensor_).fill_(std::numeric_limits<double>::quiet_NaN()));
 }
 
-bool Gradient::take_average(bool exists) {
+bool Gradient::take_mean(bool exists) {
   at::Tensor& gradient = tensor_.mutable_grad();
   const bool is_sum = !parameter_->is_new && parameter_->is_sum(gradient);
   const at::Tensor sum = is_sum ? gradient : std::exchange(parameter_->sum, {});
@@ -115,7 +115,7 @@ bool Gradient::take_average(bool exists) {
   return !adds;
 }
 
-void Gradient::count_kept(bool is_kept) {
+void Gradient::count_kept_or_zeros(bool is_kept) {
   if (is_kept) {
     stand_in_.copy_(tensor_.grad());
   } else {
@@ -123,9 +123,9 @@ void Gradient::count_kept(bool is_kept) {
   }
 }
 
-at::Tensor Gradient::average() const {
-  const at::Tensor& average = stand_in_.defined() ? stand_in_ : tensor_.grad();
-  return average.defined() ? as_reals(average) : average;
+at::Tensor Gradient::counted() const {
+  const at::Tensor& counted = stand_in_.defined() ? stand_in_ : tensor_.grad();
+  return counted.defined() ? as_reals(counted) : counted;
 }
 
 }  // namespace fastsync

@@ -1,4 +1,4 @@
-// A Gradient is the gradient of a parameter in the step under way. It tells what is sent, and takes the average.
+// A Gradient is the gradient of a parameter in the step under way. It tells what is sent, and takes the mean.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,15 +39,14 @@ class Gradient {
   // Whether to_send has returned a stand-in: memory other than the gradient's. The gradient is old or missing then, or
   // lies in memory in another order than the parameter.
   bool has_stand_in() const { return stand_in_.defined(); }
-  // Call it when the average lies in the memory that was sent. `exists` tells whether some rank has a new gradient. If
-  // so, the gradient becomes the average, or the average is added to the parameter's sum. Returns whether the gradient
-  // is the average alone.
-  bool take_average(bool exists);
-  // For a gradient that is new on no rank. Statistics then count the gradient of an earlier sync if it is kept, else
-  // zeros, and not the average of what was sent.
-  void count_kept(bool is_kept);
+  // Takes the mean, which lies in the memory that was sent. `exists` tells whether some rank has a new gradient. If so,
+  // the gradient becomes the mean, or the mean is added to the parameter's sum. Returns false if it was added.
+  bool take_mean(bool exists);
+  // Has statistics count the gradient of an earlier sync if it is kept, else zeros. Call it only for a gradient that is
+  // new on no rank, see Note [Statistics of a step].
+  void count_kept_or_zeros(bool is_kept);
   // Returns the values that statistics count, as reals. Undefined if there is no gradient.
-  at::Tensor average() const;
+  at::Tensor counted() const;
 
  private:
   void check() const;

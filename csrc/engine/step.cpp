@@ -232,38 +232,45 @@ void Step::receive() {
   context_.agreement->step_check.arrive(context_.side_values.stamps());
 }
 
-// All decisions here follow from what all ranks know, so that statistics are the same on all ranks.
+// Note [Statistics of a step]
+//   While a bucket is unpacked, statistics are taken of the means that come. They are those of the gradients, except in
+//   two cases. Then they are taken again, see Bucket::measure:
+//     - A mean was added to a parameter's sum. The gradient is the new sum.
+//     - No rank has a new gradient of a parameter, so the ranks sent what they keep, and go on keeping it. Statistics
+//     may
+//       count the mean of that, unless it is not what is kept: a sum travels as zeros, and error feedback adds
+//       residuals. Then they count the kept gradient if every rank has one, else zeros.
+//   All of this follows from what all ranks know, so that statistics are the same on all ranks.
+
 void Step::hand_out() {
   for (size_t i = 0; i < works_.size(); ++i) {
-    // If no rank has a new gradient, the ranks have sent the gradients that they keep, and statistics may count their
-    // mean. That does not hold for a sum, nor with error feedback, which adds residuals.
-    hand_out(layout().buckets[i], !context_.sums && !works_[i]->has_error_feedback());
+    hand_out(layout().buckets[i], /*kept_travels=*/!context_.sums && !works_[i]->has_error_feedback());
   }
 }
 
-void Step::hand_out(const LayoutBucket& bucket, bool counts_what_arrives) {
+void Step::hand_out(const LayoutBucket& bucket, bool kept_travels) {
   GradientFlags& flags = context_.side_values.flags;
-  bool is_counted = true;
+  bool statistics_hold = true;
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
     const size_t index = bucket.parameters[i];
     const size_t flag = layout().flag_of(index);
     Gradient& gradient = gradients_[index];
     const bool exists = !gradient.has_stand_in() || flags.on_some_rank(flag, gradient.parameter().name);
-    is_counted &= gradient.take_average(exists);
+    statistics_hold &= gradient.take_mean(exists);
     if (!exists) {
       bucket.bucket->feedback().take_back(i);
-      if (!counts_what_arrives) {
-        gradient.count_kept(flags.is_kept_everywhere(flag));
-        is_counted = false;
+      if (!kept_travels) {
+        gradient.count_kept_or_zeros(flags.is_kept_everywhere(flag));
+        statistics_hold = false;
       }
     }
   }
-  if (!is_counted) {
-    std::vector<at::Tensor> averages;
+  if (!statistics_hold) {
+    std::vector<at::Tensor> counted;
     for (const size_t index : bucket.parameters) {
-      averages.push_back(gradients_[index].average());
+      counted.push_back(gradients_[index].counted());
     }
-    bucket.bucket->measure(averages);
+    bucket.bucket->measure(counted);
   }
 }
 

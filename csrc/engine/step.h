@@ -94,7 +94,8 @@ class Step {
   void wait_for_gradients(const LayoutBucket& bucket) const;
   at::Tensor side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads);
   void hand_out();
-  void hand_out(const LayoutBucket& bucket, bool counts_what_arrives);
+  // kept_travels tells whether a kept gradient travels as it is, see Note [Statistics of a step] in step.cpp.
+  void hand_out(const LayoutBucket& bucket, bool kept_travels);
   void take_side_values();
 
   StepContext& context_;
