@@ -92,7 +92,7 @@ std::string advice_on(const std::vector<RankState>& states, const std::string& j
 
 std::string who_is_missing(Liveness& liveness) {
   try {
-    const std::vector<RankState> states = liveness.fail();
+    const std::vector<RankState> states = liveness.note_failure();
     return states.empty() ? "" : where_ranks_are(states, liveness.rank()) + advice_on(states, liveness.join());
   } catch (const c10::Error& error) {
     return c10::str(". Where the other ranks are is not known, for ", error.what_without_backtrace());

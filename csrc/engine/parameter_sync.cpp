@@ -122,7 +122,7 @@ void ParameterSync::send_rest() {
   step_->send_rest();
 }
 
-void ParameterSync::fail() {
+void ParameterSync::fail_and_send_rest() {
   step_->fail();
   send_rest();
   step_->leave_behind();
@@ -136,7 +136,7 @@ void ParameterSync::receive() {
 
 void ParameterSync::abandon() {
   try {
-    fail();
+    fail_and_send_rest();
   } catch (...) {
     if (is_under_way_) {  // else it was refused on all ranks, and is over
       end();

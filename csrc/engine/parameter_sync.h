@@ -33,7 +33,7 @@ class ParameterSync {
 
   // Has the next step average a float32 tensor. It replaces an earlier one of that name.
   void piggyback(const std::string& name, const at::Tensor& value);
-  // The averages of the tensors that were piggybacked on the newest step.
+  // The means of the tensors that were piggybacked on the newest step.
   const NamedValues::Tensors& piggybacked() { return context_.means; }
 
   // Sets the weight of this rank's gradients from the next step on. The first call has to come before the same step on
@@ -75,11 +75,11 @@ class ParameterSync {
   void send_full_buckets() { step_->send_full_buckets(); }
   // Throws c10::ValueError if the step is refused, which happens on all ranks. Then it is over.
   void send_rest();
-  // Sends what is left as nan, see Step.
-  void fail();
-  // Waits for the averages, and hands them out. The step is over afterwards, even if it throws.
+  // Makes the step fail, and sends what is left of it as nan. See Note [Steps].
+  void fail_and_send_rest();
+  // Waits for the means, and hands them out. The step is over afterwards, even if it throws.
   void receive();
-  // Calls fail and receive.
+  // Calls fail_and_send_rest and receive.
   void abandon();
 
  private:

@@ -198,7 +198,7 @@ void Synchronizer::finish(int graph_task) {
     } catch (...) {
       error = error ? error : std::current_exception();
       if (engine.sync_.is_under_way()) {  // else it was refused on all ranks
-        engine.sync_.fail();
+        engine.sync_.fail_and_send_rest();
       }
     }
   });
@@ -229,7 +229,7 @@ void Synchronizer::send_leftovers() {
     try {
       if (engine.is_on_cpu_) {
         engine.sync_.put_sums_back(/*only_lone_ones=*/true);
-        engine.sync_.fail();
+        engine.sync_.fail_and_send_rest();
       }
     } catch (...) {
       // The next sync tries again, or is refused on all ranks, as this one was.

@@ -73,7 +73,7 @@ std::vector<int64_t> Liveness::ranks_past_agreement() const {
   return heartbeats_ ? heartbeats_->ranks_past(agreement, step, since) : std::vector<int64_t>();
 }
 
-std::vector<RankState> Liveness::fail() {
+std::vector<RankState> Liveness::note_failure() {
   {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     has_failed_ = true;

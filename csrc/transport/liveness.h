@@ -47,10 +47,10 @@ class Liveness {
 
   // Notes that a wait for other ranks has failed, and returns where they are. Takes a few seconds. Returns nothing if
   // there is no store to ask through. Throws c10::Error if the store does not answer.
-  std::vector<RankState> fail();
+  std::vector<RankState> note_failure();
 
   // Returns the ranks that send no heartbeat: they are stopped, gone, cut off, or without an engine of this group.
-  // Takes as long as fail, and throws as it does.
+  // Takes as long as note_failure, and throws as it does.
   std::vector<int64_t> silent_ranks() const;
 
  private:
