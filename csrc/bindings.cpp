@@ -125,7 +125,7 @@ py::dict stats_of(const BucketTotals& totals) {
   // On a GPU not all syncs are timed. So times are scaled up to the number of syncs.
   const double scale = totals.num_timed > 0 ? static_cast<double>(totals.num_syncs) / totals.num_timed : 0.0;
   py::dict stats;
-  stats["numel"] = totals.elements;
+  stats["numel"] = totals.numel;
   stats["num_syncs"] = totals.num_syncs;
   stats["wire_bytes"] = totals.wire_bytes.load();
   stats["pack_time"] = totals.pack_time * scale;
@@ -151,7 +151,7 @@ py::dict stats_of(const SyncTotals& totals) {
   py::list buckets;
   for (const BucketTotals& bucket : totals.buckets) {
     buckets.append(stats_of(bucket));
-    numel += bucket.elements;
+    numel += bucket.numel;
   }
   const double scale =
       totals.num_timed_steps > 0 ? static_cast<double>(totals.num_steps) / totals.num_timed_steps : 0.0;

@@ -113,7 +113,7 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   guard([&] { choose_plan(gradients, options); });
   stopwatch->mark(Mark::kStart);
   gradients.scale = scale_;
-  totals_->elements = numel_of(gradients.grads);
+  totals_->numel = numel_of(gradients.grads);
   totals_->num_syncs += 1;
   has_followed_ = true;
   auto work = std::make_shared<BucketWork>();
@@ -207,7 +207,7 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
 std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOptions& options) {
   SumMemory& memory = options.scatter ? options.scatter->memory : memory_;
   const auto team = team_for(*memory.key, options.scatter ? options.scatter->teams : teams_);
-  team->begin(options.attempt, options.scatter ? agreement->number : -1);
+  team->begin(options.step_count, options.scatter ? agreement->number : -1);
   if (memory.plan) {
     return std::make_unique<PlannedSum>(std::move(gradients), memory);
   }
@@ -227,7 +227,7 @@ bool Bucket::has_lost_scale() const {
 }
 
 // The first scale follows from the largest magnitude of the gradients on all ranks. That takes one pass, and one number
-// to reduce. Later scales follow the averages. All of it happens on the device, and no host waits.
+// to reduce. Later scales follow the means. All of it happens on the device, and no host waits.
 void Bucket::agree_on_scale(const FlatGradients& gradients) {
   aten::measure(gradients.grads, stats_);
   at::Tensor largest = stats_.narrow(0, kMaxMagnitude, 1).clone();

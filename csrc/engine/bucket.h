@@ -64,7 +64,7 @@ struct SendOptions {
   Compression compression;
   int64_t step = 0;
   int tag = 0;                       // the first of its messages' kTagsPerBucket tags
-  int64_t attempt = 0;               // see Team::begin; a step that failed and is sent again has the same number
+  int64_t step_count = 0;            // see Team::begin
   bool is_weighted_mean = false;     // whether ranks have weights, and the result is a mean
   at::Tensor weight = {};            // see FlatGradients
   bool in_place = false;             // whether nobody else uses the gradients' memory until the sum is there
@@ -91,7 +91,7 @@ class BucketWork {
 
   // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
   void receive();
-  // Does the same, but the gradients stay what they are. The scale follows the averages as it does on other ranks.
+  // Does the same, but the gradients stay what they are. The scale follows the means as it does on other ranks.
   void discard();
 
   bool has_error_feedback() const { return sum_->gradients().residual.defined(); }
@@ -126,8 +126,10 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
                                    std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values = {},
                                    const std::vector<bool>& stand_in = {});
 
-  // Whether side values of the newest sum cost no collective of their own. The same on all ranks.
-  bool has_room() const { return memory_.plan != nullptr; }
+  // Whether the newest sum had a plan, so that the ranks added up by themselves and side values travelled in the plan's
+  // rows. Without a plan the process group adds up, and side values may cost a collective of their own. The same on all
+  // ranks.
+  bool has_plan() const { return memory_.plan != nullptr; }
 
   // Whether send waits for the other ranks: to make room in shared memory for another compression, or to agree on an
   // fp16 scale. The ranks agree on a scale in the first step, and after a step that does not tell how large gradients

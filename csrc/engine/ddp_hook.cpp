@@ -165,7 +165,7 @@ at::Tensor HookState::stamp(Bucket& bucket, c10d::GradBucket& grad_bucket) {
   StepCheck& step_check = bucket.agreement->step_check;
   step_check.begin_step(step_under_way(), has_gradients);
   const auto grads = num_steps() == 1 ? grad_bucket.getGradients() : std::vector<at::Tensor>();
-  const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, bucket.has_room());
+  const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, bucket.has_plan());
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();
 }
 

@@ -31,7 +31,7 @@ class HookState : public EngineState {
   // Notes that an optimizer has updated the parameters. Any thread may call it.
   void note_update();
 
-  // Call it inside the backward of the newest step. At the end of that backward, once DDP has copied the averages, it
+  // Call it inside the backward of the newest step. At the end of that backward, once DDP has copied the means, it
   // notes which gradients hold them.
   static void note_gradients_later(const std::shared_ptr<HookState>& self);
   // Whether it is proven that the gradients are still those that the newest step left.

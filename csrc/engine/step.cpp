@@ -82,9 +82,10 @@ bool Step::may_go_early(size_t index) const {
   const LayoutBucket& next = layout().buckets[index];
   const Bucket& bucket = *next.bucket;
   const bool is_last = index + 1 == layout().buckets.size();
-  // On a CPU, weights may come early on one rank and late on another. But the group pairs collectives by the order of
-  // calls. So a user's collective inside backward could come before the bucket's on one rank, and after it on another.
-  const bool waits_for_end = context_.weight.is_on() && bucket.device().is_cpu() && !bucket.has_room();
+  // On a CPU, weights may come early on one rank and late on another. A bucket without a plan is a collective, and the
+  // group pairs collectives by the order of calls. So a user's collective inside backward could come before the
+  // bucket's on one rank, and after it on another.
+  const bool waits_for_end = context_.weight.is_on() && bucket.device().is_cpu() && !bucket.has_plan();
   return num_waiting_[index] == 0 && !waits_for_end && have_agreed() &&
          !bucket.waits_to_send(engine().compressions()->at(next.num_reals)) &&
          !(is_last && context_.buffers.are_sent());

@@ -1,5 +1,5 @@
-// A Step is one sync of all gradients of an engine. It lasts from the first gradient that is ready until the averages
-// have come.
+// A Step is one sync of all gradients of an engine. It lasts from the first gradient that is ready until the means
+// over the ranks have come.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,7 +39,7 @@ struct StepContext {
 // Note [Steps]
 // A step collects gradients by mark_ready: each gradient that is final, in any order and any number of them. Meanwhile
 // send_full_buckets sends buckets that are full. Then send_rest sends everything else, and receive waits for the
-// averages and hands them out. A step sends its buckets in the same order on all ranks.
+// means and hands them out. A step sends its buckets in the same order on all ranks.
 //
 // If backward has failed, or send_rest has thrown, no more gradients come. Then fail is called, and send_rest sends nan
 // for what is left. So the ranks stay in step, and a rank that did not fail is not misled. After that receive leaves

@@ -66,10 +66,10 @@ void StepCheck::begin_step(int64_t step, bool has_gradients) {
 }
 
 std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device device, at::TensorList gradients,
-                                                   bool has_room) {
+                                                   bool in_rows) {
   constexpr int64_t kOneOf = 16;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const bool is_cheap = device.is_cpu() && has_room;
+  const bool is_cheap = device.is_cpu() && in_rows;
   if ((!is_cheap && num_costly_++ % kOneOf != 0) || is_capturing(device)) {
     return std::nullopt;
   }

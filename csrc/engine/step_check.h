@@ -34,10 +34,11 @@ class StepCheck {
   // Returns the stamp that this rank sends. All ranks send stamps in the same steps. Stamps are added up over the
   // ranks: each rank has numbers of its own in it, and zeros in place of the other ranks' numbers. The numbers are
   // whole, and float32 holds them. A stamp is empty if there is one rank. The engine is a number that the ranks have
-  // agreed on. The gradients are those of the first step, or none. There is no stamp while a CUDA graph is captured. If
-  // a stamp costs a copy from the host or, for lack of room, a collective of its own, there is none in most steps.
+  // agreed on. The gradients are those of the first step, or none. There is no stamp while a CUDA graph is captured.
+  // In most steps there is none either if it would cost something: a copy from the host or, unless it travels in rows,
+  // a collective of its own.
   std::optional<std::vector<float>> stamp(int64_t engine, c10::Device device, at::TensorList gradients,
-                                          bool has_room = true);
+                                          bool in_rows = true);
 
   // Takes the sum of the ranks' stamps. If they differ, it throws c10::Error on every rank. On a CPU it throws at once.
   // On another device it throws when the next sum arrives, because the host does not wait.

@@ -31,8 +31,8 @@ class AllReduceSum final : public SumWork {
   std::vector<Range> all_values() const { return {{0, gradients_.num_values, /*offset=*/0}}; }
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const int64_t num_bytes_;  // the size of the gradients on the wire
-  bool has_room_;            // whether side values travel behind the gradients
+  const int64_t num_bytes_;   // the size of the gradients on the wire
+  bool carries_side_values_;  // whether side values travel behind the gradients
   std::unique_ptr<Transfer> transfer_;
 };
 

@@ -37,7 +37,7 @@ struct FlatGradients {
   DType wire_dtype;
   int64_t alignment;              // each gradient begins at a multiple of it on the wire, in values
   std::vector<Segment> segments;  // the gradients, one after the other
-  int64_t num_values;             // how many values the gradients take on the wire
+  int64_t num_values;             // how many values the gradients take on the wire, with the gaps between them
   at::Tensor scale;               // the bucket's scale; undefined if there is none
   at::Tensor stats;               // the bucket's statistics, float64 [kNumStats]
   at::Tensor workspace;           // see new_workspace

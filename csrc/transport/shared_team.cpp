@@ -97,13 +97,13 @@ at::Tensor SharedTeam::allocate(int64_t bytes) {
 
 // A step that failed and is sent again has the same number, because others may still wait for it. Another thread may
 // still drive a sum that failed, and would use the newest number. So this waits until that sum has ended.
-void SharedTeam::begin(int64_t attempt, int64_t sum_id) {
+void SharedTeam::begin(int64_t step_count, int64_t sum_id) {
   const auto deadline = Waiting::Clock::now() + limit_of(*group_);
   while (!use_.expired()) {
     TORCH_CHECK(Waiting::Clock::now() < deadline, "a sum that has failed did not end");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  const int64_t sum = attempt == 0 ? sum_ + 1 : attempt;
+  const int64_t sum = step_count == 0 ? sum_ + 1 : step_count;
   if (sum != sum_) {
     sum_before_ = std::exchange(sum_, sum);
   }

@@ -28,7 +28,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   ~SharedTeam() override;
 
   at::Tensor allocate(int64_t bytes) override;
-  void begin(int64_t attempt, int64_t sum_id = -1) override;
+  void begin(int64_t step_count, int64_t sum_id = -1) override;
   std::shared_ptr<void> use_rows() override;
   void have_read() override { numbers_of(rank())[kRead].raise_to(sum_); }
   void give_up() override { numbers_of(rank())[kGivenUp].raise_to(1); }
