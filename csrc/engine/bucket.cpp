@@ -78,7 +78,7 @@ void BucketWork::receive() {
 }
 
 void BucketWork::discard() {
-  sum_->gradients().redirect();
+  sum_->gradients().unpack_to_nowhere();
   receive();
 }
 
@@ -104,7 +104,7 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
                                          const std::vector<bool>& stand_in) {
   const WithoutPythonObjects without_python;
   FlatGradients gradients = flatten(std::move(grads), options, side_values);
-  liveness_->average(options.step);
+  liveness_->note_averaging(options.step);
   if (needs_scale(options.compression)) {
     agree_on_scale(gradients);
   } else if (options.compression.wire != DType::kFloat16) {
@@ -194,7 +194,7 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
     memory.plan = has_plan ? std::make_shared<const Plan>(plan_for(key, teams)) : nullptr;
     memory.key = key;
     if (!options.scatter) {
-      memory.bytes.reset();  // because another plan has left bytes where gaps between gradients must be zero
+      memory.buffer.reset();  // because another plan has left bytes where gaps between gradients must be zero
     }
   }
   planned_for_ = options.compression;
@@ -214,7 +214,7 @@ std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOpt
   const bool is_lossless = !options.compression.wire;  // what is lossless saturates nowhere
   gradients.multiplier = 1.0 / static_cast<double>(team->size());
   gradients.limit = saturation_limit(is_lossless ? DType::kFloat64 : gradients.wire_dtype, team->size());
-  return std::make_unique<AllReduceSum>(std::move(gradients), team->group(), memory.bytes, options.in_place);
+  return std::make_unique<AllReduceSum>(std::move(gradients), team->group(), memory.buffer, options.in_place);
 }
 
 // ---- the scale and the statistics -----------------------------------------------------------------------------------

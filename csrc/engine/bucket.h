@@ -53,7 +53,7 @@ struct Agreement {
 
 // Tells how a bucket is sent in one step. All members but the weight are the same on all ranks.
 struct SendOptions {
-  // For a reduce-scatter. Several buckets share its teams and memory, one after the other.
+  // Tells where a reduce-scatter takes place. Several buckets share its teams and memory, one after the other.
   struct Scatter {
     at::Tensor output;  // becomes this rank's shard of the sum, times the factor
     double factor;

@@ -28,22 +28,22 @@ Algorithm algorithm_for(const Compression& compression, DType grad, int64_t nume
   }
   if (share_memory) {
     const int64_t bytes = bytes_of(numel, compression.wire_dtype(grad));
-    const bool is_fast_at_once = world_size == 2 || bytes <= kOneShotBytesInMemory;
-    return compression.algorithm.value_or(is_fast_at_once ? Algorithm::kOneShot : Algorithm::kTwoShot);
+    const bool one_shot_is_faster = world_size == 2 || bytes <= kOneShotBytesInMemory;
+    return compression.algorithm.value_or(one_shot_is_faster ? Algorithm::kOneShot : Algorithm::kTwoShot);
   }
   if (!compression.sums_in_float32) {
     const bool is_exact = !compression.wire && (grad == DType::kFloat32 || grad == DType::kFloat64);
     const bool is_small = bytes_of(numel, grad) <= kOneShotBytesOfTwo;
-    return is_exact && is_small && world_size == 2 && ranks.sends_at_once() ? Algorithm::kOneShot
-                                                                            : Algorithm::kAllReduce;
+    return is_exact && is_small && world_size == 2 && ranks.messages_are_fast() ? Algorithm::kOneShot
+                                                                                : Algorithm::kAllReduce;
   }
   return rank_sum_for(compression, grad, numel, world_size);
 }
 
 Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members) {
   const int64_t bytes = bytes_of(numel, compression.wire_dtype(grad));
-  const bool is_fast_at_once = (num_members - 1) * (num_members - 2) * bytes <= kOneShotBytes * num_members;
-  return compression.algorithm.value_or(is_fast_at_once ? Algorithm::kOneShot : Algorithm::kTwoShot);
+  const bool one_shot_is_faster = (num_members - 1) * (num_members - 2) * bytes <= kOneShotBytes * num_members;
+  return compression.algorithm.value_or(one_shot_is_faster ? Algorithm::kOneShot : Algorithm::kTwoShot);
 }
 
 const Compression& CompressionTable::at(int64_t numel) const {

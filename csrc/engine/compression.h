@@ -17,7 +17,7 @@ struct Compression {
   bool sums_in_float32 = false;
   bool error_feedback = false;
   std::optional<Algorithm> algorithm;  // chosen by size and number of ranks if unset
-  int64_t ranks_per_node = 1;          // 1, or a divisor of the number of ranks that is smaller
+  int64_t ranks_per_node = 1;          // above 1, plans have two levels; a smaller divisor of the number of ranks
 
   bool operator==(const Compression& other) const = default;
 
@@ -29,7 +29,7 @@ struct Compression {
 // process group.
 Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& ranks,
                         bool share_memory);
-// Returns the same if the ranks, or the nodes, have to add in float32 themselves.
+// Returns one of the algorithms by which the members, which are ranks or nodes, add in float32 themselves.
 Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members);
 
 // Tells the compression of a bucket by its size.

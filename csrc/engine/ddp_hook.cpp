@@ -93,7 +93,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
     try {
       work->receive();
       if (liveness) {
-        liveness->rest();
+        liveness->note_rest();
       }
       agreement->step_check.arrive(work->side_values());
     } catch (...) {

@@ -39,7 +39,7 @@ void EngineState::agree(Agreement& agreement, const std::string& what,
                         const std::shared_ptr<const CompressionTable>& compressions, int64_t step,
                         const std::string& lines, c10::Device device) {
   const std::string why = agreement.number < 0 ? "it is new" : why_agree_;
-  liveness_->agree(step, why, agreement.number);
+  liveness_->note_agreeing(step, why, agreement.number);
   const std::string text =
       c10::str(compressions->description, "\nstep ", step, "\n", buckets_.description(), "\n", lines);
   const auto look = [&] { check_others_come(why); };
@@ -69,7 +69,7 @@ void EngineState::wait_for_ranks(const std::string& what, const std::function<vo
     guard(c10::str("fastsync: ", what, " failed on rank ", group_->getRank(), " of ", group_->getSize(), ": "),
           *liveness_, call);
   } catch (const c10::ValueError&) {
-    liveness_->rest();
+    liveness_->note_rest();
     throw;
   }
 }
@@ -85,7 +85,7 @@ void EngineState::agree_on_bucket(const Bucket& bucket, const std::string& name,
   Agreement& agreement = *bucket.agreement;
   if (!have_agreed(agreement, compressions)) {
     agree(agreement, "agreement on " + name, compressions, step_under_way(), lines(), bucket.device());
-    liveness_->rest();
+    liveness_->note_rest();
   }
   pass_agreement(agreement, step_under_way());
 }

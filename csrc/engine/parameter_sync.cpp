@@ -130,7 +130,7 @@ void ParameterSync::fail_and_send_rest() {
 
 void ParameterSync::receive() {
   const auto step = end();  // other threads wait for the lock from now on
-  const auto rest = c10::make_scope_exit([this] { context_.engine.liveness().rest(); });
+  const auto rest = c10::make_scope_exit([this] { context_.engine.liveness().note_rest(); });
   step->receive();
 }
 
@@ -140,7 +140,7 @@ void ParameterSync::abandon() {
   } catch (...) {
     if (is_under_way_) {  // else it was refused on all ranks, and is over
       end();
-      context_.engine.liveness().rest();
+      context_.engine.liveness().note_rest();
     }
     throw;
   }
@@ -168,7 +168,7 @@ void ParameterSync::agree_and_lay_out() {
     }
   } catch (const c10::ValueError&) {
     end();
-    context_.engine.liveness().rest();
+    context_.engine.liveness().note_rest();
     throw;
   }
 }
@@ -249,7 +249,7 @@ void ParameterSync::agree(bool init_sync) {
   engine.agree(agreement, "agreement", engine.compressions(), step, text.str(), device);
   context_.side_values.named.make_slots();
   if (!step_) {
-    engine.liveness().rest();
+    engine.liveness().note_rest();
   }
 }
 

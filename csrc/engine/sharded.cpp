@@ -87,7 +87,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
   });
   const auto work = bucket->send({values}, options, start_bucket(*bucket));
   work->receive();
-  liveness_->rest();
+  liveness_->note_rest();
 }
 
 void ShardedState::give_up() const {

@@ -106,7 +106,7 @@ std::vector<size_t> Step::order() const {
 
 void Step::send_weight() {
   if (context_.weight.is_on() && !weights_ && layout().is_made() && have_agreed()) {
-    engine().liveness().average(number_);
+    engine().liveness().note_averaging(number_);
     weights_.emplace(context_.weight, context_.sums, *engine().group(), layout().buckets.front().bucket->device(),
                      has_failed());
   }
@@ -129,7 +129,7 @@ void Step::leave_behind() {
   for (const auto& work : works_) {
     BucketWork::drive_later(work, engine().progress());
   }
-  engine().liveness().give_up();
+  engine().liveness().note_failed_backward();
 }
 
 // Makes the current stream wait for the streams on which gradients got ready. Those were current when the accumulators
@@ -155,7 +155,7 @@ void Step::send_next() {
   if (!has_failed()) {
     wait_for_gradients(next);
     if (weights_) {
-      weights_->use();
+      weights_->wait_on_stream();
     }
   }
   std::vector<at::Tensor> grads;
@@ -223,7 +223,7 @@ void Step::receive() {
   context_.side_values.arrive(works_.back()->side_values(), engine().is_captured());
   if (!has_failed()) {
     if (weights_) {
-      weights_->use();
+      weights_->wait_on_stream();
       layout().buckets.back().bucket->totals()->wire_bytes += weights_->sent_bytes();
       context_.active = weights_->active();
     }

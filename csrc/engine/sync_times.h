@@ -58,6 +58,7 @@ struct SyncTotals {
   double exposed_time = 0.0;
 };
 
+// The moments of a bucket's sync: before it is packed, when it is sent, when its sum has come, and when it is unpacked.
 enum class Mark : int8_t { kStart, kSent, kReduced, kDone };
 
 // A stopwatch notes the moments of one bucket's sync, on the device's own clock. On a CPU they are times, elsewhere

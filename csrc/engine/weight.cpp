@@ -56,7 +56,7 @@ at::Tensor WeightSum::factor(c10::Device device) const {
   return factor_.defined() ? factor_.to(device, /*non_blocking=*/true) : factor_;
 }
 
-void WeightSum::use() const {
+void WeightSum::wait_on_stream() const {
   taken_.wait();
   use_on_current_stream(total_);
   use_on_current_stream(factor_);

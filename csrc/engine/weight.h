@@ -54,7 +54,7 @@ class WeightSum {
   // The other methods need weights that have come.
 
   // Makes the current stream wait for the weights, so that it may use them from now on.
-  void use() const;
+  void wait_on_stream() const;
   // The factor of this rank's gradients: float64 [1], undefined if it is 1. It makes the mean over the ranks the
   // weighted mean, or the sum the weighted sum.
   at::Tensor factor(c10::Device device) const;

@@ -1,4 +1,4 @@
-// The process group takes this sum, in the wire's dtype.
+// An AllReduceSum has the process group add up a bucket, in the wire's dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>

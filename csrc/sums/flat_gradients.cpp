@@ -56,7 +56,7 @@ FlatGradients::FlatGradients(std::vector<at::Tensor> of, DType wire, c10::Device
       num_values(wire_length(segments, alignment)),
       limit(saturation_limit(wire, /*world_size=*/1)) {}
 
-void FlatGradients::redirect() {
+void FlatGradients::unpack_to_nowhere() {
   for (size_t i = 0; i < segments.size(); ++i) {
     segments[i].data = nowhere.emplace_back(at::empty_like(grads[i])).data_ptr();
   }

@@ -32,7 +32,7 @@ struct FlatGradients {
 
   c10::Device device;
   std::vector<at::Tensor> grads;
-  std::vector<at::Tensor> nowhere;  // after redirect, takes what unpack would write to the gradients
+  std::vector<at::Tensor> nowhere;  // after unpack_to_nowhere, takes the results
   DType grad_dtype;
   DType wire_dtype;
   int64_t alignment;              // each gradient begins at a multiple of it on the wire, in values
@@ -55,7 +55,7 @@ struct FlatGradients {
   int64_t side_bytes() const { return side_values.defined() ? static_cast<int64_t>(side_values.nbytes()) : 0; }
   // Has unpack write to memory that nobody reads, so that the gradients stay what they are. Call it after the last
   // pack.
-  void redirect();
+  void unpack_to_nowhere();
 
   // Packs these ranges of the gradients' values into the wire, with this dtype.
   void pack(const std::vector<Range>& ranges, DType dtype, void* wire, Position position) const;

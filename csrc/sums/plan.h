@@ -102,8 +102,8 @@ struct Plan {
   int64_t bytes = 0;  // how much memory this rank needs for rows, whatever the key's region_bytes
 
   size_t num_phases() const { return chunks.empty() ? 0 : chunks.front().phases.size(); }
-  // Whether the phase's bytes count as sent. If there are several hosts, bytes that stay on a host do not.
-  bool counts(const Phase& phase) const {
+  // Whether the phase's bytes count as sent. They do not if they stay on one of several hosts.
+  bool counts_as_sent(const Phase& phase) const {
     return !phase.team->shares_memory() || phase.team->size() == phase.team->group()->getSize();
   }
 };

@@ -18,10 +18,10 @@ PlannedSum::PlannedSum(FlatGradients gradients, SumMemory& memory)
       use_(plan_->team->use_rows()),
       transfers_(plan_->chunks.size() * plan_->num_phases()),
       num_driven_(plan_->num_phases() > 1 ? 0 : static_cast<int>(plan_->chunks.size())) {
-  if (!memory.bytes.defined() || memory.bytes.numel() < plan_->bytes) {
-    memory.bytes = plan_->team->allocate(plan_->bytes);
+  if (!memory.buffer.defined() || memory.buffer.numel() < plan_->bytes) {
+    memory.buffer = plan_->team->allocate(plan_->bytes);
   }
-  memory_ = memory.bytes;
+  memory_ = memory.buffer;
 }
 
 bool PlannedSum::may_be_sent_again() const { return plan_->team->shares_memory() || !gradients_.device.is_cpu(); }
@@ -211,7 +211,7 @@ int64_t PlannedSum::sent_bytes() const {
   int64_t bytes = 0;
   for (size_t i = 0; i < transfers_.size(); ++i) {
     const auto& phases = plan_->chunks[i / plan_->num_phases()].phases;
-    bytes += plan_->counts(phases[i % plan_->num_phases()]) ? transfers_[i]->sent_bytes() : 0;
+    bytes += plan_->counts_as_sent(phases[i % plan_->num_phases()]) ? transfers_[i]->sent_bytes() : 0;
   }
   return bytes;
 }

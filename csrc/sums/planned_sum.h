@@ -23,7 +23,7 @@ namespace fastsync {
 struct SumMemory {
   std::shared_ptr<const Plan> plan = nullptr;  // null if the process group adds
   std::optional<PlanKey> key = {};             // the key of the newest sum, even if it had no plan
-  at::Tensor bytes = {};                       // rows lie in it; undefined before the first sum
+  at::Tensor buffer = {};                      // rows, or the wire of an all-reduce, lie in it; undefined at first
 };
 
 class PlannedSum final : public SumWork {

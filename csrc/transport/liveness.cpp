@@ -30,20 +30,20 @@ void Liveness::move_to(Activity activity, int64_t step, const std::string& why, 
   has_failed_ = false;
 }
 
-void Liveness::agree(int64_t step, const std::string& why, int64_t number) {
+void Liveness::note_agreeing(int64_t step, const std::string& why, int64_t number) {
   move_to(Activity::kAgreeing, step, why, number);
 }
 
-void Liveness::average(int64_t step) { move_to(Activity::kAveraging, step); }
+void Liveness::note_averaging(int64_t step) { move_to(Activity::kAveraging, step); }
 
-void Liveness::rest() {
+void Liveness::note_rest() {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   if (shared_->status.is_in_step() && !has_failed_) {
     shared_->status.activity = Activity::kResting;
   }
 }
 
-void Liveness::give_up() {
+void Liveness::note_failed_backward() {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   shared_->status.activity = Activity::kBackwardFailed;
   has_failed_ = false;

@@ -1,4 +1,5 @@
-// Liveness notes where an engine is. If a wait for this rank fails, other ranks' errors tell it. See Note [Heartbeats].
+// Liveness notes where an engine is. If another rank waits for this one in vain, its error tells that. See Note
+// [Heartbeats].
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -29,7 +30,7 @@ class Liveness {
 
   // Notes that the engine waits until the ranks agree, before a step, and why they have to. `number` is that of the
   // agreement which the new one replaces; below 0 if there is none.
-  void agree(int64_t step, const std::string& why, int64_t number);
+  void note_agreeing(int64_t step, const std::string& why, int64_t number);
   // Returns the ranks that do not come to agree, because they have passed the agreement that is to be replaced. It
   // finds out some seconds late, and never waits.
   std::vector<int64_t> ranks_past_agreement() const;
@@ -39,11 +40,11 @@ class Liveness {
   // has been before.
   void forget_passed_agreements();
   // Notes that the engine averages gradients.
-  void average(int64_t step);
+  void note_averaging(int64_t step);
   // Notes that the engine waits for nobody any more. If a wait has failed, the note of that wait stays.
-  void rest();
+  void note_rest();
   // Notes that the engine's backward has failed, so that it waits for nobody.
-  void give_up();
+  void note_failed_backward();
 
   // Notes that a wait for other ranks has failed, and returns where they are. Takes a few seconds. Returns nothing if
   // there is no store to ask through. Throws c10::Error if the store does not answer.

@@ -1,5 +1,5 @@
-// Does what follows when rows have come, so that backward does not wait for it. On a CPU a thread of the engine does
-// it. On CUDA it goes to the engine's own stream, beside backward's.
+// A ProgressThread does what follows when rows have come, so that backward does not wait for it. On a CPU it is a
+// thread of the engine. On CUDA there is no thread: tasks go to the engine's own stream, beside backward's.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -178,7 +178,7 @@ Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std
       device_(device),
       ranks_(std::move(ranks)),
       rank_(std::find(ranks_.begin(), ranks_.end(), group_->getRank()) - ranks_.begin()),
-      sends_at_once_(device.is_cpu() && group_->getBackend(device.type())->getBackendName() == "gloo"),
+      messages_are_fast_(device.is_cpu() && group_->getBackend(device.type())->getBackendName() == "gloo"),
       has_collectives_(!device.is_cpu() && size() > 1 && size() == group_->getSize()) {
   TORCH_INTERNAL_ASSERT(rank_ < size(), "rank ", group_->getRank(), " is not in its team");
 }

@@ -104,7 +104,7 @@ class Team {
   c10::Device device() const { return device_; }
 
   // Whether a message to one rank takes less time than a collective of all ranks.
-  bool sends_at_once() const { return sends_at_once_; }
+  bool messages_are_fast() const { return messages_are_fast_; }
 
   // Makes a transfer in which row j of `from` goes to rank j, and becomes row rank() of `to` there. This rank's row for
   // itself does not travel: the caller puts it into `to`. Messages of one tag arrive in the order in which they were
@@ -124,7 +124,7 @@ class Team {
   std::vector<int64_t> ranks_;  // the team's ranks, as the group numbers them
   int64_t rank_;                // this rank's index among them
   int64_t region_bytes_ = 0;
-  bool sends_at_once_;
+  bool messages_are_fast_;
   bool has_collectives_;  // whether the team is a whole group, whose backend moves all rows in one call
 };
 

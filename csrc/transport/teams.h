@@ -37,7 +37,7 @@ class Teams {
 
   // Whether ranks can share memory, or do not know yet that they cannot. While it is true, hosts and make_room may wait
   // for all ranks, so all ranks have to call them in the same sync.
-  bool can_share() const { return all_->sends_at_once() && all_->size() > 1 && why_not_shared_.empty(); }
+  bool can_share() const { return all_->messages_are_fast() && all_->size() > 1 && why_not_shared_.empty(); }
   // The levels whose nodes are the hosts. Their team `node` shares memory once there is room. There are no nodes if
   // ranks cannot share memory.
   const Levels& hosts();
