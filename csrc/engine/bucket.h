@@ -33,12 +33,10 @@ class Bucket;
 //     who      With attach, an engine has one agreement on all its buckets. The entry points for DDP and FSDP2 have one
 //              for each bucket. A rank that has to agree calls EngineState::agree, and so waits for the other ranks.
 //     version  An engine counts the changes after which its ranks must agree again, such as a loaded state. An
-//     agreement
-//              holds as long as this version and the compressions are the same as when it was made.
+//              agreement holds while this version and the compressions are the same as when it was made.
 //     number   It is the same on all ranks, and is another each time they agree. Tags and stamps follow from it.
-//     passed   A rank has passed an agreement in a step if it goes on to send under it. A rank that waits to replace
-//     the
-//              same agreement in that step would wait for it in vain. Heartbeats tell which agreements a rank has
+//     passed   A rank has passed an agreement in a step if it goes on to send under it. If another rank waits in that
+//              step to replace the same agreement, it waits in vain. Heartbeats tell which agreements a rank has
 //              passed, and so end that wait with an error.
 
 // Tells what the ranks have agreed on for an engine, or for one bucket. See Note [Agreement].

@@ -39,8 +39,9 @@ class Gradient {
   // Whether to_send has returned a stand-in: memory other than the gradient's. The gradient is old or missing then, or
   // lies in memory in another order than the parameter.
   bool has_stand_in() const { return stand_in_.defined(); }
-  // Takes the mean, which lies in the memory that was sent. `exists` tells whether some rank has a new gradient. If so,
-  // the gradient becomes the mean, or the mean is added to the parameter's sum. Returns false if it was added.
+  // Takes the mean over the ranks, which lies in the memory that was sent. `exists` tells whether some rank has a new
+  // gradient. If so, the gradient becomes the mean, or the mean is added to the parameter's sum. Returns false if it
+  // was added.
   bool take_mean(bool exists);
   // Has statistics count the gradient of an earlier sync if it is kept, else zeros. Call it only for a gradient that is
   // new on no rank, see Note [Statistics of a step].

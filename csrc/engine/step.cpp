@@ -237,10 +237,9 @@ void Step::receive() {
 //   While a bucket is unpacked, statistics are taken of the means that come. They are those of the gradients, except in
 //   two cases. Then they are taken again, see Bucket::measure:
 //     - A mean was added to a parameter's sum. The gradient is the new sum.
-//     - No rank has a new gradient of a parameter, so the ranks sent what they keep, and go on keeping it. Statistics
-//     may
-//       count the mean of that, unless it is not what is kept: a sum travels as zeros, and error feedback adds
-//       residuals. Then they count the kept gradient if every rank has one, else zeros.
+//     - No rank has a new gradient of a parameter. So the ranks sent the gradients that they keep, if these can travel
+//       as they are: a sum travels as zeros, and error feedback adds residuals. If they can, statistics count the mean
+//       that has come. If not, they count the kept gradient if every rank has one, else zeros.
 //   All of this follows from what all ranks know, so that statistics are the same on all ranks.
 
 void Step::hand_out() {

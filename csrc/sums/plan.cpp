@@ -51,8 +51,8 @@ Phase gather(std::shared_ptr<Team> team, int tag, const Rows& rows) {
 }
 
 // Note [Regions]
-//   In shared memory each rank fills a region of its own, in memory near the rank, and the regions of a team follow
-//   each other. An exchange between 3 ranks takes these rows of them, where i>j goes from rank i to rank j:
+//   In shared memory each rank fills a region of its own, in memory near its core. The regions of a team follow each
+//   other. An exchange between 3 ranks takes these rows of them, where i>j goes from rank i to rank j:
 //
 //     region of rank 0      region of rank 1      region of rank 2
 //     | 0>0 | 0>1 | 0>2 |   | 1>0 | 1>1 | 1>2 |   | 2>0 | 2>1 | 2>2 |
