@@ -132,7 +132,7 @@ class Fragment:
     def differences(self) -> Iterator[Tensor]:
         """Yields the outer gradients: outer weights minus the site's own, as optimizers step against a gradient."""
         for outer, (_, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
-            # The outer weight is rounded as the site has taken it over, so that this rounding is no movement.
+            # The outer weight is rounded as it was when the site took it over, so that this rounding is no change.
             yield outer.to(own.dtype).to(outer.dtype) - own.to("cpu", outer.dtype)
 
     @torch.no_grad()
@@ -231,7 +231,7 @@ class Fragment:
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
-        """Sets the site's weights to the outer ones, and keeps the factor ``alpha`` of its own."""
+        """Moves the site's weights to the outer ones, and keeps the share ``alpha`` of its own."""
         for outer, (weight, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
             arrived = outer.detach().to(own.device)
             own.copy_(arrived if alpha == 0 else torch.lerp(arrived, own.to(outer.dtype), alpha))
