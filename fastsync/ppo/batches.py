@@ -127,8 +127,8 @@ class Shuffler:
     """Shuffles rollouts and cuts them into minibatches.
 
     The rows of each environment are shuffled separately. Each minibatch takes the same number of rows from each
-    environment, if num_minibatches divides num_steps. So all ranks have the same number of rows of a minibatch, and
-    the whole minibatch does not depend on how environments are spread over ranks.
+    environment, if num_minibatches divides num_steps. So all ranks have equally many rows of a minibatch, and the whole
+    minibatch does not depend on how environments are spread over ranks.
 
     Args:
         num_minibatches: number of minibatches per pass, of equal size.

@@ -44,7 +44,7 @@ class Evaluate:
     """A checkpoint, or the folder of a run, which stands for its newest checkpoint. Without it the runs are listed."""
     episodes: int = 10  # Number of episodes.
     seed: int = 0  # Seeds episodes.
-    max_steps: int = 100_000  # Steps after which an episode is cut if it has not ended. It counts with its return so far.
+    max_steps: int = 100_000  # Steps after which a running episode is cut. It counts with its return so far.
 
     def __post_init__(self) -> None:
         check_at_least(self, episodes=1, seed=0, max_steps=1)

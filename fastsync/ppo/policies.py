@@ -219,8 +219,8 @@ class ActorCritic(Policy):
     """The network that the settings describe.
 
     Weights are orthogonal and biases 0. The gain is sqrt(2) in hidden layers, 1 for the value, and 0.01 for the
-    distribution's outputs, so that the first policy is nearly uniform (Engstrom et al., "Implementation Matters in Deep
-    RL", ICLR 2020). The convolutions for images are those of Mnih et al. ("Human-level control", Nature 2015).
+    distribution's outputs. So the first policy is nearly uniform (Engstrom et al., "Implementation Matters in Deep RL",
+    ICLR 2020). The convolutions for images are those of Mnih et al. ("Human-level control", Nature 2015).
     """
 
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:

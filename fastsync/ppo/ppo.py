@@ -44,7 +44,7 @@ KL_TOLERANCE = 1.5  # learning from a rollout ends at this multiple of target_kl
 # --- Settings ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    """PPO's settings. Those of every run come first. Counts of environments, steps and minibatches are per rank."""
+    """PPO's settings, after those of every run. Counts of environments, steps and minibatches are per rank."""
 
     num_steps: int = 32  # Steps of each environment per rollout.
     gamma: float = 0.98  # Discount factor per step.
@@ -65,8 +65,8 @@ class Settings(RunSettings):
     """Parts of a minibatch that go through the network in turn, to save memory. Each minibatch sends gradients once."""
     learning_rate: float = 1e-3  # Learning rate of Adam at the start.
     lr_schedule: Literal["constant", "linear", "adaptive"] = "linear"
-    """linear lowers the learning rate to 0 over the run. adaptive divides it by 1.5 if the KL divergence of a
-    minibatch is over twice target_kl, and multiplies it by 1.5 if it is under half. It stays in [1e-5, 1e-2]."""
+    """linear lowers the learning rate to 0 over the run. adaptive divides it by 1.5 if a minibatch's KL divergence is
+    over twice target_kl, and multiplies it by 1.5 if under half. It stays in [1e-5, 1e-2]."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """Multiply the learning rate by the number of ranks (linear), or by its square root (sqrt)."""
     warmup_updates: int = 0  # Updates over which the learning rate rises to its full value.
