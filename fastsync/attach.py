@@ -145,9 +145,9 @@ class GradientSynchronizer(WatchedHandle):
         # All ranks take the parameters of the first rank whose loop ended last.
         size, rank = self._group.size(), self._group.rank()
         device = next(iter(self._named.values())).device
-        said = torch.tensor([size - rank if is_last else 0, not is_last], device=device)
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
-        first, took_fewer_steps = said.tolist()
+        maxima = torch.tensor([size - rank if is_last else 0, not is_last], device=device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._group)
+        first, took_fewer_steps = maxima.tolist()
         self._init_sync(root=size - first)
         if took_fewer_steps:
             TrainingState(list(self._named.values())).share(self._group, root=size - first)
@@ -345,8 +345,8 @@ class GradientSynchronizer(WatchedHandle):
     def _check_before_step(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError, too, if no sync came since the optimizer's previous step.
 
-        It raises as well if a backward has added this rank's own gradients after the sync, or if a parameter came into
-        the model after ``attach``.
+        It raises as well if a backward has added this rank's own gradients after the sync. The same holds for a
+        parameter that came into the model after ``attach``.
 
         Raises:
             ValueError: DDP wraps the parameters by now. Or they belong to a pipeline's stage, which does not work with

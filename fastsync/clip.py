@@ -24,7 +24,7 @@ def clip_grad_norm_(
 
     The norm is the one that unpacking has found, if nothing has touched the gradients since: nothing in Python has read
     a ``.grad``, and no other backward has added to one. Otherwise it takes a pass over them. So it is right after any
-    change of the gradients, such as by ``unscale_``, a division by the number of tokens, or a write to ``.data``.
+    change of the gradients, by ``unscale_``, a division by the number of tokens, or a write to ``.data``.
 
     Args:
         sync: what ``attach`` or ``register_comm_hook`` returned.

@@ -52,7 +52,7 @@ class Compression:
 
     def __post_init__(self) -> None:
         if self.wire not in get_args(Wire):
-            raise _no_wire(self.wire)
+            raise _wire_error(self.wire)
         if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
             raise ValueError(f"compression: ranks_per_node has to be at least 1, got {self.ranks_per_node!r}")
         if self.reduce is None:
@@ -65,10 +65,10 @@ class Compression:
         for name, known in options.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"compression: {name} has to be one of {', '.join(map(repr, known))}, got {value!r}")
-        if why := self._why_not():
+        if why := self._conflict():
             raise ValueError(f"compression: {why}")
 
-    def _why_not(self) -> str | None:
+    def _conflict(self) -> str | None:
         """Returns which two values do not go together, and why; None if all do."""
         if self.error_feedback and self.wire == "none":
             return "error_feedback needs a wire that loses something, and 'none' does not"
@@ -170,7 +170,7 @@ def parse_compression(text: str) -> Compression | Auto:
     return Compression(wire, **values)  # type: ignore[arg-type]  # it is one of them
 
 
-def _no_wire(wire: object) -> ValueError:
+def _wire_error(wire: object) -> ValueError:
     """Returns the error for a wire that is a word for another object. Raises ValueError if it is no word either."""
     meant = as_compression(wire)  # type: ignore[arg-type]  # anything
     return ValueError(

@@ -193,15 +193,15 @@ class DiLoCo:
         have_moved = not self._is_resumed and any(
             bool(difference.any()) for fragment in self._fragments for difference in fragment.differences()
         )
-        said = gather(self._sites.group, [self._is_resumed, have_moved, self._tensors.fingerprint()])
-        resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, said, strict=True) if is_resumed]
-        if len(resumed) not in (0, len(said)):
+        reports = gather(self._sites.group, [self._is_resumed, have_moved, self._tensors.fingerprint()])
+        resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, reports, strict=True) if is_resumed]
+        if len(resumed) not in (0, len(reports)):
             raise ValueError(
                 f"fastsync: ranks {resumed} of {self._sites.ranks} go on from load_state_dict(), or after an error, "
                 "and the others from the start; call load_state_dict() of the DiLoCo on every rank"
             )
-        moved = [rank for rank, (_, has_moved, _) in zip(self._sites.ranks, said, strict=True) if has_moved]
-        if moved and len({fingerprint for *_, fingerprint in said}) == 1:
+        moved = [rank for rank, (_, has_moved, _) in zip(self._sites.ranks, reports, strict=True) if has_moved]
+        if moved and len({fingerprint for *_, fingerprint in reports}) == 1:
             for fragment in self._fragments:
                 fragment.take_over()
         elif moved:

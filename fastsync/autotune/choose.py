@@ -17,8 +17,8 @@ TOLERANCE = 1.03
 """Times within this factor of the shortest count as equal, because repetitions differ by as much."""
 SIZES = sorted({round(2 ** (step / 32)) for step in range(40 * 32 + 1)})
 """Numbers of gradient values. Between two sizes the choice for their middle holds. Beyond the last size its choice
-holds. Sizes are so close that each choice stays within 5 % of the fastest, if a sync of eight times as many values
-takes at most 13 times as long."""
+holds. Sizes are close, so each choice stays within 5 % of the fastest. That assumes that a sync of eight times as many
+values takes at most 13 times as long."""
 WIRES: tuple[Wire, ...] = ("none", "fp16", "bf16", *LOSSIER)
 """The wires, from the one that loses least to the one that loses most."""
 _BYTES: dict[Wire, float] = {"fp16": 2, "bf16": 2, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}

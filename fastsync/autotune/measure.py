@@ -91,11 +91,11 @@ def candidates_of(
     """
     if isinstance(compression, Compression):
         check_carries(compression.wire, named)
-        return (_given(compression, group),)
-    return _allowed(compression, group, [parameter for parameter in named.values() if parameter.requires_grad])
+        return (_given_candidate(compression, group),)
+    return _auto_candidates(compression, group, [parameter for parameter in named.values() if parameter.requires_grad])
 
 
-def _given(compression: Compression, group: dist.ProcessGroup) -> Candidate:
+def _given_candidate(compression: Compression, group: dist.ProcessGroup) -> Candidate:
     ranks_per_node = compression.ranks_per_node
     if group.size() % ranks_per_node:
         raise ValueError(
@@ -106,7 +106,7 @@ def _given(compression: Compression, group: dist.ProcessGroup) -> Candidate:
     return Candidate(Compression(reduce="fp32") if group.size() == ranks_per_node > 1 else compression)
 
 
-def _allowed(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) -> tuple[Candidate, ...]:
+def _auto_candidates(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) -> tuple[Candidate, ...]:
     if not trained:
         return (Candidate(Compression()),)
     device = trained[0].device

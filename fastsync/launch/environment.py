@@ -101,14 +101,14 @@ def this_rank() -> Rank:
     if "RANK" in os.environ:
         return _rank("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if _has_srun_set_pmi():
-        return _alone_or(_slurm_rank())
+        return _unless_alone(_slurm_rank())
     for launcher, names in _MPI.items():
         if all(name in os.environ for name in names):
-            return _alone_or(replace(_rank(launcher, *names), port=_port_of_open_mpi()))
+            return _unless_alone(replace(_rank(launcher, *names), port=_port_of_open_mpi()))
     if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-        return _alone_or(_slurm_rank())
+        return _unless_alone(_slurm_rank())
     if "PMI_RANK" in os.environ and "PMI_SIZE" in os.environ:
-        return _alone_or(_rank("PMI", "PMI_RANK", "PMI_SIZE"))
+        return _unless_alone(_rank("PMI", "PMI_RANK", "PMI_SIZE"))
     for name in _NOT_READ:
         if name in os.environ:
             raise ValueError(
@@ -155,7 +155,7 @@ def _number(name: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _alone_or(rank: Rank) -> Rank:
+def _unless_alone(rank: Rank) -> Rank:
     """Returns the rank. A single one, such as a shell that srun has opened, counts as a process without a launcher."""
     return rank if rank.world_size > 1 else Rank()
 

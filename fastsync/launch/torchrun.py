@@ -48,7 +48,7 @@ def launch_ranks(
     ``fastsync.distributed.process_group`` reads them. SIGTERM and SIGUSR1 are passed on to the ranks as SIGTERM, so
     that they can end in order and return. After ``stop_timeout`` seconds, or at a second signal, they are ended. Ctrl-C
     ends ranks at once; those that still import print a traceback. When a rank has failed, the others are told to end.
-    Those that have not ended after 5 seconds are killed, such as a rank that SIGSTOP has stopped.
+    Ranks that still run after 5 seconds are killed, such as one that SIGSTOP has stopped.
 
     Args:
         fn: the function that each rank calls, at the top level of a module. Arguments and results travel by pickle.
