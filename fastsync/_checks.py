@@ -117,14 +117,14 @@ def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:
             )
 
 
-_OF_SHARDED = (
+_SHARDED_WAY_OUT = (
     "Use fastsync.register_reduce_scatter for models under fully_shard. After tensor parallelism call fully_shard with "
     "the data-parallel dimension of the mesh first, or, for whole replicas, with one of a single rank, and "
     "fastsync.register_all_reduce_hook"
 )
 
 
-def check_not_sharded(named: Mapping[str, Tensor], argument: str, way_out: str = _OF_SHARDED) -> None:
+def check_not_sharded(named: Mapping[str, Tensor], argument: str, way_out: str = _SHARDED_WAY_OUT) -> None:
     """Raises ValueError for tensors that this rank may hold only a shard of, and for trained ones that wrap others."""
     for name, tensor in named.items():
         kind = "parameter" if isinstance(tensor, nn.Parameter) or tensor.requires_grad else "buffer"
@@ -172,7 +172,7 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 
 def have_a_stage(parameters: Iterable[Tensor]) -> bool:
-    """Tells whether a stage of ``torch.distributed.pipelining`` has one of the parameters. It looks at all objects."""
+    """Tells whether a stage of ``torch.distributed.pipelining`` has one of the parameters. It searches all objects."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         return False
@@ -184,7 +184,8 @@ def have_a_stage(parameters: Iterable[Tensor]) -> bool:
 def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[nn.Module], object]) -> None:
     """Raises ValueError if a DistributedDataParallel averages one of these, unless ``but`` is true of the wrapper.
 
-    It looks at all objects. DDP does not average what it was told to ignore, or what came into the model later.
+    It searches all objects. DDP does not average parameters that it was told to ignore, or that came into the model
+    later.
     """
     names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
 
@@ -218,7 +219,7 @@ def check_at_least(options: Any, **least: int) -> None:
 
 
 def did_you_mean(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Returns the question for the names most like this one, to end a sentence with; empty if none is like it."""
+    """Returns the end of a message, which asks for the most similar names; empty if no name is similar."""
     known = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), known, cutoff=cutoff)
     return f"; did you mean {' or '.join(known[found] for found in near)}?" if near else ""

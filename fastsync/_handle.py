@@ -65,10 +65,11 @@ class GradientHandle(SyncHandle, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if it had not stopped.
 
-        The step and each parameter's fp16 scale are equal on all ranks. What error feedback has not sent yet is each
-        rank's own, under a name such as ``layer.weight of rank 1``: with error feedback, save the states of all ranks,
-        each to a file of its own or all with ``torch.distributed.checkpoint``. Residuals of zeros are left out, except
-        before the first sync, so that it has tensors to load into; scales then begin anew. Waits for the device.
+        The step and each parameter's fp16 scale are equal on all ranks. The residuals of error feedback, which are not
+        sent yet, are each rank's own, under names such as ``layer.weight of rank 1``. With error feedback save the
+        states of all ranks: each in a file of its own, or all with ``torch.distributed.checkpoint``. Residuals of zeros
+        are left out, except before the first sync: ``torch.distributed.checkpoint`` then has tensors to load into, but
+        scales begin anew. It waits for the device.
         """
         named = self._named_parameters()
         rows = self._engine.saved()
@@ -91,8 +92,8 @@ class GradientHandle(SyncHandle, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict()`` returned. Call it on every rank, with the states of one step.
 
-        Each rank takes its own residuals. If the state has residuals of other ranks only, it warns and begins without.
-        With another number of ranks leave them out: ``state_dict["residuals"] = {}``.
+        Each rank takes its own residuals. If the state has residuals of other ranks only, it warns and begins with
+        zeros. With another number of ranks leave residuals out: ``state_dict["residuals"] = {}``.
 
         Raises:
             ValueError: the state is not an engine's, or not this model's.
@@ -126,7 +127,7 @@ class GradientHandle(SyncHandle, ABC):
 
     @property
     def compression(self) -> Compression | Auto:
-        """The compression. May be set, also to a shorthand, between steps: at the same one on all ranks.
+        """The compression. It may be set between steps, to an object or a word, before the same step on all ranks.
 
         If one rank sets it alone, the next step raises ``RuntimeError`` on every rank.
         """
@@ -185,13 +186,14 @@ def _no_residual(parameter: Tensor) -> Tensor:
 
 
 def _is_residual(residual: object, parameter: Tensor) -> bool:
-    none = _no_residual(parameter)
-    return isinstance(residual, Tensor) and residual.dtype == none.dtype and residual.shape == none.shape
+    zeros = _no_residual(parameter)
+    return isinstance(residual, Tensor) and residual.dtype == zeros.dtype and residual.shape == zeros.shape
 
 
 @cache
 def warn_of_generic_kernels(kind: str) -> None:
-    """Warns, once for each type of device, if torch's own operations pack its gradients and nobody has chosen that.
+    """Warns, once for each type of device, if torch's own operations pack its gradients and FASTSYNC_KERNELS does not
+    ask for that.
 
     Raises ValueError where FASTSYNC_KERNELS is neither "auto" nor "aten".
     """

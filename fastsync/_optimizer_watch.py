@@ -24,7 +24,7 @@ class WatchedHandle(GradientHandle):
 
     _engine: _C.HookState | _C.Synchronizer
     _deferred_clip_step = -1
-    """The step whose gradients ``clip_grad_norm_`` leaves to the optimizer's next step to clip; -1 if there is none."""
+    """The step whose gradients the optimizer's next step clips, for ``clip_grad_norm_``; -1 if there is none."""
     _late_reason: ClassVar[str]
     """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
     _ids: frozenset[int]

@@ -28,12 +28,12 @@ def all_reduce_gradients(
 ) -> GradStats:
     """Averages the gradients of the parameters over the ranks, now, without hooks. Every rank must call it.
 
-    A parameter without a gradient here counts as zeros where another rank has one, and keeps ``grad is None`` where
-    none has. The ranks agree anew at each new compression, and at each set of parameters that is not among the newest
-    32 of the group. What error feedback has not sent yet stays with the set.
+    A parameter without a gradient on this rank counts as zeros if another rank has one. It keeps ``grad is None`` if no
+    rank has one. The ranks compare their settings at each new compression, and at each set of parameters that is not
+    among the newest 32 of the group. Residuals of error feedback stay with the set.
 
     Args:
-        params: the parameters, or their module. They may be others at each call.
+        params: the parameters, or their module. They may differ from call to call.
         compression: as in ``attach``.
         process_group: as in ``attach``.
 
@@ -54,9 +54,9 @@ def all_reduce_gradients(
     if found is None:
         named = trainable_parameters(params, "params")
         engine = GradientSynchronizer(named, chosen, group)._engine
-        # A new engine makes all ranks agree, so all ranks must forget the same engines. The order of calls, which is
-        # equal on all ranks, decides which. Lifetimes of parameters differ, because garbage is collected at different
-        # times: they only decide when memory is freed.
+        # A new engine makes all ranks agree, so all ranks must forget the same engines. The order of calls decides
+        # which, because it is equal on all ranks. Lifetimes of parameters differ, because garbage is collected at
+        # different times. So they only decide when memory is freed.
         del known[: max(0, len(known) + 1 - MAX_ENGINES)]
         for each in known:
             each.free_if_useless()

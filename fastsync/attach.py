@@ -27,14 +27,14 @@ from .training_state import TrainingState
 
 BUCKET_CAP_MB = 25.0
 LOOK_SECONDS = 1.0
-"""The interval at which use_group() looks whether a rank that it waits for is lost."""
+"""Seconds between checks in use_group() for lost ranks."""
 LARGEST_WEIGHT = 1e300  # the sum over any number of ranks is finite
 
 
 class GradientSynchronizer(WatchedHandle):
     """Averages the gradients of some parameters whenever a backward ends: what ``attach`` returns.
 
-    A copy or a pickle of it is None: a copied model is a plain one.
+    A copy or a pickle of it is None, so a copied model is not attached.
     """
 
     _claimed_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
@@ -77,10 +77,11 @@ class GradientSynchronizer(WatchedHandle):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, ``backward()`` accumulates into ``.grad`` on this rank alone. The next one outside averages the sum.
+        """Lets ``backward()`` accumulate in ``.grad`` on this rank alone. The next backward outside averages the sum.
 
-        Only the call of ``backward()`` has to be inside, for the same backwards on all ranks. With ``op="sum"``, and a
-        sum in ``.grad`` that a sync has left, ``.grad`` then has what has come since. The next sync adds it to the sum.
+        Only the call of ``backward()`` has to be inside. All ranks must run the same backwards inside. With
+        ``op="sum"``, ``.grad`` may hold the sum of the previous sync. Inside, it then holds only this rank's gradients
+        since that sync. The next sync adds them to the sum.
         """
         before, self._is_enabled = self._is_enabled, False
         self._engine.set_enabled(False)
@@ -92,11 +93,11 @@ class GradientSynchronizer(WatchedHandle):
             self._accumulated_step = self._engine.num_steps()
 
     def synchronize(self) -> None:
-        """Averages every ``.grad`` there is, now: with ``overlap=False``, or after ``no_sync``.
+        """Averages every ``.grad`` now. Call it with ``overlap=False``, or after ``no_sync``.
 
-        Every rank must call it. A parameter without a gradient here counts as zeros where another rank has one. With
-        ``op="sum"`` a sum that nothing was added to stays what it is. What was written to ``.grad`` by hand counts as
-        this rank's own.
+        Every rank must call it. A parameter without a gradient on this rank counts as zeros if another rank has one.
+        With ``op="sum"``, a sum stays as it is if nothing was added to it. Values written to ``.grad`` by hand count as
+        this rank's own gradients.
 
         Raises:
             ValueError: at the first sync, where the ranks differ in parameters or settings.
@@ -112,13 +113,13 @@ class GradientSynchronizer(WatchedHandle):
 
         A rank whose loop has ended goes on taking part in the others' syncs until all loops have ended. Its gradients
         do not count: the mean is over the ranks that still have batches, as with DDP's
-        ``divide_by_initial_world_size=False``. So are the means of ``piggyback``, whose names every rank must have sent
-        before. ``broadcast_buffers`` takes the buffers of the first of these ranks.
+        ``divide_by_initial_world_size=False``. The means of ``piggyback`` are over these ranks, too. Every rank must
+        have sent their names before. ``broadcast_buffers`` takes the buffers of the first of these ranks.
 
-        At the end all ranks get what one has that took the most steps: parameters and buffers, and the states of the
-        optimizers of these parameters, of their schedulers and of GradScalers. Make the same ones on every rank. Other
-        things that count steps stay each rank's own, such as averages of weights. Gradients that a rank's loop has
-        accumulated inside ``no_sync``, and not averaged when it ends, count for nothing, and it warns.
+        At the end all ranks take over the state of a rank that took the most steps. That is: parameters and buffers,
+        and the states of these parameters' optimizers, of their schedulers and of GradScalers. Make the same ones on
+        every rank. Other state that counts steps, such as averages of weights, stays each rank's own. If a loop ends
+        with gradients of ``no_sync`` that were not averaged, they count for nothing, and it warns.
 
         Raises:
             RuntimeError: it is inside another ``join``; or as ``synchronize()``. No rank waits longer than the process
@@ -136,7 +137,7 @@ class GradientSynchronizer(WatchedHandle):
             self._warn_of_gradients_not_averaged()
             self._sync_without_batches()
             is_last = self._engine.num_active() == 0
-            while self._engine.num_active() != 0:  # nan where a rank has failed, which may go on
+            while self._engine.num_active() != 0:  # nan if a rank has failed, which may still go on
                 self._sync_without_batches()
         finally:
             self._engine.set_joining(False)
@@ -144,9 +145,9 @@ class GradientSynchronizer(WatchedHandle):
         # All ranks take the parameters of the first rank whose loop ended last.
         size, rank = self._group.size(), self._group.rank()
         device = next(iter(self._named.values())).device
-        said = torch.tensor([size - rank if is_last else 0, not is_last], device=device)
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
-        first, took_fewer_steps = said.tolist()
+        maxima = torch.tensor([size - rank if is_last else 0, not is_last], device=device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._group)
+        first, took_fewer_steps = maxima.tolist()
         self._init_sync(root=size - first)
         if took_fewer_steps:
             TrainingState(list(self._named.values())).share(self._group, root=size - first)
@@ -172,16 +173,16 @@ class GradientSynchronizer(WatchedHandle):
     def piggyback(self, name: str, tensor: Tensor) -> None:
         """Sends a small tensor along with the next sync, to be averaged over the ranks in float32, at any compression.
 
-        So ranks agree on control flow (a KL divergence, a stop flag) without another collective. The value is taken
-        now; a second one of the same name replaces it. After the sync ``piggybacked()`` has the mean. All ranks must
-        send the same names and shapes.
+        Ranks can so agree on control flow, such as a stop flag, without another collective. The value is read now. A
+        later value of the same name replaces it. After the sync ``piggybacked()`` has the mean. All ranks must send the
+        same names and shapes.
 
         Args:
             name: the key of the mean in ``piggybacked()``.
             tensor: float32, of any shape, on any device.
 
         Raises:
-            ValueError: it is no float32 tensor.
+            ValueError: ``tensor`` is not a float32 tensor.
         """
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -189,28 +190,28 @@ class GradientSynchronizer(WatchedHandle):
         self._engine.piggyback(name, tensor)
 
     def piggybacked(self) -> dict[str, Tensor]:
-        """Returns the means over the ranks of what the newest sync carried, float32, on the gradients' device."""
+        """Returns the means that the newest sync carried, by name: float32, on the gradients' device."""
         return self._engine.piggybacked()
 
     def set_weight(self, weight: float) -> None:
         """Weights this rank's gradients from the next sync on: ``.grad`` becomes ``sum(w * g) / sum(w)``.
 
-        Pass the number of tokens or samples where each rank takes the mean loss over its own, and ranks have different
-        numbers. With ``op="sum"`` the result is ``sum(w * g)``. One small collective a step adds up the weights before
-        the first gradients are sent. Call it before ``backward()``, for the first time on every rank before the same
-        sync. It holds until it is set again. A CUDA graph cannot hold it.
+        Pass the number of tokens or samples if each rank takes the mean loss over its own, and the numbers differ. With
+        ``op="sum"`` the result is ``sum(w * g)``. One small collective a step adds up the weights before the first
+        gradients are sent. Call it before ``backward()``, for the first time on every rank before the same sync. The
+        weight holds until it is set again. A CUDA graph cannot hold it.
 
         One weight counts for all that a sync averages. With several micro-batches pass the step's number of tokens
         before the first backward, and multiply each mean loss by its micro-batch's part of them.
 
         Args:
             weight: 0 or more. With 0 this rank's gradients do not count, even if they are nan. If all ranks have 0, the
-                result is zeros, and what error feedback has kept.
+                result is zeros plus the residuals of error feedback.
 
         Raises:
             ValueError: it is not a number from 0 to 1e300.
-            RuntimeError: a backward under ``no_sync``, or one since the last call, has gradients for the next sync. If
-                only some ranks set their first weight, the next sync raises it on every rank.
+            RuntimeError: a backward has made gradients for the next sync already, under ``no_sync`` or since the last
+                call. If only some ranks set their first weight, the next sync raises it on every rank.
         """
         try:
             number = float(weight)
@@ -227,9 +228,9 @@ class GradientSynchronizer(WatchedHandle):
         """Averages over another process group from now on, such as one of the ranks that are left.
 
         Every rank of the new group must call it, between steps, with a synchronizer of the same parameters. A new rank
-        first attaches to a group of its own, as of ``dist.new_group([rank])``. The step and the fp16 scales become
-        those of the group's rank 0. What error feedback has not sent stays on its rank, and adds as much to the mean,
-        or the sum, as it would have. ``stats()`` begin anew.
+        first attaches to a group of its own, such as ``dist.new_group([rank])``. The step and the fp16 scales become
+        those of the group's rank 0. Residuals of error feedback stay on their rank, and add as much to the mean or the
+        sum as before. ``stats()`` begins anew.
 
         Args:
             process_group: as in ``attach``.
@@ -257,13 +258,13 @@ class GradientSynchronizer(WatchedHandle):
         self._engine.set_enabled(self._is_enabled)
         self._engine.attach(list(self._named.values()), self._overlaps)
         self._send_buffers()
-        if self._op == "mean":  # an unsent value then adds as much to the mean as in the group before
+        if self._op == "mean":  # a residual then adds as much to the mean as in the old group
             for residual in state["residuals"].values():
                 residual *= growth
         self.load_state_dict(state)  # before the broadcast, so that nothing is lost if rank 0 does not answer
-        of_rank_0 = [(state["step"], state["scales"])]
-        dist.broadcast_object_list(of_rank_0, group=group, group_src=0)
-        step, scales = of_rank_0[0]
+        step_and_scales = [(state["step"], state["scales"])]
+        dist.broadcast_object_list(step_and_scales, group=group, group_src=0)
+        step, scales = step_and_scales[0]
         # The next sync checks the agreement, and reports names that this rank does not have.
         ours = {name: scale for name, scale in scales.items() if name in self._named}
         self.load_state_dict(state | {"step": step, "scales": ours})
@@ -273,7 +274,8 @@ class GradientSynchronizer(WatchedHandle):
     def _end_interrupted(self) -> None:
         """Ends a step that failed on the old group. Errors are ignored, because the group is replaced.
 
-        Other ranks may have left that step after an error. So connections are closed if the step waits for a lost rank.
+        Other ranks may have left that step after an error. If the step waits for a lost rank, this closes the
+        connections.
         """
         is_over = threading.Event()
 
@@ -284,12 +286,12 @@ class GradientSynchronizer(WatchedHandle):
                     if liveness.silent_ranks() and not is_over.is_set():
                         _C.close_connections(self._group)
 
-        looks = threading.Timer(LOOK_SECONDS, close_where_ranks_are_lost)
-        looks.start()
+        watcher = threading.Timer(LOOK_SECONDS, close_where_ranks_are_lost)
+        watcher.start()
         with suppress(RuntimeError, ValueError):
             self._engine.end_interrupted()
         is_over.set()
-        looks.cancel()
+        watcher.cancel()
 
     def detach(self) -> None:
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before.
@@ -310,7 +312,7 @@ class GradientSynchronizer(WatchedHandle):
         broadcast_named(named, self._group, root)
 
     def _keep(self, owner: nn.Module | None) -> None:
-        """Stays attached for as long as the owner lives; without an owner until ``detach``."""
+        """Keeps the handle alive while the owner lives; without an owner, until ``detach``."""
         self._is_attached = True
         # Each module with parameters keeps the handle, because the owner may be a container made for this call alone.
         modules = [
@@ -341,14 +343,14 @@ class GradientSynchronizer(WatchedHandle):
         return self._named.values()
 
     def _check_before_step(self, optimizer: Optimizer) -> None:
-        """Also raises RuntimeError if no sync came since the optimizer's previous step.
+        """Raises RuntimeError, too, if no sync came since the optimizer's previous step.
 
-        It raises as well if a backward has added this rank's own gradients after the sync, or if the parameter came
-        into the model after ``attach``.
+        It raises as well if a backward has added this rank's own gradients after the sync. The same holds for a
+        parameter that came into the model after ``attach``.
 
         Raises:
-            ValueError: DDP has been put around the parameters. Or they belong to a pipeline's stage, which does not go
-                with ``overlap``.
+            ValueError: DDP wraps the parameters by now. Or they belong to a pipeline's stage, which does not work with
+                ``overlap``.
         """
         super()._check_before_step(optimizer)
         if optimizer not in self._steps_before:
@@ -364,7 +366,7 @@ class GradientSynchronizer(WatchedHandle):
         if not self._is_enabled:
             return
         self._check_nothing_is_late(optimizer)
-        own = set(map(id, self._engine.with_own_gradients()))  # before Python sees any gradient
+        own = set(map(id, self._engine.with_own_gradients()))  # asked before Python reads any .grad
         stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
         if stepped is None:
             return
@@ -401,23 +403,25 @@ def attach(
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
-    The model stays as it is. Call it on every rank, in the same order if there are several, once the model is on its
-    device. Every rank must run the same number of backwards that reach any of the parameters. A parameter without a
-    gradient here counts as zeros where another rank has one, and keeps ``grad is None`` where none has. Parameters that
-    the model gets later are not averaged, and an optimizer that steps one raises RuntimeError: detach and attach again.
+    The model stays as it is. Call it on every rank once the model is on its device. Ranks must make several calls in
+    the same order. Every rank must run the same number of backwards that reach any of the parameters. A parameter
+    without a gradient on this rank counts as zeros if another rank has one. It keeps ``grad is None`` if no rank has
+    one. Parameters that the model gets later are not averaged. An optimizer that steps one raises RuntimeError: detach
+    and attach again.
 
     Args:
         module_or_params: a model, which stays attached as long as it lives, or some parameters, until ``detach()``.
         compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), such a wire with error
             feedback (``"int8+ef"``), or ``"auto"``, which measures the group and chooses. See ``AnyCompression``.
         bucket_cap_mb: how large a bucket gets, in MiB. Smaller ones start earlier and cost more latency.
-        process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. Where
-            backward has collectives of its own, as SyncBatchNorm's, and ranks may miss gradients, pass a new group.
+        process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. Pass
+            a new group if backward has other collectives, such as SyncBatchNorm's, and ranks may miss gradients.
         overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.
         init_sync: first give every rank the parameters and buffers of the group's rank 0.
         op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks. A second backward
-            adds everyone's new gradients to the sum of the first.
-        broadcast_buffers: with each sync give every rank rank 0's buffers, of modules that had some at the start.
+            adds the new gradients of all ranks to the first sum.
+        broadcast_buffers: with each sync give all ranks the buffers of rank 0, for modules that had buffers at the
+            start.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
@@ -487,8 +491,8 @@ class _Buffers:
     def arrive(self, sums: Tensor) -> None:
         """Writes the buffers. They stay as they are if a rank has failed, or if no rank has batches."""
         have_come = sums[-1] > 0
-        of_each = sums[:-1].to(torch.uint8).split([buffer.nbytes for buffer in self._sent])
-        for buffer, of_buffer in zip(self._sent, of_each, strict=True):
-            values = of_buffer.clone().view(buffer.dtype).view(buffer.shape)  # a clone begins at an even address
+        parts = sums[:-1].to(torch.uint8).split([buffer.nbytes for buffer in self._sent])
+        for buffer, part in zip(self._sent, parts, strict=True):
+            values = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone begins at an even address
             buffer.copy_(torch.where(have_come, values, buffer.to(values.device)))
         self._sent = []

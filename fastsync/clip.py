@@ -24,7 +24,7 @@ def clip_grad_norm_(
 
     The norm is the one that unpacking has found, if nothing has touched the gradients since: nothing in Python has read
     a ``.grad``, and no other backward has added to one. Otherwise it takes a pass over them. So it is right after any
-    change of them, as by ``unscale_``, a division by the number of tokens, or a write to ``.data``.
+    change of the gradients, by ``unscale_``, a division by the number of tokens, or a write to ``.data``.
 
     Args:
         sync: what ``attach`` or ``register_comm_hook`` returned.
@@ -32,7 +32,7 @@ def clip_grad_norm_(
         optimizer: the one that steps with these gradients, or Accelerate's wrapper of it. A fused one that steps these
             and no others takes the coefficient into its next step.
         scaler: the one that has scaled the loss. It needs ``optimizer``.
-        norm_type: of which p-norm; any but 2 takes a pass over the gradients.
+        norm_type: the p of the p-norm. Any other than 2 takes a pass over the gradients.
         error_if_nonfinite: raise if the norm is inf or nan, before anything is scaled. On a GPU the host waits.
 
     Returns:
@@ -94,7 +94,7 @@ def _norm(sync: WatchedHandle, norm_type: float, optimizer: Optimizer | None, sc
 def _known_norm(sync: WatchedHandle) -> Tensor | None:
     """Returns the newest ``GradStats.grad_norm`` if the gradients are still those that unpacking has written.
 
-    That is known where Python has seen none of them since backward made them, and no later backward has added to them.
+    They are if Python has read no ``.grad`` since backward, and no later backward has added to one.
     """
     is_known = sync._engine.num_steps() == 0 or sync._engine.gradients_are_unchanged()
     return sync.grad_stats().grad_norm if is_known else None

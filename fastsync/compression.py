@@ -26,7 +26,7 @@ class Compression:
     ``"int8+ef"`` for ``Compression("int8", error_feedback=True)``. See ``AnyCompression``.
 
     Raises:
-        ValueError: a value is none of those there are, or does not go with another one.
+        ValueError: a value is not one of those listed, or does not go with another one.
     """
 
     wire: Wire = "none"
@@ -34,7 +34,7 @@ class Compression:
     ``"bf16"``: bfloat16, as wide in range as float32, 8 significant bits.
     ``"fp16"``: float16 behind a power-of-two scale per bucket that keeps finite values finite, 11 significant bits.
     ``"int8"``: whole numbers from -127 to 127, blocks of 128 of them behind a float32 scale each.
-    ``"int4"``: from -7 to 7, 128 behind a scale, too; it needs error feedback to learn as well."""
+    ``"int4"``: whole numbers from -7 to 7, in such blocks, too. Models learn as well only with error feedback."""
     reduce: Reduce | None = None
     """``"wire"``: the process group's all-reduce adds, in the wire's dtype. ``"fp32"``: ranks send each other what they
     have and add in float32, so that the error does not grow with their number. By default ``"fp32"`` for int8, int4 and
@@ -46,13 +46,13 @@ class Compression:
     rank adds a part of the values, rounds the sums once more and sends them to all. By default one_shot between two
     ranks and for small buckets, else two_shot."""
     ranks_per_node: int = 1
-    """Two levels: nodes have so many ranks, with consecutive numbers. Inside a node gradients are added at full width;
-    between nodes they travel as said here. The number of ranks has to be a multiple of it. A single node does not
-    compress. Needs ``reduce="fp32"``, and has an algorithm of its own. With 1 all links are alike."""
+    """The number of ranks of each node, which are consecutive. It must divide the number of all ranks. More than 1
+    gives two levels: inside a node gradients are added at full width, and only between nodes they are compressed. A
+    single node does not compress. Needs ``reduce="fp32"``, and takes no ``algorithm``. With 1 all links are alike."""
 
     def __post_init__(self) -> None:
         if self.wire not in get_args(Wire):
-            raise _no_wire(self.wire)
+            raise _wire_error(self.wire)
         if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
             raise ValueError(f"compression: ranks_per_node has to be at least 1, got {self.ranks_per_node!r}")
         if self.reduce is None:
@@ -65,10 +65,10 @@ class Compression:
         for name, known in options.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"compression: {name} has to be one of {', '.join(map(repr, known))}, got {value!r}")
-        if why := self._why_not():
+        if why := self._conflict():
             raise ValueError(f"compression: {why}")
 
-    def _why_not(self) -> str | None:
+    def _conflict(self) -> str | None:
         """Returns which two values do not go together, and why; None if all do."""
         if self.error_feedback and self.wire == "none":
             return "error_feedback needs a wire that loses something, and 'none' does not"
@@ -107,7 +107,7 @@ class Auto:
     On GPUs of several hosts no candidate adds within each host first. ``Compression(ranks_per_node=...)`` does.
 
     Raises:
-        ValueError: ``allow`` names a wire that does not have to be allowed, or is none.
+        ValueError: ``allow`` is no tuple, or names a wire other than the lossier ones.
     """
 
     allow: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ words."""
 
 
 def as_compression(compression: AnyCompression) -> Compression | Auto:
-    """Returns ``compression`` itself, or what the word stands for. Raises ValueError for what is none."""
+    """Returns ``compression`` itself, or what the word stands for. Raises ValueError for anything else."""
     if isinstance(compression, Compression | Auto):
         return compression
     if isinstance(compression, str):
@@ -150,7 +150,7 @@ def parse_compression(text: str) -> Compression | Auto:
     """Reads a word, as ``AnyCompression`` describes them.
 
     Raises:
-        ValueError: it stands for none.
+        ValueError: it is no such word.
     """
     if text in _AUTOS:
         return _AUTOS[text]
@@ -170,7 +170,7 @@ def parse_compression(text: str) -> Compression | Auto:
     return Compression(wire, **values)  # type: ignore[arg-type]  # it is one of them
 
 
-def _no_wire(wire: object) -> ValueError:
+def _wire_error(wire: object) -> ValueError:
     """Returns the error for a wire that is a word for another object. Raises ValueError if it is no word either."""
     meant = as_compression(wire)  # type: ignore[arg-type]  # anything
     return ValueError(

@@ -23,15 +23,16 @@ from .compression import AnyCompression, Compression
 class HookState(SyncHandle):
     """Keeps the engine between steps for ``allreduce_hook``, ``fp16_compress_hook`` and ``bf16_compress_hook``.
 
-    Pass one as the ``state`` of DDP's ``register_comm_hook`` to read the statistics of those hooks; passing None or a
-    process group makes them keep a state of their own. One model, one state: statistics are of one backward at a time.
+    Pass one as the ``state`` of DDP's ``register_comm_hook`` to read the statistics of those hooks. With None or a
+    process group they keep a state of their own. Use one state for each model, because statistics are of one backward
+    at a time.
 
     Args:
         process_group: the group to average over; None for the default group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        # The state must not refer to the group: _states would then keep the group alive for good.
+        # The state must not refer to the group, or _states would keep the group alive for good.
         self._engine: _C.HookState = _C.HookState(resolve_group(process_group))
 
 
@@ -56,7 +57,7 @@ class CommHook(HookState, WatchedHandle):
         self._group = process_group
         self._module = ddp_model.module
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
-        # DDP decides which parameters it serves once, when it wraps a model.
+        # DDP decides which parameters it averages when it wraps the model, and never again.
         self._parameters = [
             p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored
         ]
@@ -73,7 +74,7 @@ class CommHook(HookState, WatchedHandle):
         return ((name, parameter) for name, parameter in self._module.named_parameters() if name not in ignored)
 
     def _check_before_step(self, optimizer: Optimizer) -> None:
-        """Also raises RuntimeError if the optimizer steps a parameter of the model that DDP does not serve."""
+        """Raises RuntimeError, too, if the optimizer steps a parameter of the model that DDP does not serve."""
         super()._check_before_step(optimizer)
         ddp_model = self._ddp_model()
         if ddp_model is not None and ddp_model.require_backward_grad_sync:  # false inside no_sync()
@@ -99,9 +100,9 @@ def register_comm_hook(
 ) -> CommHook:
     """Puts fastsync's C++ hook into a DDP model: from the next backward on, its buckets go through the engine.
 
-    No Python runs per bucket and the GIL is not held. Call it on every rank, before the first backward. DDP serves the
-    parameters that were there, and not frozen, when it took the model. An optimizer that steps another one of the model
-    raises RuntimeError: wrap the model again, and register the hook anew.
+    No Python runs per bucket and the GIL is not held. Call it on every rank, before the first backward. DDP averages
+    the parameters that existed, and were not frozen, when it wrapped the model. An optimizer that steps another
+    parameter of the model raises RuntimeError: wrap the model again, and register the hook anew.
 
     Args:
         ddp_model: the wrapped model.

@@ -25,7 +25,7 @@ from .launch.environment import Rank, this_rank
 
 _BROADCAST_BYTES = 250 * 2**20  # the size of the buffers that tensors are broadcast in
 _num_opened = 0  # how many default groups of several ranks were opened so far; they may share a store
-# The store of ranks that srun or MPI has started. The next group meets in it while ranks of this one may still end.
+# The store of ranks that srun or MPI has started. The next group meets in it, even before all ranks have left this one.
 _store: Store | None = None
 
 
@@ -34,16 +34,16 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     """Opens the default process group for the time of a ``with`` block and yields this rank's device.
 
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Where Slurm's ``srun``, ``mpirun`` or ``mpiexec`` has started the
-    ranks, these are set by what it tells, for the time of the block. Where nothing has, this process is the only rank.
-    A group that is open already, as Ray opens one for its workers, is used as it is, and stays open.
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). If Slurm's ``srun``, ``mpirun`` or ``mpiexec`` has started the ranks,
+    the block sets these from that launcher's variables. Without a launcher this process is the only rank. A group that
+    is open already, such as that of Ray's workers, is used as it is, and stays open.
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
         backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. A rank that names none takes rank 0's. If
-            rank 0 names none, it takes NCCL if it sees as many GPUs as its host has ranks, else Gloo, with a warning if
-            it sees some. Pass ``"nccl"`` where a launcher shows each rank its own GPU only. Where
-            NCCL_MULTI_RANK_GPU_ENABLE is 1, ranks may share GPUs.
+            rank 0 names none, it takes NCCL if it sees as many GPUs as its host has ranks, else Gloo. It warns if it
+            takes Gloo although it sees GPUs. Pass ``"nccl"`` if a launcher shows each rank its own GPU only. Ranks may
+            share GPUs if NCCL_MULTI_RANK_GPU_ENABLE is 1.
 
     Raises:
         ValueError: the backend does not exist, differs from rank 0's or from that of an open group, or is NCCL and this
@@ -81,11 +81,11 @@ def _open(this: Rank, backend: Literal["nccl", "gloo"] | None, limit: timedelta)
     key = f"fastsync/backend{_num_opened}"
     if rank == 0:
         store.set(key, backend or _backend_for(num_gpus, this))
-    of_rank_0 = store.get(key).decode()
-    if backend not in (None, of_rank_0):
+    chosen = store.get(key).decode()
+    if backend not in (None, chosen):
         way_out = "name the same one on every rank, or none here"
-        raise ValueError(f"backend={backend!r} on rank {rank}, but rank 0 has taken {of_rank_0!r}; {way_out}")
-    if of_rank_0 == "gloo":
+        raise ValueError(f"backend={backend!r} on rank {rank}, but rank 0 has taken {chosen!r}; {way_out}")
+    if chosen == "gloo":
         device = torch.device("cpu")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     else:
@@ -235,13 +235,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def check_consistency(
     module: nn.Module, *, process_group: dist.ProcessGroup | DeviceMesh | None = None, buffers: bool = True
 ) -> None:
-    """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it. Only hashes travel.
+    """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it. Only hashes are sent.
 
     Args:
-        module: the model. Of its state dict, tensors are compared.
+        module: the model. The tensors of its state dict are compared.
         process_group: the group whose ranks are compared; None for the default group.
-        buffers: whether buffers count. Running statistics, as BatchNorm's, differ after the first forward: every rank
-            takes them from its own samples.
+        buffers: whether to compare buffers, too. Running statistics, such as BatchNorm's, differ after the first
+            forward, because every rank takes them from its own samples.
 
     Raises:
         ValueError: it is no module, or a parameter is sharded, so that ranks are meant to hold different ones.

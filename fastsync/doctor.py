@@ -37,7 +37,7 @@ def load(extension: str) -> ModuleType:
             raise ImportError(f"it was built for torch {built_for()}")
         return importlib.import_module(f"fastsync.{extension}")
     except ImportError as error:
-        raise ImportError(_not_built(str(error))) from error
+        raise ImportError(_not_built_message(str(error))) from error
 
 
 def built_for() -> str:
@@ -70,7 +70,7 @@ def is_a_wheel_for_others() -> bool:
     return "+torch" in _version() and not (HERE.parent / "setup.py").exists()
 
 
-def _way_to_another() -> str:
+def _how_to_get_extension() -> str:
     """Returns how to get an extension for this torch."""
     if not is_a_wheel_for_others():
         return f"run {rebuild_command()}"
@@ -103,11 +103,11 @@ def _packages_of(extra: str) -> list[str]:
     return [line.split(";")[0] for line in lines if f'extra == "{extra}"' in line]
 
 
-def _not_built(reason: str) -> str:
+def _not_built_message(reason: str) -> str:
     python = sysconfig.get_python_version()
     return (
         f"fastsync in {HERE} has no extension that works with torch {torch.__version__} and Python {python} "
-        f"({reason}): {_way_to_another()}"
+        f"({reason}): {_how_to_get_extension()}"
     )
 
 

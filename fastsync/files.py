@@ -1,4 +1,4 @@
-"""Writing files so that nobody reads one half written."""
+"""Writes files whole: nobody reads one that is half written."""
 
 from __future__ import annotations
 

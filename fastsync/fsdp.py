@@ -52,10 +52,10 @@ class ShardedGradients(GradientHandle):
     Statistics are of this rank's shards, as the reduce-scatter returns them. On CPUs backward waits for each module's
     reduce-scatter, so all of its time is exposed; ``exposed_time`` counts only the last one.
 
-    State is named by module, number of values that are sent together, and rank, such as ``layers.0[4096] of rank 1``.
-    Save each rank's own; it fits the same number of ranks. Residuals are as large as all of the model's gradients, not
-    as their shards. A new handle has no tensors yet that ``torch.distributed.checkpoint`` could load into: give it the
-    bytes of ``torch.save``, under one key for each rank.
+    A name in the state has module, number of values that are sent together, and rank, such as ``layers.0[4096] of rank
+    1``. Save the state of each rank. It fits the same number of ranks only. Residuals are as large as all of the
+    model's gradients, not as their shards. A new handle has no tensors that ``torch.distributed.checkpoint`` could load
+    into. So give it the bytes of ``torch.save``, under one key for each rank.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ShardedGradients(GradientHandle):
         _C.check_agreement(group, "\n".join(lines), units[0].group.device)
 
     def detach(self) -> None:
-        """Gives the modules back what they reduce-scattered with before, or takes the all-reduce hook off."""
+        """Restores the modules' previous reduce-scatter, or removes the all-reduce hook."""
         for unit in self._units if self._is_in_use else ():
             if self._scatters:
                 unit.module.set_custom_reduce_scatter(unit.group._reduce_scatter_comm.replaced)
@@ -114,7 +114,7 @@ class ShardedGradients(GradientHandle):
         return self._identify(unit.key(values.numel()), values.numel(), torch.float64 if is_wide else torch.float32)
 
     def _identify(self, key: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor without memory that stands for such values in the engine. It has the dtype of residuals."""
+        """Returns a meta tensor that stands for these values in the engine. Its dtype is that of residuals."""
         identity = self._identities.get(key)
         if identity is None or identity.dtype != dtype:
             identity = torch.empty(numel, dtype=dtype, device="meta")
@@ -156,10 +156,10 @@ class _EngineReduceScatter:
 def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "none") -> ShardedGradients:
     """Reduce-scatters the gradients of a model under ``fully_shard`` by the engine: any wire, sums in float32.
 
-    Every module of the model that went through ``fully_shard`` is served, however deep, unless an earlier call serves
-    it. Each rank encodes its gradients once, sends every rank its shard, and adds what it gets in float32. So the error
-    does not grow with the number of ranks. Mixed precision, accumulation, divide factors and HSDP stay
-    ``fully_shard``'s. Call it on every rank, after the last ``fully_shard``.
+    It serves every module of the model that went through ``fully_shard``, however deep, except those of earlier calls.
+    Each rank encodes its gradients once, sends every rank its shard, and adds what it gets in float32. So the error
+    does not grow with the number of ranks. ``fully_shard`` still handles mixed precision, accumulation, divide factors
+    and HSDP. Call it on every rank, after the last ``fully_shard``.
 
     Args:
         model: the model, or a part of it.
@@ -207,11 +207,11 @@ def register_all_reduce_hook(
 ) -> ShardedGradients:
     """Averages the shards of a model under ``fully_shard`` over its replicas: HSDP with only the slow hop compressed.
 
-    Shard the model over the ranks of a node alone, as in ``fully_shard(model, mesh=mesh["shard"])``. What the
-    reduce-scatter inside the node has given is then averaged over the nodes by the engine. It serves every module that
-    went through ``fully_shard``, or through ``replicate`` with a mesh of a single rank. Replicas have to begin with the
-    same parameters. Call it on every rank, after the last ``fully_shard``. With ``set_requires_gradient_sync`` nothing
-    travels until the last backward.
+    Shard the model over the ranks of a node alone, as in ``fully_shard(model, mesh=mesh["shard"])``. The engine then
+    averages the results of a node's reduce-scatter over the nodes. It serves every module that went through
+    ``fully_shard``, or through ``replicate`` with a mesh of a single rank. Replicas have to begin with the same
+    parameters. Call it on every rank, after the last ``fully_shard``. With ``set_requires_gradient_sync`` nothing is
+    sent before the last backward.
 
     Args:
         model: the model, or a part of it.

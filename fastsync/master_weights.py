@@ -39,10 +39,10 @@ def _families(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> Iterator[l
     states = [state[weight] for weight in weights.values() if weight in state]
     for key in {key for state in states if isinstance(state, dict) for key in state}:
         yield [value for state in states if isinstance(value := state.get(key), Tensor)]
-    yield from _lists({name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}, _DEPTH)
+    yield from _lists({name: value for name, value in vars(optimizer).items() if name not in _TORCH_ATTRIBUTES}, _DEPTH)
 
 
-_OF_TORCH = ("state", "param_groups", "defaults")
+_TORCH_ATTRIBUTES = ("state", "param_groups", "defaults")
 
 
 def _lists(value: Any, depth: int) -> Iterator[list[Tensor]]:

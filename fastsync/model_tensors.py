@@ -33,7 +33,7 @@ class ModelTensors:
         return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
 
     def plain(self) -> dict[str, Tensor]:
-        """Returns this rank's shard of each parameter and buffer. Tensors that wrap others are replaced by these."""
+        """Returns this rank's shard of each parameter and buffer. Wrapped tensors replace those that wrap them."""
         named = {**self._parameters(), **dict(self._model.named_buffers())}
         return plain_parts({name: local(each) for name, each in named.items()})
 
@@ -109,11 +109,11 @@ class ModelTensors:
 
 
 def marks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns a number for each tensor. It differs once the values have changed."""
+    """Returns a checksum of each tensor, which tells whether its values have changed."""
     words = {name: as_bytes(each).view(_WORDS[each.element_size()]) for name, each in tensors.items()}
     return {name: int(each.sum(dtype=torch.int64)) for name, each in words.items()}
 
 
 def fingerprint(text: str) -> int:
-    """Returns 56 bits that tell one text from another."""
+    """Returns a hash of a text, of 56 bits."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

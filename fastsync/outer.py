@@ -1,4 +1,5 @@
-"""``DiLoCo`` and ``LocalSGD``: synchronising the weights every so many steps, where gradients at each step do not fit.
+"""``DiLoCo`` and ``LocalSGD``: they synchronise weights every ``sync_every`` steps, if links are too slow for
+gradients.
 
 Each site trains by itself for ``sync_every`` steps. Then the mean of what the sites have changed, the outer gradient,
 goes through an outer optimizer: A. Douillard and others, DiLoCo, arXiv 2311.08105, 2023; in fragments and in the
@@ -49,15 +50,16 @@ class DiLoCo:
     over a group of its own. Floating buffers are averaged; optimizer states, integer buffers and learning rates stay
     each site's own. See docs/guides/outer_steps.md, also for what happens when a site is lost.
 
-    Sites may take different numbers of steps in a block. One that is done takes part until all are; then what has
-    not been averaged is, and all leave with equal weights. After an error nothing more is sent.
+    Sites may take different numbers of steps in a block. A site that is done takes part until all are done. Then the
+    last changes are averaged, and all leave with equal weights. After an error nothing more is sent.
 
     Args:
         model: all ranks begin with rank 0's. If every rank loads the same other weights before a block's first step,
-            these are what they have in common. A parameter that is frozen now and changes later, or is added, gets the
+            these become the common weights. A parameter that is frozen now and changes later, or is added, gets the
             plain mean of the sites. Under ``fully_shard`` a rank's shards are averaged with its peers'.
-        optimizer: the inner one, whose steps count. If it steps from copies of the weights that it keeps in ``state``,
-            or in lists, these follow each mean. Other copies that it keeps would undo the mean.
+        optimizer: the inner one, whose steps count. If it steps from copies of the weights, such as float32 masters, in
+            ``state`` or in lists, each mean is written to these, too. Copies that it keeps elsewhere would undo the
+            mean.
         sync_every: steps from one synchronisation of a fragment to its next.
         outer_optimizer: makes the outer optimizer for a list of tensors. By default SGD with lr 0.7 and Nesterov
             momentum 0.9; with ``TopK`` plain SGD of lr 1.
@@ -65,10 +67,10 @@ class DiLoCo:
         fragment_sync_delay: steps that a fragment may travel in the background; with 0 training waits for it.
         fragment_update_alpha: the share of a site's own weights that stays when a fragment arrives.
         compression: as in ``attach``, or a ``TopK``.
-        process_group: the ranks to average over: one of each site, as of ``mesh["sites"]``, or all if a site is one
-            host, whose ranks then add in shared memory first.
-        timeout: seconds to wait for a site, before the others go on without it, with a warning. A site that is done
-            waits for the next mean of the others, so it has to be longer than their ``sync_every`` steps.
+        process_group: the ranks to average over: one of each site, as in ``mesh["sites"]``. If a site is one host, it
+            may be all ranks, which then add in shared memory first.
+        timeout: seconds to wait for a site. Then the others go on without it, and warn. It has to be longer than
+            ``sync_every`` steps take, because a site that is done waits for the next mean of the others.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings.
@@ -111,7 +113,7 @@ class DiLoCo:
         self._alpha = fragment_update_alpha
         self._sync_every = sync_every
         self._step = 0
-        self._num_sent = 0  # fragments so far; all ranks give a fragment that they send the same number
+        self._num_sent = 0  # fragments so far, which is the number of the newest one: equal on all ranks
         self._num_averaged = 0  # the number of the fragment that was averaged last
         self._num_final = 0  # how many fragments were averaged in a row after all loops had ended
         self._is_resumed = False
@@ -175,7 +177,7 @@ class DiLoCo:
         return self._step + 1 + (fragment.offset - self._step - 1) % self._sync_every
 
     def _begin(self) -> None:
-        """Looks, before the first step of a block, whether weights were loaded that differ from the common ones."""
+        """Checks before the first step of a block whether loaded weights differ from the common ones."""
         with _on_the_host():
             for tries_left in reversed(range(self._sites.group.size())):
                 try:
@@ -191,15 +193,15 @@ class DiLoCo:
         have_moved = not self._is_resumed and any(
             bool(difference.any()) for fragment in self._fragments for difference in fragment.differences()
         )
-        said = gather(self._sites.group, [self._is_resumed, have_moved, self._tensors.fingerprint()])
-        resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, said, strict=True) if is_resumed]
-        if len(resumed) not in (0, len(said)):
+        reports = gather(self._sites.group, [self._is_resumed, have_moved, self._tensors.fingerprint()])
+        resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, reports, strict=True) if is_resumed]
+        if len(resumed) not in (0, len(reports)):
             raise ValueError(
                 f"fastsync: ranks {resumed} of {self._sites.ranks} go on from load_state_dict(), or after an error, "
                 "and the others from the start; call load_state_dict() of the DiLoCo on every rank"
             )
-        moved = [rank for rank, (_, has_moved, _) in zip(self._sites.ranks, said, strict=True) if has_moved]
-        if moved and len({fingerprint for *_, fingerprint in said}) == 1:
+        moved = [rank for rank, (_, has_moved, _) in zip(self._sites.ranks, reports, strict=True) if has_moved]
+        if moved and len({fingerprint for *_, fingerprint in reports}) == 1:
             for fragment in self._fragments:
                 fragment.take_over()
         elif moved:
@@ -213,9 +215,9 @@ class DiLoCo:
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Counts a step, and sends or takes over what is due. Within ``with`` the optimizer's steps call it.
+        """Counts a step, and sends or merges the fragments that are due. Inside ``with`` the optimizer's steps call it.
 
-        All sites have to call it equally often. In a block they may take different numbers of steps.
+        Without a block all sites have to call it equally often. In a block they may take different numbers of steps.
         """
         self._step += 1
         for fragment in self._fragments:
@@ -249,12 +251,12 @@ class DiLoCo:
             fragment.merge(alpha)
 
     def _average(self, fragment: Fragment, change: SiteChange, number: int) -> None:
-        """Moves the fragment's outer weights by the mean difference. The fragment has its number on all ranks."""
+        """Moves the fragment's outer weights by the mean difference. All ranks give it the same number."""
         with _on_the_host():
             mean = None
             for tries_left in reversed(range(self._sites.group.size())):
                 try:
-                    if number > self._num_averaged:  # else another rank's state has brought it
+                    if number > self._num_averaged:  # else it came with another rank's outer state
                         mean = fragment.average(self._sites.group, change)
                     break
                 except RuntimeError as error:
@@ -267,7 +269,7 @@ class DiLoCo:
                 self._num_final = self._num_final + 1 if mean.have_all_ended else 0
 
     def stats(self) -> list[SyncStats]:
-        """Returns what each fragment's synchronisations took, since the newest site was lost. ``TopK`` has none."""
+        """Returns statistics of each fragment's synchronisations since the newest loss of a site. ``TopK`` has none."""
         handles = (fragment.averager for fragment in self._fragments)
         return [handle.stats() for handle in handles if isinstance(handle, GradientSynchronizer)]
 
@@ -278,29 +280,29 @@ class DiLoCo:
         that has come furthest.
         """
         before = self._sites.ranks
-        came = self._sites.go_on_without_the_lost(self._num_averaged, error)
-        if lost := sorted({*before} - {*came}):
+        progress = self._sites.go_on_without_the_lost(self._num_averaged, error)
+        if lost := sorted({*before} - {*progress}):
             warnings.warn(
                 f"fastsync: ranks {lost} were lost, or did not come within the time-out ({error}); ranks "
                 f"{self._sites.ranks} go on without them",
                 stacklevel=2,
             )
-        furthest = max(came, key=lambda rank: (came[rank], -rank))
-        if self._num_averaged < came[furthest] and isinstance(fragment.averager, TopKAverager):
+        furthest = max(progress, key=lambda rank: (progress[rank], -rank))
+        if self._num_averaged < progress[furthest] and isinstance(fragment.averager, TopKAverager):
             fragment.averager.settle()  # the other ranks have received what this rank sent
         for each in self._fragments:
             each.use_group(self._sites.group)
-        if len(set(came.values())) > 1:
+        if len(set(progress.values())) > 1:
             state = (self._outer_state(), self._num_final) if dist.get_rank() == furthest else None
             outer_state, self._num_final = self._sites.broadcast_object(state, furthest)
             self._load_outer_state(outer_state)
-            self._num_averaged = came[furthest]
+            self._num_averaged = progress[furthest]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on bit for bit, beside the model's and the optimizer's own states.
 
-        Waits for the fragments that are on their way. Save the state of every rank: what compression has not sent yet
-        is each rank's own.
+        Waits for the fragments that are on their way. Save the state of every rank, because the values that
+        are not sent yet are each rank's own.
         """
         self._background.wait()
         return {

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 END_SECONDS = 1.0
-"""How long the end of the process waits for a call, once that has been interrupted."""
+"""Seconds that the end of the process waits for an interrupted call."""
 
 
 class BackgroundCalls:
-    """Makes calls in threads, each once the one before has ended well: so all ranks send in one order.
+    """Makes calls in threads, one after the other, so that all ranks send in the same order.
 
-    The threads are daemons, because a process that an error ends must not wait for a site that is gone.
+    The threads are daemons: a process that an error ends must not wait for a lost site.
     """
 
     def __init__(self) -> None:

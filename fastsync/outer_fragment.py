@@ -66,7 +66,7 @@ class Fragment:
     """Some weights, and their outer weights in float32 or wider on the host.
 
     Note [What sites say before a mean]
-    Before each mean every site says four numbers: whether its loop has ended, whether it counts, whether parameters
+    Before each mean every site sends four numbers: whether its loop has ended, whether it counts, whether parameters
     beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes on. Once
     the loop has ended, it counts if it has moved since the previous mean.
     """
@@ -132,7 +132,7 @@ class Fragment:
     def differences(self) -> Iterator[Tensor]:
         """Yields the outer gradients: outer weights minus the site's own, as optimizers step against a gradient."""
         for outer, (_, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
-            # The outer weight is rounded as the site has taken it over, so that this rounding is no movement.
+            # The outer weight is rounded as it was when the site took it over, so that this rounding is no change.
             yield outer.to(own.dtype).to(outer.dtype) - own.to("cpu", outer.dtype)
 
     @torch.no_grad()
@@ -183,11 +183,11 @@ class Fragment:
         Raises:
             ValueError: the sites have other parameters or buffers by now.
         """
-        says = [change.has_ended, change.counts, bool(change.others), fingerprint(change.description)]
-        said = gather(group, says)
-        if len({description for *_, description in said}) > 1:
+        own_report = [change.has_ended, change.counts, bool(change.others), fingerprint(change.description)]
+        reports = gather(group, own_report)
+        if len({description for *_, description in reports}) > 1:
             _C.check_agreement(group, change.description, torch.device("cpu"), "the model's parameters and buffers")
-        num_counting = sum(counts for _, counts, _, _ in said)
+        num_counting = sum(counts for _, counts, _, _ in reports)
         # A constant buffer has a change of exactly 0, so that roundings do not alter it with each mean.
         has_changed = change.buffers != self.buffers_mean
         buffer_changes = torch.where(has_changed, change.buffers - self.buffers_mean, 0.0)
@@ -195,12 +195,12 @@ class Fragment:
         if num_counting > 0:
             if buffer_changes.numel() > 0:
                 group.allreduce(buffer_changes).wait()
-            if any(have_changed for _, _, have_changed, _ in said):
+            if any(have_changed for _, _, have_changed, _ in reports):
                 self._means_of_others = self._average_others(group, change, num_counting)
             for outer, difference in zip(self.outer.values(), change.differences, strict=True):
                 outer.grad = difference.clone()
             self.averager.synchronize()
-        return Mean(num_counting, buffer_changes, have_all_ended=all(has_ended for has_ended, *_ in said))
+        return Mean(num_counting, buffer_changes, have_all_ended=all(has_ended for has_ended, *_ in reports))
 
     def _average_others(self, group: dist.ProcessGroup, change: SiteChange, num_counting: int) -> dict[str, Tensor]:
         """Returns the means of the parameters that have changed on a site. Others are not sent: they may be large."""
@@ -231,7 +231,7 @@ class Fragment:
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
-        """Sets the site's weights to the outer ones, and keeps the factor ``alpha`` of its own."""
+        """Moves the site's weights to the outer ones, and keeps the share ``alpha`` of its own."""
         for outer, (weight, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
             arrived = outer.detach().to(own.device)
             own.copy_(arrived if alpha == 0 else torch.lerp(arrived, own.to(outer.dtype), alpha))

@@ -11,7 +11,7 @@ from ._optimizer_steps import is_training_step
 from .model_tensors import ModelTensors
 
 PATIENCE = 16
-"""Steps of another optimizer that may come before the first of the one that counts."""
+"""The number of steps that other optimizers may take before the first step of ours."""
 
 
 class BlockSteps:
@@ -67,7 +67,7 @@ class BlockSteps:
             self._step()
 
     def _after_any(self, optimizer: Optimizer, *_: object) -> None:
-        """Looks only while ours has not stepped; it may be one of several, each with parameters of its own."""
+        """Counts steps of others until ours has stepped. Several optimizers may each have parameters of their own."""
         if self._num_steps > 0 or optimizer is self._optimizer or not is_training_step(optimizer):
             return
         if self._tensors.are_stepped_by(optimizer):

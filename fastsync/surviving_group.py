@@ -17,7 +17,7 @@ from . import _C
 from .distributed import gloo_group
 
 POLL_SECONDS = 0.1
-MOST_SILENCES = 2  # a rank is given up after so many looks in a row without a heartbeat; each takes some seconds
+MOST_SILENCES = 2  # checks in a row without a heartbeat after which a rank is given up; each takes some seconds
 GRACE_SECONDS = 2.0
 
 
@@ -61,7 +61,7 @@ class SurvivingGroup:
             error: what went wrong.
 
         Returns:
-            How far each rank that is left has come.
+            The progress of each rank that is left.
 
         Raises:
             RuntimeError: the store does not answer, or the others have gone on without this rank.
@@ -74,7 +74,7 @@ class SurvivingGroup:
             self._wait_for_the_others(store)
             here = [each for each in ranks if store.check([str(each)])]
             left = json.loads(store.compare_set("ranks", "", json.dumps(here)))
-            came = {each: int(store.get(str(each))) for each in left}
+            progress_of = {each: int(store.get(str(each))) for each in left}
         except Exception as unreachable:
             raise RuntimeError(
                 f"fastsync: rank {rank} has lost some of ranks {ranks} ({error}), and the store that would tell which "
@@ -86,11 +86,11 @@ class SurvivingGroup:
                 "their state"
             ) from error
         self._form(left)
-        return came
+        return progress_of
 
     def _wait_for_the_others(self, store: Store) -> None:
         deadline = time.monotonic() + 2 * self._timeout.total_seconds() + GRACE_SECONDS
-        silences = dict.fromkeys(self.ranks, 0)  # looks in a row without a heartbeat, for each rank
+        silences = dict.fromkeys(self.ranks, 0)  # checks in a row without a heartbeat, for each rank
         while absent := [each for each in self.ranks if not store.check([str(each)])]:
             if self._is_closed or time.monotonic() >= deadline:
                 return
@@ -107,7 +107,7 @@ class SurvivingGroup:
             _C.close_connections(self.group)
 
     def broadcast_object(self, mine: object, source: int) -> Any:
-        """Returns what rank ``source`` of ``ranks`` has given, as ``dist.broadcast_object_list`` does."""
+        """Returns the object that rank ``source`` of ``ranks`` passes, as ``dist.broadcast_object_list`` does."""
         root = self.ranks.index(source)
         sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         numel = torch.tensor([sent.numel()], device="cpu")

@@ -1,4 +1,4 @@
-"""``sync_weights``: every rank takes rank 0's parameters and buffers, as after rank 0 alone has loaded a checkpoint."""
+"""``sync_weights``: every rank takes rank 0's parameters and buffers, such as after loading a checkpoint there."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .distributed import broadcast_tensors, every_rank_calls
 def sync_weights(module: nn.Module, *, process_group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Gives every rank rank 0's parameters and buffers, bit for bit. Every rank must call it, between steps.
 
-    ``attach`` and ``DistributedDataParallel`` do so once, when they take the model. Call this after that, as when rank
-    0 alone has loaded a checkpoint; or if nothing takes the model, as with ``all_reduce_gradients``. The ranks compare
-    names, shapes and dtypes first, and nothing is sent where they differ.
+    ``attach`` and ``DistributedDataParallel`` do so once, when they take the model. Call this later, such as when rank
+    0 alone has loaded a checkpoint. Call it as well if nothing takes the model, as with ``all_reduce_gradients``. The
+    ranks compare names, shapes and dtypes first. If they differ, nothing is sent.
 
-    Weights only: gradients, the optimizer's state, and what a handle's ``state_dict()`` holds stay each rank's own. So
-    load those on every rank. ``DiLoCo`` and ``LocalSGD`` keep what the sites have in common: make them afterwards.
+    Gradients, the optimizer's state and a handle's ``state_dict()`` stay each rank's own. So load those on every rank.
+    ``DiLoCo`` and ``LocalSGD`` keep a copy of the common weights: make them afterwards.
 
     Args:
         module: the model, wrapped in ``DistributedDataParallel`` or not.
         process_group: the ranks that take the weights of the group's rank 0: a group or a one-dimensional
             ``DeviceMesh``. By default the group that the module's gradients are averaged over; the default group if
-            fastsync does not average them. A site that averages by itself, as with ``DiLoCo``, is such a group: to
-            reach the other sites, pass theirs.
+            fastsync does not average them. With ``DiLoCo`` this is the group of one site: to reach the other sites,
+            pass a group of all.
 
     Raises:
         ValueError: it is no module, or a parameter or buffer is sharded. Or the ranks hold different ones. Or its

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BLOCK = 4096
-"""Values among which the largest are chosen, so that 12 bits say where one lies."""
+"""The number of values in a block, of which the largest are sent. An index in it has 12 bits."""
 LEVELS = 4
 """The number of magnitudes that the sent values of a block can have."""
 
@@ -20,9 +20,9 @@ LEVELS = 4
 class TopK:
     """Sends a fixed share of the values, those that are largest in their block of 4096, as 13 bits each.
 
-    A vector keeps what is not sent for the next differences, in place of the outer momentum: SparseLoCo (A. Sarfi and
-    others, arXiv 2508.15706, 2025). Every site gets what every other sends: the bytes that it receives grow with their
-    number. Raises ValueError where a number is out of its range.
+    A vector keeps the unsent values for the next differences. It replaces the outer momentum: SparseLoCo (A. Sarfi and
+    others, arXiv 2508.15706, 2025). Every site gets the values of every other, so the bytes that it receives grow with
+    the number of sites. Raises ValueError where a number is out of its range.
     """
 
     fraction: float = 1 / 64
@@ -76,7 +76,7 @@ class TopKAverager:
             first += tensor.numel()
 
     def settle(self) -> None:
-        """Counts the newest message as received. After an error another rank may know that it was."""
+        """Counts the newest message as received. After an error another rank may tell that it was."""
         self._unsent = self._unsent_then
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,9 +95,9 @@ def encode(values: Tensor, values_a_block: int) -> Tensor:
     """Encodes the largest values of each block of a float32 vector on the CPU, as a vector of uint8.
 
     Note [How TopK travels]
-    Of each block: the 12-bit indices of its largest values, from the largest magnitude to the smallest; a bit for each
-    sign; and the mean magnitude of each quarter of them. The order tells which quarter a value belongs to. The number
-    of values a block is a multiple of 8.
+    For each block the mean magnitude of each quarter of its largest values is sent; then their 12-bit indices, from the
+    largest magnitude to the smallest; then a bit for each sign. The order tells which quarter a value belongs to. The
+    number of values a block is a multiple of 8.
     """
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     magnitudes, index = blocks.abs().topk(values_a_block, dim=1)

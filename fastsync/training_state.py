@@ -25,7 +25,7 @@ from .distributed import broadcast_tensors
 
 @dataclass(frozen=True)
 class _Sent:
-    """Stands in the pickled state for a tensor that is sent by itself."""
+    """Replaces a tensor in the pickled state. The tensor is sent separately."""
 
     index: int
     shape: torch.Size
@@ -61,7 +61,7 @@ class TrainingState:
         self._scalers = self._distinct(scalers, lambda each: type(each).__name__)
 
     def _distinct(self, objects: list[Any], name_of: Callable[[Any], str]) -> list[Any]:
-        """Returns the objects that have a name of their own, sorted by name: the order of a search differs by rank."""
+        """Returns the objects with a unique name, sorted by name, because ranks find them in different orders."""
         named = sorted(((name_of(each), each) for each in objects), key=itemgetter(0))
         counts = Counter(name for name, _ in named)
         self._alike += [f"{number} times {name}" for name, number in counts.items() if number > 1]
@@ -78,9 +78,9 @@ class TrainingState:
         if self._alike:
             _warn(f"nobody can tell apart {', '.join(self._alike)}")
         tensors: list[Tensor] = []
-        of_root: list[Any] = [self._packed(tensors) if group.rank() == root else None]
-        dist.broadcast_object_list(of_root, group=group, group_src=root)
-        packed, sent, problem = of_root[0]
+        message: list[Any] = [self._packed(tensors) if group.rank() == root else None]
+        dist.broadcast_object_list(message, group=group, group_src=root)
+        packed, sent, problem = message[0]
         if problem is not None:
             _warn(problem)
             return
@@ -109,26 +109,26 @@ class TrainingState:
             return b"", [], f"the state of rank {dist.get_rank()} cannot be sent ({error})"
 
     def _state(self) -> list[Any]:
-        of_optimizers = [
+        optimizer_states = [
             (
                 [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
                 {index: dict(optimizer.state.get(self._parameters[index], {})) for index in self._all_of(optimizer)},
             )
             for optimizer in self._optimizers
         ]
-        return [of_optimizers, [each.state_dict() for each in (*self._schedulers, *self._scalers)]]
+        return [optimizer_states, [each.state_dict() for each in (*self._schedulers, *self._scalers)]]
 
     @torch.no_grad()
     def _take(self, state: list[Any]) -> None:
-        of_optimizers, of_others = state
-        for other, of_other in zip((*self._schedulers, *self._scalers), of_others, strict=True):
-            other.load_state_dict(of_other)
-        for optimizer, (groups, states) in zip(self._optimizers, of_optimizers, strict=True):
-            for group, of_group in zip(optimizer.param_groups, groups, strict=True):
-                _assign(group, of_group)
-            for index, of_parameter in states.items():
-                if of_parameter:
-                    _assign(optimizer.state[self._parameters[index]], of_parameter)
+        optimizer_states, other_states = state
+        for other, other_state in zip((*self._schedulers, *self._scalers), other_states, strict=True):
+            other.load_state_dict(other_state)
+        for optimizer, (groups, states) in zip(self._optimizers, optimizer_states, strict=True):
+            for group, group_state in zip(optimizer.param_groups, groups, strict=True):
+                _assign(group, group_state)
+            for index, parameter_state in states.items():
+                if parameter_state:
+                    _assign(optimizer.state[self._parameters[index]], parameter_state)
 
     def _describe(self) -> str:
         optimizers = [f"{type(each).__name__} of parameters {self._indices(each)}" for each in self._optimizers]

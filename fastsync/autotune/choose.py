@@ -16,9 +16,9 @@ from ..compression import LOSSIER, Algorithm, Compression, Wire
 TOLERANCE = 1.03
 """Times within this factor of the shortest count as equal, because repetitions differ by as much."""
 SIZES = sorted({round(2 ** (step / 32)) for step in range(40 * 32 + 1)})
-"""Numbers of gradient values. The choice for the middle of two sizes holds between them, and the last one beyond.
-Sizes are so close that each choice stays within 5 % of the fastest, if a sync of eight times as many values takes at
-most 13 times as long."""
+"""Numbers of gradient values. Between two sizes the choice for their middle holds. Beyond the last size its choice
+holds. Sizes are close, so each choice stays within 5 % of the fastest. That assumes that a sync of eight times as many
+values takes at most 13 times as long."""
 WIRES: tuple[Wire, ...] = ("none", "fp16", "bf16", *LOSSIER)
 """The wires, from the one that loses least to the one that loses most."""
 _BYTES: dict[Wire, float] = {"fp16": 2, "bf16": 2, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}
@@ -37,12 +37,13 @@ class Candidate:
 
     compression: Compression
     points: tuple[tuple[int, float], ...] = ()
-    """Pairs of gradient values and seconds: the first rise, the second do not fall. A single candidate needs none."""
+    """Pairs of a number of values and the seconds. The numbers rise, and the seconds do not fall. A single candidate
+    needs none."""
     noise: tuple[tuple[int, float], ...] = ()
-    """Pairs of gradient values and the relative uncertainty of the seconds, from how repetitions differed."""
+    """Pairs of a number of values and the relative uncertainty of its seconds, from the spread of repetitions."""
 
     def predict(self, numel: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        """Estimates the seconds of a sync of so many values, on the line through the points beside it."""
+        """Estimates the seconds of a sync of ``numel`` values, by linear interpolation between points."""
         return _between(self.points, numel)
 
     def uncertainty(self, numel: float | NDArray[np.float64]) -> NDArray[np.float64]:
@@ -51,7 +52,7 @@ class Candidate:
 
 
 def _between(points: Sequence[tuple[int, float]], numel: float | NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns values on the line through the points beside ``numel``; 0 without points."""
+    """Interpolates linearly between points; 0 without points."""
     values: NDArray[np.float64] = np.interp(numel, *np.transpose(points or [(1, 0.0)]))
     return values
 
@@ -72,7 +73,7 @@ class GroupProfile:
 
 
 def choose(candidates: Sequence[Candidate], numel: int) -> Candidate:
-    """Returns the candidate that the engine takes for a bucket of so many values."""
+    """Returns the candidate that the engine takes for a bucket of ``numel`` values."""
     rows = choices(candidates)
     return next((candidate for most, candidate in rows if numel <= most), rows[-1][1])
 
@@ -87,11 +88,11 @@ def choices(candidates: Sequence[Candidate]) -> list[tuple[int, Candidate]]:
     seconds = np.stack([candidate.predict(middles) for candidate in candidates])
     noise = np.stack([candidate.uncertainty(middles) for candidate in candidates])
     fastest, limit = seconds.min(axis=0), TOLERANCE * seconds.min(axis=0)
-    of_fastest = np.take_along_axis(noise, seconds.argmin(axis=0)[np.newaxis], axis=0)
-    is_as_fast = seconds <= np.maximum(limit, (1 + np.hypot(noise, of_fastest)) * fastest)
+    fastest_noise = np.take_along_axis(noise, seconds.argmin(axis=0)[np.newaxis], axis=0)
+    is_as_fast = seconds <= np.maximum(limit, (1 + np.hypot(noise, fastest_noise)) * fastest)
     wires = [candidate.compression.wire for candidate in candidates]
-    of_wire = np.array([[wire == other for other in wires] for wire in wires])
-    first = of_wire[is_as_fast.argmax(axis=0)].T  # [candidates, sizes]: whether a candidate has the first wire
+    has_wire = np.array([[wire == other for other in wires] for wire in wires])
+    first = has_wire[is_as_fast.argmax(axis=0)].T  # [candidates, sizes]: whether a candidate has the first wire
     best = np.where(first, seconds, np.inf).min(axis=0)
     chosen = (first & (seconds <= np.maximum(limit, best))).argmax(axis=0)
     last_of_each = [*np.flatnonzero(np.diff(chosen)), len(SIZES) - 1]
@@ -99,7 +100,7 @@ def choices(candidates: Sequence[Candidate]) -> list[tuple[int, Candidate]]:
 
 
 def in_engine(candidates: Sequence[Candidate]) -> _C.CompressionTable:
-    """Converts the choices to the engine's own type, in which it looks up each bucket."""
+    """Converts the choices to the engine's table, in which it looks up each bucket."""
     rows = choices(candidates)
     words = [*(f"{each.compression} up to {numel} values" for numel, each in rows[:-1]), str(rows[-1][1].compression)]
     description = f"compression {' or '.join(words)}"  # ranks compare it
@@ -114,8 +115,8 @@ def _in_engine(each: Compression) -> _C.Compression:
 def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:
     """Returns the candidates of these wires, from least to most lossy, and the simplest algorithm of a wire first.
 
-    Two ranks do not use two_shot: it sends as much as one_shot, in two steps, and rounds once more. If ranks add in
-    float32, bf16 is left out beside fp16: it takes as long, and loses more. Raises ValueError for other names.
+    Two ranks do not use two_shot: it sends as much as one_shot, in two steps, and rounds once more. With sums in
+    float32, fp16 replaces bf16, which takes as long and loses more. Raises ValueError for other names.
     """
     wanted = set(wires)
     if not wanted or not wanted <= set(WIRES):
@@ -137,7 +138,7 @@ def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:
 
 
 def volume(compression: Compression, world_size: int, itemsize: int = 4) -> float:
-    """Returns the bytes that each rank sends for a value, if a gradient value has ``itemsize`` bytes."""
+    """Returns the bytes that each rank sends for each gradient value, which has ``itemsize`` bytes itself."""
     copies = world_size - 1 if compression.algorithm == "one_shot" else 2 * (world_size - 1) / world_size
     return copies * (itemsize if compression.wire == "none" else _BYTES[compression.wire])
 

@@ -27,14 +27,14 @@ from .choose import SIZES, WIRES, Candidate, GroupProfile, compressions, in_engi
 BUDGET = 0.7
 """Seconds that measuring may take, without the time to connect ranks."""
 SMALLEST, LARGEST = 2**12, 2**21
-"""Numbers of gradient values. Beyond the largest only bandwidth counts, so it would tell nothing new."""
+"""Numbers of gradient values. Beyond the largest only bandwidth counts, so more sizes tell nothing new."""
 FACTOR = 8
 """The factor between one size and the next."""
 MIN_TURNS, MAX_TURNS = 3, 15
 SHARE = 0.1
 """The fraction of the budget for turns beyond ``MIN_TURNS`` at a size that is not the last one."""
 UNUSUAL = 2.0
-"""Beyond the measured sizes, the time for a byte differs between candidates by this factor at most: more is noise."""
+"""The largest factor by which a candidate's time for a byte may differ from the usual one. More counts as noise."""
 
 _Profiles: TypeAlias = dict[tuple[object, ...], GroupProfile]
 _profiles: weakref.WeakKeyDictionary[dist.ProcessGroup, _Profiles] = weakref.WeakKeyDictionary()
@@ -49,7 +49,7 @@ def measure_group(
 ) -> GroupProfile:
     """Measures what syncs take on a process group, in under a second. Every rank must call it.
 
-    ``compression="auto"`` does so by itself. On very slow links it takes longer: two small syncs with each candidate.
+    ``compression="auto"`` calls it. On very slow links it takes longer, because each candidate needs two small syncs.
 
     Args:
         process_group: the group, or a one-dimensional ``DeviceMesh``; None for the default group.
@@ -84,18 +84,18 @@ def measure_group(
 def candidates_of(
     compression: Compression | Auto, group: dist.ProcessGroup, named: Mapping[str, Tensor]
 ) -> tuple[Candidate, ...]:
-    """Returns the candidates for the gradients of these parameters. It measures the group if that is not done yet.
+    """Returns the candidates for these parameters' gradients. It measures the group if it has not done so yet.
 
     Raises:
         ValueError: the compression cannot carry one of the parameters, or nodes do not divide the group.
     """
     if isinstance(compression, Compression):
         check_carries(compression.wire, named)
-        return (_given(compression, group),)
-    return _allowed(compression, group, [parameter for parameter in named.values() if parameter.requires_grad])
+        return (_given_candidate(compression, group),)
+    return _auto_candidates(compression, group, [parameter for parameter in named.values() if parameter.requires_grad])
 
 
-def _given(compression: Compression, group: dist.ProcessGroup) -> Candidate:
+def _given_candidate(compression: Compression, group: dist.ProcessGroup) -> Candidate:
     ranks_per_node = compression.ranks_per_node
     if group.size() % ranks_per_node:
         raise ValueError(
@@ -106,7 +106,7 @@ def _given(compression: Compression, group: dist.ProcessGroup) -> Candidate:
     return Candidate(Compression(reduce="fp32") if group.size() == ranks_per_node > 1 else compression)
 
 
-def _allowed(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) -> tuple[Candidate, ...]:
+def _auto_candidates(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) -> tuple[Candidate, ...]:
     if not trained:
         return (Candidate(Compression()),)
     device = trained[0].device
@@ -121,7 +121,7 @@ def _allowed(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) ->
 
 
 class _Turns:
-    """Takes turns on a process group: a ``TakeTurn``."""
+    """Times syncs on a process group. It is a ``TakeTurn``."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, measured: Iterable[Compression]
@@ -182,8 +182,8 @@ class _Turns:
 
 
 TakeTurn = Callable[[int], tuple[list[float], float]]
-"""Syncs so many values once with each candidate. Returns the seconds of each, and the seconds since measuring began:
-equal on all ranks."""
+"""Syncs a number of values once with each candidate. Returns the seconds of each, and the seconds since measuring
+began. All are equal on all ranks."""
 
 
 class Survey:
@@ -194,7 +194,7 @@ class Survey:
 
     Args:
         volumes: bytes that a rank sends of each value, with each of the candidates.
-        take_turn: measures. Decisions depend on its results alone, so that all ranks decide alike.
+        take_turn: times the candidates. Decisions depend on its results alone, so that all ranks decide alike.
     """
 
     def __init__(self, volumes: Mapping[Compression, float], take_turn: TakeTurn) -> None:
@@ -234,8 +234,8 @@ class Survey:
         ):
             seconds, self._spent = self._take_turn(numel)
             self._samples.append(seconds)
-        for compression, of_turns in zip(self._points, zip(*self._samples, strict=True), strict=True):
-            self._points[compression][numel], self._noise[compression][numel] = lower_quartile(of_turns)
+        for compression, samples in zip(self._points, zip(*self._samples, strict=True), strict=True):
+            self._points[compression][numel], self._noise[compression][numel] = lower_quartile(samples)
 
     def _fits(self, numel: int) -> bool:
         return self._spent + MIN_TURNS * sum(self._expected(numel).values()) <= BUDGET
@@ -258,9 +258,10 @@ class Survey:
 def lower_quartile(samples: Sequence[float]) -> tuple[float, float]:
     """Returns the lower quartile and its relative uncertainty. The quartile is used because disturbances only add time.
 
-    The uncertainty is half the distance between two order statistics: those two standard deviations of its rank away,
-    which is an interval of some 95 % (H. A. David and H. N. Nagaraja, Order Statistics, 2003, section 7.1). The upper
-    one is at most the median, because a few disturbed turns say nothing about the others. For one sample it is 0.
+    The uncertainty is half the distance between two order statistics. Their ranks are two standard deviations away from
+    the quartile's, which makes an interval of some 95 % (H. A. David and H. N. Nagaraja, Order Statistics, 2003,
+    section 7.1). The upper one is at most the median, because a few disturbed turns say nothing about the others. For
+    one sample it is 0.
     """
     ordered, rank = sorted(samples), (len(samples) - 1) // 4
     distance = max(1, round(2 * math.sqrt(3 * len(samples)) / 4))
@@ -269,5 +270,5 @@ def lower_quartile(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def _steady(points: Mapping[int, float]) -> list[tuple[int, float]]:
-    """Corrects times so that fewer values never take longer. Where they seemed to, the machine was disturbed."""
+    """Lowers times so that fewer values never take longer. A longer time means that the machine was disturbed."""
     return [(numel, min(seconds for size, seconds in points.items() if size >= numel)) for numel in points]

@@ -8,17 +8,17 @@ from typing import Any
 
 
 def launch_on_ray(fn: Callable[..., Any], nproc: int, *args: Any, max_restarts: int = 0, timeout: float = 900.0) -> Any:
-    """Calls ``fn(*args)`` on ``nproc`` workers of Ray, by its TorchTrainer, and returns what rank 0 returns.
+    """Calls ``fn(*args)`` on ``nproc`` workers of Ray, by its TorchTrainer, and returns the result of rank 0.
 
     The cluster is the one that Ray is connected to, or that RAY_ADDRESS names; without one, Ray starts on this machine.
     Each worker has one GPU if the cluster has as many, else one core. Ray opens the default process group, NCCL or
-    Gloo, before it calls ``fn``; ``fastsync.distributed.process_group`` then yields that one. After a worker was lost,
-    ``fn`` is called again, and has to go on from what it has saved, in a folder that all machines can read.
+    Gloo, before it calls ``fn``, and ``fastsync.distributed.process_group`` uses it. After the loss of a worker Ray
+    calls ``fn`` again. It has to resume from a folder that all machines can read.
 
     Args:
         fn: what each rank does. It and ``args`` travel by pickle.
         nproc: number of ranks.
-        *args: what ``fn`` is called with.
+        *args: the arguments of ``fn``.
         max_restarts: how often Ray starts all ranks again when one has failed.
         timeout: how long a rank waits for the others in a collective, in seconds.
 

@@ -24,9 +24,9 @@ _NAMING_HOSTS = {
 }
 _NOT_READ = ("PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 """Variables of other launchers, which do not all tell how many ranks there are."""
-_FIRST_PORT, _NUM_PORTS = 20000, 12000  # below those that Linux gives to connections, from 32768 on
+_FIRST_PORT, _NUM_PORTS = 20000, 12000  # below Linux's ports for outgoing connections, from 32768 on
 _PORT = 29500
-"""torchrun's port, for launchers that tell no number of the job."""
+"""torchrun's port, for launchers that tell no job number."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rank:
     world_size: int = 1
     local_rank: int | None = 0
     local_world_size: int | None = 1
-    """The number of ranks on this host; ``local_rank`` counts them. Both are None if the launcher does not tell."""
+    """The number of ranks on this host. It and ``local_rank`` are None if the launcher does not tell."""
     first_host: str | None = None
     """The host of rank 0; None if the launcher does not tell."""
     port: int = _PORT
@@ -49,7 +49,7 @@ class Rank:
 
     @contextmanager
     def variables(self) -> Iterator[None]:
-        """Inside the ``with`` block, the variables of torchrun tell torch and other libraries which rank this is.
+        """Sets torchrun's variables inside a ``with`` block, so that torch and other libraries know which rank this is.
 
         MASTER_ADDR and MASTER_PORT stay as they are if they are set.
 
@@ -100,15 +100,15 @@ def this_rank() -> Rank:
     """
     if "RANK" in os.environ:
         return _rank("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if _is_task_slurm_rank():
-        return _alone_or(_slurm_rank())
+    if _has_srun_set_pmi():
+        return _unless_alone(_slurm_rank())
     for launcher, names in _MPI.items():
         if all(name in os.environ for name in names):
-            return _alone_or(replace(_rank(launcher, *names), port=_port_of_open_mpi()))
+            return _unless_alone(replace(_rank(launcher, *names), port=_port_of_open_mpi()))
     if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-        return _alone_or(_slurm_rank())
+        return _unless_alone(_slurm_rank())
     if "PMI_RANK" in os.environ and "PMI_SIZE" in os.environ:
-        return _alone_or(_rank("PMI", "PMI_RANK", "PMI_SIZE"))
+        return _unless_alone(_rank("PMI", "PMI_RANK", "PMI_SIZE"))
     for name in _NOT_READ:
         if name in os.environ:
             raise ValueError(
@@ -119,7 +119,7 @@ def this_rank() -> Rank:
     return Rank()
 
 
-def _is_task_slurm_rank() -> bool:
+def _has_srun_set_pmi() -> bool:
     """Tells whether srun itself has set PMI's variables."""
     pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     return all(os.environ.get(pmi, "") == os.environ.get(slurm) for pmi, slurm in pairs)
@@ -155,8 +155,8 @@ def _number(name: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _alone_or(rank: Rank) -> Rank:
-    """Takes a single rank, such as a shell that srun has opened, for a process without a launcher."""
+def _unless_alone(rank: Rank) -> Rank:
+    """Returns the rank. A single one, such as a shell that srun has opened, counts as a process without a launcher."""
     return rank if rank.world_size > 1 else Rank()
 
 

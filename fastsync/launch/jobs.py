@@ -67,8 +67,8 @@ class Script:
     words: Sequence[str]
     own: ClassVar[str | None] = ""
     resumes: ClassVar[str | None] = None
-    """``own`` and ``resumes`` are placeholders that mark lines of a template: for a user's script, and for the trainer.
-    An empty string keeps a line, and None leaves it out."""
+    """``own`` marks the lines of a template for a user's script, and ``resumes`` those for the trainer. An empty string
+    keeps these lines, and None leaves them out."""
 
     def __post_init__(self) -> None:
         first = self.words[0] if self.words else ""
@@ -130,7 +130,7 @@ class Job:
     nproc: int = 1
     """Ranks on each machine, as many as it has GPUs."""
     cpus_per_node: int | None = None
-    """Cores for each machine, or pod. By default Slurm and SkyPilot are asked for one a rank."""
+    """Cores of each machine, or pod. By default Slurm and SkyPilot are asked for one per rank."""
 
     def __post_init__(self) -> None:
         check_at_least(self, nodes=1, nproc=1, cpus_per_node=1)
@@ -141,7 +141,7 @@ class Slurm(Job):
     """Write a batch script for Slurm, which starts torchrun on each machine.
 
     Your own script stands behind --, as in: fastsync launch slurm --nodes 2 -- train.py. Without it the PPO trainer
-    runs. Shortly before its time limit that saves, and the job requeues itself.
+    runs. Shortly before the time limit the trainer saves, and the job requeues itself.
 
     Pass the options of sbatch, such as --time, to sbatch.
     """
@@ -179,7 +179,7 @@ class Kubernetes(Job):
     submit: ClassVar[str] = "kubectl apply"
 
     image: str | None = None
-    """Container image that has fastsync-torch, for the PPO trainer with the extra train. It must be said."""
+    """Container image that has fastsync-torch, for the PPO trainer with the extra train. It is required."""
     file: str = "trainjob.yaml"
     """File to write. It must not exist yet."""
     name: str = "fastsync"
@@ -187,12 +187,12 @@ class Kubernetes(Job):
     gpus_per_node: int | None = None
     """GPUs of NVIDIA for each pod."""
     memory: str | None = None
-    """Memory for each pod, such as 32Gi. What is in shared memory counts."""
+    """Memory of each pod, such as 32Gi, which includes shared memory."""
     claim: str | None = None
-    """PersistentVolumeClaim, which pods see as /runs. By it a training that is started again goes on."""
+    """PersistentVolumeClaim, which pods mount as /runs. A restarted training resumes from it."""
 
     def values(self, work: Script | Trainer) -> dict[str, object]:
-        """Returns the values of the template's placeholders. Raises ValueError if no image is named."""
+        """Returns the values of the template's placeholders. Raises ValueError without an image."""
         if self.image is None:
             raise ValueError("image is missing: say which container image has fastsync-torch and what you run")
         asked = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
@@ -267,7 +267,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read(name: str, words: Sequence[str]) -> tuple[Slurm | Kubernetes | SkyPilot, Script | Trainer]:
-    """Reads the words after the name of a kind: its options, and what is to run. Errors of tyro end the process.
+    """Reads the words after the name of a kind: its options, and the script to run. Errors of tyro end the process.
 
     Raises:
         ValueError: an option is not known here, or the words after ``--`` cannot run.
@@ -308,7 +308,7 @@ def content(job: Slurm | Kubernetes | SkyPilot, work: Script | Trainer) -> str:
 def _check_options(
     prog: str, kind: type[Slurm | Kubernetes | SkyPilot], words: Sequence[str], known: Iterable[Field[Any]]
 ) -> None:
-    """Raises ValueError for unknown words. It says where they belong: to the submitting command, or after ``--``."""
+    """Raises ValueError for unknown words. It says where to put them: into the submitting command, or after ``--``."""
     names = {option.name for option in known} | {"h", "help"}
     unknown: list[str] = []
     is_known = False

@@ -27,10 +27,10 @@ LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a launch. The launcher sets handlers for them and leaves them behind."""
 
 END_SECONDS = 5
-"""How long ranks have to end, before they are killed. Ranks that still import do not react to signals."""
+"""Seconds that ranks have to end before they are killed. Ranks that still import do not react to signals."""
 
 PATIENCE = 1
-"""After so many of these seconds, ranks that still run are named."""
+"""Seconds after which a message names the ranks that still run."""
 
 
 def launch_ranks(
@@ -48,12 +48,12 @@ def launch_ranks(
     ``fastsync.distributed.process_group`` reads them. SIGTERM and SIGUSR1 are passed on to the ranks as SIGTERM, so
     that they can end in order and return. After ``stop_timeout`` seconds, or at a second signal, they are ended. Ctrl-C
     ends ranks at once; those that still import print a traceback. When a rank has failed, the others are told to end.
-    Those that have not ended after 5 seconds are killed, such as a rank that SIGSTOP has stopped.
+    Ranks that still run after 5 seconds are killed, such as one that SIGSTOP has stopped.
 
     Args:
-        fn: what each rank does: a function at the top level of a module. Arguments and results travel by pickle.
+        fn: the function that each rank calls, at the top level of a module. Arguments and results travel by pickle.
         nproc: number of ranks.
-        *args: what ``fn`` is called with.
+        *args: the arguments of ``fn``.
         max_restarts: how often all ranks are started again when one has failed.
         stop_timeout: seconds that ranks have to end in order when they are told to.
         say: is called with a sentence about ranks that do not end at once after another one has failed.
@@ -97,8 +97,8 @@ def launch_ranks(
 def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
     """Passes signals on to the ranks. Yields a list that holds the first signal once it came.
 
-    The launcher itself would stop waiting for the ranks. But a rank that has returned ends only when the launcher has
-    read its result, so the launcher would kill ranks that end in order.
+    The launcher itself would stop waiting for the ranks. But a rank ends only when the launcher has read its result. So
+    the launcher would kill ranks that end in order.
     """
     first: list[signal.Signals] = []
 
@@ -176,7 +176,7 @@ def _described(rank: int, process: BaseProcess) -> str:
 
 
 def run_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Calls ``fn(*args)`` as a rank. torchrun's report has this name."""
+    """Calls ``fn(*args)`` as a rank. torchrun's report shows this function's name."""
     # Ctrl-C then ends the rank without a traceback, even while C++ waits for other ranks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "OMP_NUM_THREADS" not in os.environ:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Adam(torch.optim.Adam):
-    """``torch.optim.Adam(fused=True)`` without the overhead that outweighs updates of small parameters.
+    """``torch.optim.Adam(fused=True)`` with less overhead, which matters for small parameters.
 
     It computes the same, calls the same hooks and has the same state. It takes no closures. The learning rate is a
     0-dim tensor, so that it can change without a copy.

@@ -38,7 +38,7 @@ from .settings import file_words, words_of
 from .whole_numbers import WHOLE_NUMBERS
 
 STOPPED = 128 + 15
-"""Exit status of a training that was asked to stop and has saved: the one that shells give for SIGTERM."""
+"""Exit status of a training that saved and ended because of a signal. Shells give this status for SIGTERM."""
 
 Command = TypeVar("Command")
 
@@ -56,12 +56,12 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
     finder.add_argument("--config")
     config = finder.parse_known_args(words)[0].config
     try:
-        of_file = [] if config is None else file_words(config)
+        file_options = [] if config is None else file_words(config)
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)
     # The last value of an option wins.
-    words = [*of_file, *words]
+    words = [*file_options, *words]
     return tyro.cli(command, prog=prog, args=words, config=(tyro.conf.OmitArgPrefixes,), registry=WHOLE_NUMBERS)
 
 
@@ -71,7 +71,7 @@ class Arguments:
 
     config: str | None = None
     """A YAML file of settings, or a preset: Acrobot-v1, Atari, CartPole-v1, HalfCheetah-v5, Hopper-v5, LunarLander-v3,
-    Pendulum-v1. Other options win over it. Presets are made for two ranks."""
+    Pendulum-v1. Other options override it. Presets are made for two ranks."""
     settings: Settings = field(default_factory=Settings)
 
 
@@ -83,9 +83,9 @@ def train_rank(settings: Settings) -> str | None:
     """
     with process_group(settings.timeout) as device:
         # All ranks take rank 0's settings, because only rank 0 has to see the run's folder.
-        of_rank_0 = [settings]
-        torch.distributed.broadcast_object_list(of_rank_0)
-        return train(of_rank_0[0], device)[1].stopped_by
+        shared_settings = [settings]
+        torch.distributed.broadcast_object_list(shared_settings)
+        return train(shared_settings[0], device)[1].stopped_by
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _launch_on_ray(options: Launch, settings: Settings, work: Callable[[Settings
 
 
 def _how_to_resume(options: Launch, settings: Settings, more: str = "") -> str:
-    """Returns the end of a message: the command that resumes the run, and ``more``; or that there is no checkpoint."""
+    """Returns the end of a message: the command that resumes the run, then ``more``; or that there is no checkpoint."""
     folder = Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, None))
     if not any((folder / CHECKPOINTS).glob("step-*.pt")):
         return f" before {folder} had a checkpoint"
@@ -224,6 +224,6 @@ def _how_to_resume(options: Launch, settings: Settings, more: str = "") -> str:
 
 
 def option_words(options: Any, *others: str) -> list[str]:
-    """Returns words of a command line for the fields that differ from their defaults, except ``others``."""
+    """Returns command-line options for the fields that differ from their defaults, except ``others``."""
     names = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
     return words_of({name: getattr(options, name) for name in names if name not in others})

@@ -27,7 +27,7 @@ from .runs.metrics import returns_of
 from .whole_numbers import WHOLE_NUMBERS
 
 UNSEEN = 2**31
-"""Number of the environment to evaluate in. No training environment has it, so the episodes are new."""
+"""Number of the evaluation's environment. No training environment has it, so the episodes are new."""
 
 PROGRESS_SECONDS = 10.0
 """The seconds between messages about the progress."""
@@ -44,7 +44,7 @@ class Evaluate:
     """A checkpoint, or the folder of a run, which stands for its newest checkpoint. Without it the runs are listed."""
     episodes: int = 10  # Number of episodes.
     seed: int = 0  # Seeds episodes.
-    max_steps: int = 100_000  # Steps after which an episode that has not ended is cut. It counts as it is then.
+    max_steps: int = 100_000  # Steps after which a running episode is cut. It counts with its return so far.
 
     def __post_init__(self) -> None:
         check_at_least(self, episodes=1, seed=0, max_steps=1)
@@ -153,8 +153,8 @@ def play(
 ) -> list[Episode]:  # fmt: skip
     """Plays episodes in a single environment, one after the other, with the likeliest actions, in eval mode.
 
-    An episode that has not ended after ``max_steps`` steps is cut. ``say`` is called with messages: about the first
-    one, about their number at the end, and about the progress now and then.
+    An episode that has not ended after ``max_steps`` steps is cut. ``say`` is called with messages: about the first cut
+    episode, about the number of cut episodes at the end, and now and then about the progress.
     """
     observations, episodes = environment.reset(), list[Episode]()
     length, total, num_cut, told = 0, 0.0, 0, time.monotonic()

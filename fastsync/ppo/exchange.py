@@ -16,14 +16,14 @@ from .._checks import resolve_group
 from ..distributed import dist_sum
 
 ROW = 512
-"""Numbers that the first collective of ``all_gather`` takes from each rank."""
+"""How many numbers the first collective of ``all_gather`` takes from each rank."""
 
 
 class Exchange:
-    """Collectives over all ranks of the default group. Each call is a collective: every rank must make it in turn.
+    """Collectives over all ranks of the default group. Every rank must make the same calls in the same order.
 
     Args:
-        device: where the group's collectives take tensors.
+        device: the device of tensors in the group's collectives.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Exchange:
         return reduce(torch.add, self._gather(values.detach().contiguous()))
 
     def _gather_rows(self, numbers: Sequence[float], size: int) -> list[list[float]]:
-        """Returns what each rank has given, with zeros behind it up to the size."""
+        """Returns the numbers of each rank, padded with zeros to the size."""
         row = np.zeros(size)
         row[: len(numbers)] = numbers
         return [each.tolist() for each in self._gather(torch.from_numpy(row).to(self._device))]
@@ -62,15 +62,15 @@ class Exchange:
         """Returns the tensors of all ranks, which have one shape and dtype."""
         if self._world_size == 1:
             return [mine]
-        of_rank = [torch.empty_like(mine) for _ in range(self._world_size)]
+        gathered = [torch.empty_like(mine) for _ in range(self._world_size)]
         try:
-            dist.all_gather(of_rank, mine)
+            dist.all_gather(gathered, mine)
         except RuntimeError as error:
             raise RuntimeError(
                 f"fastsync train: rank {self._rank} of {self._world_size} waited for the others in vain, "
                 f"{self._who_is_missing()} ({error})"
             ) from error
-        return of_rank
+        return gathered
 
     def _who_is_missing(self) -> str:
         silent: list[int] = []

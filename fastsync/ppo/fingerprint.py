@@ -1,7 +1,7 @@
 """Fingerprints of functions, which tell whether a source is still the one that an operator was proven equal to.
 
-A fingerprint is a hash of the syntax tree, so comments, formatting and quotes do not count. The text of ``ast.unparse``
-changed with Python 3.11, and the tokens of f-strings with Python 3.12, so neither would do.
+A fingerprint is a hash of the syntax tree, so comments, formatting and quotes do not count. It uses neither
+``ast.unparse``, whose text changed with Python 3.11, nor tokens, which changed with Python 3.12.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ DECORATORS = {"fused.Operator", "staticmethod"}
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
-    """Hashes the source of functions without docstrings and comments. Empty if one has no source, or other decorators.
+    """Hashes the source of functions without docstrings and comments. Returns "" if one has no source or other
+    decorators.
 
     The same source has the same fingerprint under every Python.
     """

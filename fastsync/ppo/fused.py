@@ -2,8 +2,8 @@
 
 An operator replaces a function under ``@Operator`` only while the function's source has the fingerprint noted here;
 ``tests/ppo/test_ops.py`` compares the two. An operator replaces a ``torch.nn.Sequential`` only while it consists of
-small linear layers with tanh between them, without hooks. The operator of ``minibatch_loss`` needs both: the loss and
-the policy's methods as they were proven, and such layers. Everything else runs as it is written.
+small linear layers with tanh between them, without hooks. The operator of ``minibatch_loss`` needs such layers, and
+unchanged sources of the loss and of the policy's methods. Everything else runs as it is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _is_enabled = True
 _ran: dict[str, bool] = {}
 """Whether the operator ran at the last call, by the names of functions and layers."""
 _seen = threading.local()
-"""Inside ``look_once``, ``policies`` maps policies to their weights and biases, or to None."""
+"""``policies`` exists inside ``look_once``. It maps policies to their weights and biases, or to None."""
 
 
 def enable(enabled: bool, own: Sequence[Callable[..., Any]] = ()) -> None:
@@ -44,7 +44,7 @@ def enable(enabled: bool, own: Sequence[Callable[..., Any]] = ()) -> None:
 
 
 def what_ran() -> str:
-    """Returns a sentence in two lines: for which functions and layers operators ran, and for which plain PyTorch."""
+    """Returns a sentence in two lines: which functions and layers ran by operators, and which by plain PyTorch."""
     by_operator = ", ".join(name for name, is_fused in _ran.items() if is_fused)
     plain = ", ".join(name for name, is_fused in _ran.items() if not is_fused)
     if not by_operator:
@@ -79,7 +79,7 @@ def _ppo_loss(new: Any, batch: Any, settings: Any, remaining: float) -> Any:
 
 
 def _minibatch_loss(policy: Any, batch: Any, settings: Any, remaining: float, loss: Any) -> Any:
-    # It is one node of the graph, for a policy of two perceptrons and one choice a step.
+    # The operator is one node of the autograd graph. It needs a policy of two perceptrons and one choice a step.
     policies: dict[nn.Module, Any] = getattr(_seen, "policies", {})
     if policy not in policies:
         policies[policy] = _perceptrons(policy)
@@ -106,8 +106,8 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...]]] = {
     "ppo_loss": ("4af4ff858aba0eed", _ppo_loss, ()),
     "minibatch_loss": ("36661b8ee4d5be09", _minibatch_loss, ("autocast",)),
 }
-"""Maps the name of a plain function to a fingerprint, the operator that was proven equal, and names of more functions
-that the fingerprint includes."""
+"""Maps the name of a plain function to three things: a fingerprint, the operator that was proven equal, and the names
+of more functions that the fingerprint includes."""
 
 _METHODS = ("forward", "features", "outputs", "value", "_in_full_precision")
 _PROVEN = "5e02c0429322d665"
@@ -137,14 +137,15 @@ class Operator(Generic[Result]):
 class Perceptron(nn.Sequential):
     """Linear layers with tanh between them, which one operator computes if it can; see ``fuse``.
 
-    Calling small layers one by one takes longer than computing them. They run layer by layer under autocast, which
-    casts in each layer, under torch.compile, off CPUs, in float64, and as soon as a layer has another type or hooks.
+    Calling small layers one by one takes longer than computing them. The layers still run one by one under autocast,
+    which casts in each layer, under torch.compile, on other devices and in float64. They do as well if a layer has
+    another type or hooks.
     """
 
     name = "layers"  # in the policy
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., outputs] of [..., inputs]."""
+        """Maps [..., inputs] to [..., outputs]."""
         can = _suits(rows) and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
         operands = self.operands() if can else None
         _ran[self.name] = operands is not None
@@ -205,7 +206,7 @@ def _alternate(layers: list[Any]) -> bool:
     """Returns whether these are linear layers with biases and tanh between them, without hooks."""
     kind, other = nn.Linear, nn.Tanh  # type: tuple[type[nn.Module], type[nn.Module]]
     for layer in layers:
-        own = layer.__dict__  # every step of an environment comes here
+        own = layer.__dict__  # this runs at every step of the environments
         if type(layer) is not kind or "forward" in own or "_compiled_call_impl" in own:
             return False
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
@@ -219,7 +220,7 @@ def _alternate(layers: list[Any]) -> bool:
 def fuse(policy: nn.Module) -> None:
     """Makes each ``nn.Sequential`` in a policy a ``Perceptron`` if an operator can compute it.
 
-    Its weights have to fit into a core's second-level cache. With larger ones libraries are faster.
+    The weights of each layer have to fit into a core's second-level cache. For larger ones libraries are faster.
     """
     for name, module in policy.named_modules():
         layers = list(module.children())

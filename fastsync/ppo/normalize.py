@@ -25,7 +25,7 @@ def moments(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Converts ``moments`` to the number of rows, their mean [D] and their variance [D]; of no rows both are 0."""
+    """Converts ``moments`` to the number of rows, their mean [D] and their variance [D]; without rows both are 0."""
     count, total, squares = moments[0], *moments[1:].chunk(2)
     divisor = count.clamp(min=1)
     mean = total / divisor
@@ -51,7 +51,7 @@ class RunningMoments(nn.Module):
         count, mean, variance = mean_and_variance(added)
         everything = (self.count + count).clamp(min=1)
         shift = mean - self.mean
-        # The initial variance of 1 is a convention: its count is 0, so it has no weight here.
+        # The initial variance of 1 has no weight here, because its count is 0.
         self.variance.copy_(
             (self.variance * self.count + variance * count + shift.square() * self.count * count / everything)
             / everything
@@ -91,7 +91,7 @@ class RewardNormalizer(RunningMoments):
     def discounted_returns(self, rewards: Tensor, done: Tensor, discounted_sums: Sums) -> Tensor:
         """Returns R at each step [T, N], from rewards [T, N] and ends of episodes [T, N]. Rollouts must come in order.
 
-        ``discounted_sums`` is that of ppo.py, which sums over later rows. Here the rows are reversed.
+        ``discounted_sums`` of ppo.py sums over later rows, so the rows are reversed here.
         """
         goes_on = (~done).to(rewards.dtype)
         summands = torch.cat([torch.add(rewards[:1], self.carried, alpha=self._gamma), rewards[1:]])

@@ -156,8 +156,8 @@ class Policy(nn.Module):
     """An actor and a critic. A subclass calls ``super().__init__`` and makes ``actor`` and ``critic``.
 
     It acts in eval mode, in rollouts and in ``fastsync eval``, and learns in train mode. A layer that the subclass
-    leaves in eval mode, such as a frozen one, stays so. All ranks take rank 0's buffers, such as the running mean of a
-    BatchNorm, with each sync of gradients. With another ``sync`` they do so whenever weights are averaged.
+    leaves in eval mode, such as a frozen one, stays in it. With each sync of gradients all ranks take the buffers of
+    rank 0, such as the running mean of a BatchNorm. With another ``sync`` they do so whenever weights are averaged.
 
     Attributes:
         actor: maps observations ``[..., *shape]`` to the distribution's outputs [..., distribution.num_outputs].
@@ -192,11 +192,11 @@ class Policy(nn.Module):
         return observations if self.trunk is None else self.trunk(observations)
 
     def outputs(self, features: Tensor) -> Tensor:
-        """Computes the distribution's outputs [..., num_outputs], in full precision also under autocast."""
+        """Computes the distribution's outputs [..., num_outputs], in full precision even under autocast."""
         return self._in_full_precision(self.actor(features))
 
     def value(self, features: Tensor) -> Tensor:
-        """Computes values, the expected discounted returns [...], in full precision also under autocast."""
+        """Computes values, the expected discounted returns [...], in full precision even under autocast."""
         return self._in_full_precision(self.critic(features)).squeeze(-1)
 
     @staticmethod
@@ -219,8 +219,8 @@ class ActorCritic(Policy):
     """The network that the settings describe.
 
     Weights are orthogonal and biases 0. The gain is sqrt(2) in hidden layers, 1 for the value, and 0.01 for the
-    distribution's outputs, so that the first policy is nearly uniform (Engstrom et al., "Implementation Matters in Deep
-    RL", ICLR 2020). The convolutions for images are those of Mnih et al. ("Human-level control", Nature 2015).
+    distribution's outputs. So the first policy is nearly uniform (Engstrom et al., "Implementation Matters in Deep RL",
+    ICLR 2020). The convolutions for images are those of Mnih et al. ("Human-level control", Nature 2015).
     """
 
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
@@ -261,7 +261,7 @@ def make_policy(
 ) -> Policy:
     """Makes a policy in float32 on the CPU, with weights from torch's global generator.
 
-    Another default dtype or device of torch, such as an environment's module may have set, changes nothing.
+    torch's default dtype and device have no effect, because an environment's module may have changed them.
 
     Args:
         settings: settings of the run. ``settings.policy`` names the class if ``kind`` is None.
@@ -319,7 +319,7 @@ def hidden_layers(sizes: Sequence[int], activation: str) -> nn.Sequential:
 
 
 def initialized(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
-    """Sets orthogonal weights of that gain and biases of 0, and returns the layer."""
+    """Sets orthogonal weights with this gain, and biases of 0. Returns the layer."""
     nn.init.orthogonal_(layer.weight, gain)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)

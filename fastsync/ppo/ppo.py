@@ -3,9 +3,8 @@
 The algorithm: Schulman et al., "Proximal policy optimization algorithms", 2017, https://arxiv.org/abs/1707.06347
 Comments give shapes of tensors: T steps of a rollout, N environments of this rank, B rows of a minibatch.
 
-What you edit here is what runs. On CPUs a fused operator of csrc/ppo replaces each function under ``@fused.Operator``,
-but only while the function's source is the one that the operator was proven equal to. The run prints which operators it
-uses. With ``--no-fused`` it uses none.
+Your edits here take effect. On CPUs a fused operator of csrc/ppo replaces each function under ``@fused.Operator``, but
+only while you have not changed the function. The run prints which operators it uses. With ``--no-fused`` it uses none.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ KL_TOLERANCE = 1.5  # learning from a rollout ends at this multiple of target_kl
 # --- Settings ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    """PPO's settings. Those of every run come first. Counts of environments, steps and minibatches are per rank."""
+    """PPO's settings, after those of every run. Counts of environments, steps and minibatches are per rank."""
 
     num_steps: int = 32  # Steps of each environment per rollout.
     gamma: float = 0.98  # Discount factor per step.
@@ -66,8 +65,8 @@ class Settings(RunSettings):
     """Parts of a minibatch that go through the network in turn, to save memory. Each minibatch sends gradients once."""
     learning_rate: float = 1e-3  # Learning rate of Adam at the start.
     lr_schedule: Literal["constant", "linear", "adaptive"] = "linear"
-    """linear lowers the learning rate to 0 over the run. adaptive divides it by 1.5 if the KL divergence of a
-    minibatch is over twice target_kl, and multiplies it by 1.5 if it is under half. It stays in [1e-5, 1e-2]."""
+    """linear lowers the learning rate to 0 over the run. adaptive divides it by 1.5 if a minibatch's KL divergence is
+    over twice target_kl, and multiplies it by 1.5 if under half. It stays in [1e-5, 1e-2]."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """Multiply the learning rate by the number of ranks (linear), or by its square root (sqrt)."""
     warmup_updates: int = 0  # Updates over which the learning rate rises to its full value.
@@ -96,7 +95,7 @@ class Rollout(NamedTuple):
     """T steps of N environments. The next rollout overwrites these tensors.
 
     After an episode ends, the next step only resets the environment. It ignores the action, has reward 0, and is not
-    valid. Where the last observation of a terminated episode is nan or extreme, its row is 0.
+    valid. If the last observation of a terminated episode is nan or extreme, its row is 0.
     """
 
     observations: Tensor  # [T, N, *observation_shape]
@@ -107,7 +106,7 @@ class Rollout(NamedTuple):
     done: Tensor  # [T, N] bool: the step ended the episode, by termination or truncation
     valid: Tensor  # [T, N] bool: the row is a step of an episode, not a reset
     log_probs: Tensor  # [T, N]: log-probabilities of the actions
-    next_values: Tensor  # [T, N]: values of the next observations; where an episode ends, of its last one
+    next_values: Tensor  # [T, N]: values of the next observations; at the end of an episode, of its last observation
     episodes: list[Episode]  # the episodes that ended
     infos: dict[str, float]  # means of the numbers that settings.log_info names
     environment_seconds: float  # time in the environments
@@ -168,7 +167,7 @@ class Collector:
 
 # --- Advantages -------------------------------------------------------------------------------------------------------
 def discounted_sums(summands: Tensor, decays: Tensor) -> Tensor:
-    """Returns sums [T, N]: ``sums[t] = summands[t] + decays[t] * sums[t + 1]``; the last row is its summand."""
+    """Returns sums [T, N]: ``sums[t] = summands[t] + decays[t] * sums[t + 1]``; the last row equals its summand."""
     sums = summands.clone()
     following, *rows = reversed(sums.unbind())
     for row, decay in zip(rows, decays[:-1].flip(0), strict=True):
@@ -181,9 +180,9 @@ def estimate_advantages(
 ) -> Tensor:
     """Generalised advantage estimation (Schulman et al., ICLR 2016, https://arxiv.org/abs/1506.02438, equation 16).
 
-    All tensors are [T, N], as in Rollout. The next state has the value 0 where the episode terminated, and
-    ``next_values`` otherwise, also where the episode was truncated. The sum stops at the end of an episode. Rows
-    that only reset an environment get a value too. It has no meaning, and affects no other row.
+    All tensors are [T, N], as in Rollout. The next state has the value 0 if the episode terminated. Otherwise it has
+    ``next_values``, even if the episode was truncated. The sum stops at the end of an episode. The results for rows
+    that only reset an environment have no meaning, and affect no other row.
     """
     deltas = rewards + settings.gamma * next_values * ~terminated - values
     decays = settings.gamma * settings.gae_lambda * (~done).to(deltas.dtype)
@@ -275,13 +274,14 @@ class PPO:
         self.streams = RandomStreams(settings.seed, first_index=first, num_envs=num_envs, device=device)
         spaces = environments.single_observation_space, environments.single_action_space
         self.policy = make_policy(settings, *spaces, policy).to(device)
-        torch.manual_seed(seed_from(settings.seed, dist.get_rank()))  # each rank drops other units in Dropout
+        torch.manual_seed(seed_from(settings.seed, dist.get_rank()))  # ranks draw different Dropout masks
         self.exchange = Exchange(device)
         lr = torch.tensor(settings.learning_rate, dtype=torch.float32, device=device)
         self.parameters = list(self.policy.parameters())
         self.optimizer = Adam(self.parameters, lr=lr, eps=1e-5)
         self.outer: DiLoCo | None = None  # averages weights, if gradients are not averaged
-        # From here on all ranks have rank 0's weights, and backward() averages gradients over the ranks of self.sync.
+        # From here on all ranks have the weights of rank 0, and backward() averages gradients over the group of
+        # self.sync.
         if settings.sync == "gradients":
             self.sync = attach(self.policy, settings.compression, broadcast_buffers=bool(own_buffers(self.policy)))
         else:
@@ -297,7 +297,7 @@ class PPO:
         self.reward_normalizer: RewardNormalizer | None = None
         if settings.norm_rewards:
             self.reward_normalizer = RewardNormalizer(settings.gamma, num_envs, self.policy.dtype).to(device)
-        self.waiting = Stopwatch(device)  # time in collectives other than the gradients'
+        self.waiting = Stopwatch(device)  # time in other collectives than those of gradients
         self.collector = Collector(settings, environments, self.policy, self.streams)
 
     def collect(self) -> Rollout:
@@ -315,15 +315,15 @@ class PPO:
         advantages = self.estimate_advantages(
             rewards, rollout.values, rollout.next_values, rollout.terminated, rollout.done, settings
         )  # [T, N]
-        of_advantages = self._moments(advantages.unsqueeze(-1), rollout.valid)  # [3]
-        num_valid, world_size, num_minibatches = of_advantages[0], dist.get_world_size(), settings.num_minibatches
+        advantage_moments = self._moments(advantages.unsqueeze(-1), rollout.valid)  # [3]
+        num_valid, world_size, num_minibatches = advantage_moments[0], dist.get_world_size(), settings.num_minibatches
         weights = row_weights(rollout.valid, num_valid, world_size=world_size, num_minibatches=num_minibatches)
         batch = Batch(
             observations=rollout.observations,
             actions=rollout.actions,
             log_probs=rollout.log_probs,
             values=rollout.values,
-            advantages=normalize_advantages(advantages, of_advantages) if settings.norm_advantages else advantages,
+            advantages=normalize_advantages(advantages, advantage_moments) if settings.norm_advantages else advantages,
             returns=advantages + rollout.values,
             weights=weights.to(advantages.dtype),
         )  # each column is [T, N, ...]
@@ -331,7 +331,7 @@ class PPO:
         self.learning_rate.start_update(remaining=remaining, update=self.update)
         if num_valid:
             metrics = self._update(batch, remaining)
-        else:  # all ranks only reset environments, as with num_steps=1 and episodes that end together
+        else:  # all ranks only reset environments, such as with num_steps=1 and episodes that end together
             metrics = dict.fromkeys((*fused.METRICS, "grad_norm"), math.nan) | {"optimizer_steps": 0.0}
         metrics["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if self.policy.normalizer is not None:
@@ -340,8 +340,8 @@ class PPO:
         self.step += int(num_valid)
         self.update += 1
         if self.outer is not None and (self.update % settings.sync_every == 0 or self.step >= settings.total_steps):
-            self.outer.step()  # also after the last update, so that all ranks end with common weights
-            if buffers := own_buffers(self.policy):  # DiLoCo leaves some alone, such as counts
+            self.outer.step()  # the last update counts, too, so that all ranks end with common weights
+            if buffers := own_buffers(self.policy):  # DiLoCo does not average all buffers, such as counts
                 broadcast_named(buffers, resolve_group(None))
         return metrics
 
@@ -369,14 +369,14 @@ class PPO:
                 break  # all ranks that average gradients stop here, because kl is the same on all
             steps.append([*metrics.values(), self._take_step()])
         names = (*metrics, "grad_norm")
-        logged = [torch.as_tensor(value, device=self.device) for of_step in steps for value in of_step]
+        logged = [torch.as_tensor(value, device=self.device) for step_values in steps for value in step_values]
         for name, value in zip(names, logged, strict=False):
             if value.dim():
                 raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
         with torch.no_grad():
             none = torch.empty(0, len(names), device=self.device)
             table = torch.stack(logged).float().view(len(steps), -1) if steps else none
-            # GradScaler skips steps whose gradients are not finite. If its scale is 0, the training is lost.
+            # GradScaler skips steps whose gradients are not finite. At a scale of 0 the training is lost, so all count.
             if self.scaler.is_enabled() and self.scaler.get_scale() > 0.0:
                 table = table[table[:, -1].isfinite()]
             means = table.mean(0).tolist()
@@ -393,14 +393,14 @@ class PPO:
     def _backward(self, minibatch: Batch, remaining: float) -> tuple[dict[str, Tensor], Tensor | None]:
         """Computes gradients. Returns this rank's metrics and, with target_kl, the KL divergence over all ranks."""
         *first, last = Shuffler.cut(minibatch, self.settings.num_micro_batches)
-        of_parts = []
+        part_metrics = []
         for part in first:
             with self.sync.no_sync():
                 loss, metrics = self._loss(part, remaining)
                 self.scaler.scale(loss).backward()
-            of_parts.append(metrics)
+            part_metrics.append(metrics)
         loss, metrics = self._loss(last, remaining)
-        for others in of_parts:
+        for others in part_metrics:
             metrics = {name: others[name] + value for name, value in metrics.items()}  # sums of weighted rows
         target_kl = self.settings.target_kl
         if target_kl is not None:

@@ -11,7 +11,7 @@ class RandomStreams:
 
     A number depends on the seed, on the environment's number among those of all ranks, and on the number of earlier
     draws. So it does not depend on how environments are spread over ranks, and the whole state is one integer. torch's
-    generators do not offer that on every device. The numbers are counters mixed by SplitMix64 (Steele, Lea and Flood,
+    generators cannot do that on every device. The numbers are counters mixed by SplitMix64 (Steele, Lea and Flood,
     OOPSLA 2014).
 
     Args:

@@ -41,7 +41,7 @@ from .settings import RunSettings
 
 @contextmanager
 def open_session(settings: RunSettings, device: torch.device | None) -> Iterator[Session]:
-    """Opens what a training needs, for a ``with`` block. Every rank must call it.
+    """Opens a training's session for a ``with`` block. Every rank must call it.
 
     Raises:
         ValueError: the environment is not supported, the run folder exists already, or the run cannot be resumed.
@@ -105,7 +105,7 @@ class Session:
         return self._is_stopped or self._ppo.step >= self._settings.total_steps
 
     def report(self, rollout: Any, metrics: dict[str, float]) -> None:
-        """Gathers, prints and logs the metrics of an update, and saves when it is time. Every rank must call it."""
+        """Gathers, prints and logs the metrics of an update, and saves a checkpoint if due. Every rank must call it."""
         began = time.perf_counter()
         is_due = began - self._saved_at >= self._settings.checkpoint_interval
         mine = RankReport(
@@ -121,7 +121,7 @@ class Session:
         reports = gather_reports(mine, self._ppo.exchange)
         self._last_episodes.extend(ended_episodes(reports))
         gathered_at = time.perf_counter()
-        self._gathering_seconds = gathered_at - began  # counted in the next update, because this report is sent
+        self._gathering_seconds = gathered_at - began  # counted in the next update, because the report has been sent
         self._seconds = gathered_at - self._started
         _check_finite(reports, self._ppo.update)
         self._is_stopped = any(each.stop_requested for each in reports)
@@ -190,13 +190,13 @@ class Session:
             mine["learner"] = learner
         if ppo.reward_normalizer is not None:
             mine["discounted_return"] = ppo.reward_normalizer.carried.cpu()
-        of_rank: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-        dist.gather_object(mine, of_rank)
-        if of_rank is None:
+        states: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
+        dist.gather_object(mine, states)
+        if states is None:
             return
         checkpoint = Checkpoint(
             settings=self._settings.as_dict(), world_size=self._world_size, step=ppo.step, update=ppo.update,
-            seconds=self._seconds, learner=learner | {"num_draws": ppo.streams.num_draws}, environments=of_rank,
+            seconds=self._seconds, learner=learner | {"num_draws": ppo.streams.num_draws}, environments=states,
             window=[list(episode) for episode in self._last_episodes],
         )  # fmt: skip
         self._checkpoints.save(checkpoint, mean(returns_of(self._last_episodes)))
@@ -207,7 +207,7 @@ class Session:
         return [torch.get_rng_state(), *on_gpu]
 
     def _resume(self, checkpoint: Checkpoint) -> list[str]:
-        """Restores a checkpoint, even of another number of ranks. Returns sentences about what is not exact."""
+        """Restores a checkpoint, even of another number of ranks. Returns sentences about parts that are not exact."""
         ppo, saved = self._ppo, checkpoint.environments
         ppo.step, ppo.update, self._seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
         self._last_episodes.extend(Episode(*episode) for episode in checkpoint.window)
@@ -246,7 +246,7 @@ class Session:
 
 
 def _parts(ppo: Any) -> dict[str, Any]:
-    """Returns what a checkpoint holds of the learner. Where gradients are averaged, only residuals differ by rank."""
+    """Returns the learner's parts for a checkpoint. With averaged gradients only residuals differ between ranks."""
     parts = {"model": ppo.policy, "optimizer": ppo.optimizer, "scaler": ppo.scaler, "sync": ppo.sync}
     parts |= {"learning_rate": ppo.learning_rate, "outer": ppo.outer, "rewards": ppo.reward_normalizer}
     return {name: part for name, part in parts.items() if part is not None}

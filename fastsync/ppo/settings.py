@@ -50,11 +50,11 @@ class RunSettings:
     """Normalise observations by their running mean and variance over all ranks, and clip them to [-10, 10]."""
 
     sync: Literal["gradients", "local_sgd", "diloco"] = "gradients"
-    """What ranks average: gradients, at every optimizer step; or weights, after every sync_every rollouts, for slow
-    links. local_sgd takes the mean of the weights, diloco moves them with an outer optimizer."""
+    """Ranks average gradients at every optimizer step or, for slow links, weights after every sync_every rollouts.
+    local_sgd takes the mean of the weights, diloco moves them with an outer optimizer."""
     sync_every: int = 1  # Rollouts that each rank learns from by itself before weights are averaged.
     compression: str = "none"
-    """How gradients or changes of weights are sent: none, bf16, fp16, int8 or int4. Options follow a plus sign, such
+    """Compression of gradients or of weight changes: none, bf16, fp16, int8 or int4. Options follow a plus sign, such
     as int8+ef for error feedback. auto measures and chooses."""
     precision: Precision = "fp32"  # Precision of the computation. bf16 and fp16 use autocast, fp16 also a GradScaler.
     fused: bool = True
@@ -92,11 +92,11 @@ class RunSettings:
             if not holds(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)} {demand}")
 
-    def _check_divides(self, name: str, whole: int, of_what: str) -> None:
+    def _check_divides(self, name: str, whole: int, rows_of: str) -> None:
         """Raises ValueError if the setting does not divide ``whole`` rows."""
         parts = getattr(self, name)
         if whole % parts:
-            raise ValueError(f"{name}={parts} does not divide the {whole} rows {of_what}; choose one that does")
+            raise ValueError(f"{name}={parts} does not divide the {whole} rows {rows_of}; choose one that does")
 
 
 Kind = TypeVar("Kind", bound=RunSettings)
@@ -139,7 +139,7 @@ def file_words(source: str) -> list[str]:
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Returns words of a command line with these values. None is left out."""
+    """Returns command-line options with these values. It leaves out values that are None."""
     words: list[str] = []
     for key, value in values.items():
         name = str(key).replace("_", "-")

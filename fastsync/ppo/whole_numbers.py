@@ -11,7 +11,7 @@ WHOLE_NUMBERS = ConstructorRegistry()
 
 
 def whole_number(text: str) -> int:
-    """Reads a whole number. Raises ValueError, with what is accepted, if the text is none."""
+    """Reads a whole number. Raises ValueError for other text, and says which forms are accepted."""
     try:
         return int(text)
     except ValueError:
@@ -26,7 +26,7 @@ def whole_number(text: str) -> int:
 
 
 @WHOLE_NUMBERS.primitive_rule
-def _of_int(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+def _whole_number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
     if info.type is not int:
         return None
     return PrimitiveConstructorSpec(

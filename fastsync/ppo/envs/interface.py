@@ -61,11 +61,11 @@ class Environments(ABC):
         self.single_action_space = vector.single_action_space
         self.first_index, self.notes = first_index, notes
         self._translate = action_translator(vector.single_action_space)
-        self._clear_accounts()
+        self._clear_statistics()
 
     def reset(self) -> Array:
         """Begins new episodes in all environments. Returns the first observations, [N, ...]."""
-        self._clear_accounts()
+        self._clear_statistics()
         self._observations = self._reset()
         return self._observations
 
@@ -89,8 +89,8 @@ class Environments(ABC):
 
     def state(self) -> dict[str, Any]:
         """Returns the environments' state, as dicts, lists, numbers, strings and tensors. It shares no memory."""
-        accounts = {"returns": self._returns, "lengths": self._lengths, "restarting": self._restarting}
-        state: dict[str, Any] = {"observations": self._observations, **accounts, **self._state()}
+        statistics = {"returns": self._returns, "lengths": self._lengths, "restarting": self._restarting}
+        state: dict[str, Any] = {"observations": self._observations, **statistics, **self._state()}
         # torch.load(weights_only=True) reads tensors, and no arrays.
         saved: dict[str, Any] = tree_map_only(
             (np.ndarray, np.generic), lambda value: torch.from_numpy(np.array(value)), state
@@ -104,7 +104,7 @@ class Environments(ABC):
             The observations to act on, [N, ...]; None if the environments could not be restored exactly. Then they
             must be reset.
         """
-        # It copies the tensors. Tensors without dimensions become numpy's scalars.
+        # This copies the tensors. 0-dim tensors become numpy's scalars.
         saved = tree_map_only(torch.Tensor, lambda value: value.numpy().copy()[()], state)
         observations = self._restore(saved)
         if observations is None or not same_values(observations, saved["observations"]):
@@ -123,7 +123,7 @@ class Environments(ABC):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _clear_accounts(self) -> None:
+    def _clear_statistics(self) -> None:
         self._restarting = np.zeros(self.num_envs, dtype=np.bool_)
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, dtype=np.int64)

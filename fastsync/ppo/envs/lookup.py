@@ -66,7 +66,7 @@ class EnvSource:
 def notes_on(name: str, env: Any) -> list[str]:
     """Returns a sentence for the user if an environment normalises by running statistics, as wrappers of gymnasium do.
 
-    Each of its copies has statistics of its own, which neither a checkpoint nor ``fastsync eval`` can know.
+    Each copy of the environment has its own statistics, which are neither in checkpoints nor in ``fastsync eval``.
     """
     keepers = []
     while env is not None:
@@ -131,7 +131,7 @@ def import_from(setting: str, name: str) -> Any:
 
 def _import(module_name: str) -> Any:
     if os.getcwd() not in sys.path:
-        # The command would not find modules of the current folder otherwise, unlike python -m.
+        # The command itself does not look for modules in the current folder, unlike python -m.
         sys.path.insert(0, os.getcwd())
     return importlib.import_module(module_name)
 

@@ -25,8 +25,8 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
     """Makes the environments of one rank. Among those of all ranks their numbers begin at rank * num_envs.
 
     With vectorization sync and async an environment depends only on the run's seed and its own number. So it does not
-    depend on how environments are spread over ranks. That is so unless it draws from the generators of numpy or Python
-    that a whole process shares. They are seeded, too, by rank, and with async by environment.
+    depend on how environments are spread over ranks. An exception is an environment that draws from the global
+    generators of numpy or Python. These are seeded, too: for each rank, or with async for each environment.
 
     Args:
         settings: env, seed, num_envs and vectorization are used.
@@ -43,7 +43,7 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
     source = find_env(settings.env)
     kind = settings.vectorization
     if kind == "auto":
-        # gymnasium registers a vectorised implementation of games, which lacks what training needs.
+        # gymnasium registers a vectorised implementation of Atari games, which cannot be trained on; see below.
         own = source.spec is not None and source.spec.vector_entry_point is not None and not source.is_atari
         kind = "vector_entry_point" if own else "sync"
     if kind == "vector_entry_point":
@@ -70,17 +70,17 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
 
 
 def make_one(settings: RunSettings) -> Environments:
-    """Makes one environment in this process, with the errors that those of the run would have."""
+    """Makes one environment in this process. It raises the same errors as for those of the run."""
     kind = "sync" if settings.vectorization == "async" else settings.vectorization
-    of_run = {field.name: getattr(settings, field.name) for field in fields(RunSettings)}
-    return make_environments(RunSettings(**of_run | {"num_envs": 1, "vectorization": kind}), rank=0)
+    run_values = {field.name: getattr(settings, field.name) for field in fields(RunSettings)}
+    return make_environments(RunSettings(**run_values | {"num_envs": 1, "vectorization": kind}), rank=0)
 
 
 def _make_recorder(
     source: EnvSource, seed: int, index: int, first_episode: int, rank_pid: int
 ) -> gymnasium.Env[Any, Any]:
     if os.getpid() != rank_pid:
-        # Signals to a whole job reach this process, too. The rank needs it to save, and ends it afterwards.
+        # Signals to a whole job reach this process, too. The rank needs the process to save, and ends it afterwards.
         for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         seed_globals(seed, index, first_episode)

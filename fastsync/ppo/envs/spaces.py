@@ -17,7 +17,7 @@ LEAST_IMAGE_SIZE = 36  # height and width that the convolutions need
 
 
 def suits(observations: Space[Any]) -> bool:
-    """Returns whether the networks take these observations as they are: vectors, or bytes of three dimensions."""
+    """Returns whether the networks take these observations as they are: vectors, or uint8 of three dimensions."""
     shape = observations.shape or ()
     is_bytes = len(shape) == 3 and observations.dtype == np.uint8
     return isinstance(observations, spaces.Box) and (len(shape) == 1 or is_bytes)
@@ -63,7 +63,7 @@ def action_translator(space: Space[Any]) -> Callable[[Array], Array]:
     """Returns a function from actions of the policy (int64 [N] or [N, k] from 0, or real [N, k] without bounds) to
     actions in the space: shifted to its start, or clipped to its bounds and of its dtype.
 
-    They share no memory with the policy's, which an environment may change in place.
+    The results share no memory with the policy's actions, because an environment may change them in place.
     """
     if isinstance(space, spaces.Box):
         low, high, dtype = space.low, space.high, space.dtype

@@ -1,7 +1,7 @@
 """Environments that gymnasium steps: copies of one environment, and vectorised implementations.
 
-They are restored in the middle of an episode: it restarts with its seed, and the actions since are repeated. That is
-exact if an episode is a function of its seed and its actions, which a trial checks.
+To restore an environment in the middle of an episode, the episode restarts with its seed, and its actions are repeated.
+That is exact if an episode depends only on its seed and its actions. A trial checks this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Seeds every episode of an environment separately, and records its actions.
 
     Episode k of environment ``index`` begins with ``reset(seed=seed_from(seed, index, k))``, whatever seed the caller
-    passes. Its spaces and its ``np_random`` are seeded once, for environments that draw from them and ignore that
+    passes. Its spaces and its ``np_random`` are seeded once, because some environments draw from them and ignore that
     seed. Vector environments, also those in other processes, use ``call("snapshot")``, ``set_attr("restore_from",
     snapshots)`` and ``call("restore")``. The first ``step`` after that only repeats the last result, with reward 0, so
     that the vector environment knows which episodes have ended.
@@ -53,23 +53,23 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._actions: list[Any] = []
         self._resets: list[int] = []
         self._ended = (False, False)
-        self._told_again: Any = None
-        unwrapped, of_spaces = env.unwrapped, seed_from(*self._stream, first_episode)
-        unwrapped.np_random = np.random.default_rng(of_spaces)
-        unwrapped.action_space.seed(of_spaces)
-        unwrapped.observation_space.seed(of_spaces)
+        self._repeated_observation: Any = None
+        unwrapped, space_seed = env.unwrapped, seed_from(*self._stream, first_episode)
+        unwrapped.np_random = np.random.default_rng(space_seed)
+        unwrapped.action_space.seed(space_seed)
+        unwrapped.observation_space.seed(space_seed)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begins the next episode with its own seed, and ignores ``seed``."""
-        self._ended, self._told_again = (False, False), None
+        self._ended, self._repeated_observation = (False, False), None
         if self._may_go_on and self.env.get_wrapper_attr("resets_go_on"):
             self._resets.append(len(self._actions))
             return self.env.reset(options=options)
         return self._begin(self._episode + 1, options)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        if self._told_again is not None:
-            observation, self._told_again = self._told_again, None
+        if self._repeated_observation is not None:
+            observation, self._repeated_observation = self._repeated_observation, None
             return observation, 0.0, *self._ended, {}
         if len(self._actions) <= MAX_ACTIONS:
             # The action is a row of an array that the caller may overwrite.
@@ -102,19 +102,19 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
                 observation, _, *ended, _ = self.env.step(actions[number])
         self._actions, self._resets = actions, resets
         self._ended = (bool(ended[0]), bool(ended[1]))
-        self._told_again = observation
+        self._repeated_observation = observation
         return True
 
     def _trial(self) -> list[Any]:
-        """Returns observations, rewards and ends of the trial episode, which has always the same seed and actions."""
+        """Plays the trial episode, always with the same seed and actions. Returns all results of its steps."""
         space = copy.deepcopy(self.env.action_space)  # the environment may use the generator of its own space
         space.seed(0)
-        told: list[Any] = [self._begin(self.restore_from["episode"])[0]]
+        results: list[Any] = [self._begin(self.restore_from["episode"])[0]]
         ended: list[Any] = [False]
-        while not any(ended) and len(told) < TRIAL_STEPS:
+        while not any(ended) and len(results) < TRIAL_STEPS:
             observation, reward, *ended, _ = self.env.step(space.sample())
-            told.append(np.array([*np.ravel(observation), reward, *ended], np.float64))
-        return told
+            results.append(np.array([*np.ravel(observation), reward, *ended], np.float64))
+        return results
 
     def _begin(self, episode: int, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self._episode, self._actions, self._resets = episode, [], []
@@ -126,7 +126,7 @@ class RecordedEnvironments(Environments):
 
     Args:
         vector: the vector environment.
-        counts_games: whether statistics are those of whole games (``LifeByLife``), instead of the policy's episodes.
+        counts_games: whether statistics are of whole games (``LifeByLife``), and not of the policy's episodes.
         first_index, notes: see ``Environments``.
     """
 

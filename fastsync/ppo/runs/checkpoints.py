@@ -31,10 +31,11 @@ class Checkpoint:
     best_return: float = -math.inf  # Mean return of the best checkpoint so far, this one included.
 
     def settings_as(self, kind: type[Kind]) -> Kind:
-        """Returns the settings that a kind of settings has. A script's subclass may have more.
+        """Returns the settings as a ``kind``. It leaves out those that ``kind`` lacks, such as those of a script's
+        subclass.
 
         Raises:
-            ValueError: their values do not suit this version.
+            ValueError: the values do not suit this version.
         """
         known = {field.name for field in fields(kind)}
         values: dict[str, Any] = {

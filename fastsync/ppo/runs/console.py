@@ -37,9 +37,10 @@ class RunConsole:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds the metrics of an update, and prints the progress if that is due. Times are shares since the start.
+        """Adds the metrics of an update, and prints the progress if that is due. Times are printed as shares since the
+        start.
 
-        Metrics of the user's own loss, and those of --log-info, stand behind the others by their names.
+        Metrics of the user's own loss, and those of --log-info, come last, under their own names.
         """
         for name, value in scalars.items():
             if name.endswith("_seconds"):
@@ -68,19 +69,19 @@ class RunConsole:
         episodes = len(result.returns)
         if result.stopped_by:
             table.add_row("stopped early by", result.stopped_by)
-        of_last = f"{mean(result.returns):.1f}, mean of the last {episodes} episodes"
-        table.add_row("return", of_last if episodes else "no episode ended")
+        last_return = f"{mean(result.returns):.1f}, mean of the last {episodes} episodes"
+        table.add_row("return", last_return if episodes else "no episode ended")
         table.add_row("environment steps", f"{result.step:,} in {result.seconds:.1f} s")
         table.add_row("steps per second", f"{speed:,.0f}")
         for phase in filter(self._is_shown, PHASES):
             table.add_row(f"time in {phase}", self._share(phase))
             if phase == "communication":
-                of_gradients, others = (self._of_ranks(part) for part in ("gradients", "communication"))
-                rest = mean(others) - mean(of_gradients)
+                for_gradients, others = (self._seconds_of_ranks(part) for part in ("gradients", "communication"))
+                rest = mean(others) - mean(for_gradients)
                 table.add_row("  for gradients or weights", self._share("gradients"))
                 table.add_row("  for everything else", format_share(rest, self._total()))
         if self._world_size > 1:
-            waited = self._of_ranks("waiting")
+            waited = self._seconds_of_ranks("waiting")
             table.add_row("slowest rank", str(waited.index(min(waited))))
             table.add_row("communication that waited for it", self._share("waiting"))
             table.add_row("bytes on the wire, per rank", format_bytes(result.sync.wire_bytes))
@@ -89,14 +90,14 @@ class RunConsole:
     def _is_shown(self, phase: str) -> bool:
         return phase != "communication" or self._world_size > 1
 
-    def _of_ranks(self, phase: str) -> list[float]:
+    def _seconds_of_ranks(self, phase: str) -> list[float]:
         return [self._seconds[f"rank{rank}/{phase}_seconds"] for rank in range(self._world_size)]
 
     def _total(self) -> float:
-        return math.fsum(mean(self._of_ranks(phase)) for phase in PHASES)
+        return math.fsum(mean(self._seconds_of_ranks(phase)) for phase in PHASES)
 
     def _share(self, phase: str, digits: int = 1) -> str:
-        return format_share(mean(self._of_ranks(phase)), self._total(), digits)
+        return format_share(mean(self._seconds_of_ranks(phase)), self._total(), digits)
 
 
 def _packed(parts: Sequence[str], indent: str = "") -> list[str]:

@@ -22,7 +22,7 @@ SETTINGS = "settings.yaml"
 
 # Settings that must not change: otherwise the saved state does not fit the policy, observations, or averages.
 _FIXED = ("env", "policy", "network", "hidden_sizes", "activation", "norm_observations", "sync")
-# Settings that say where a run is stored.
+# Settings that say where a run is stored. No note tells that they differ.
 _UNMENTIONED = ("resume", "run_name", "runs_dir")
 
 Opened = tuple[Path, Checkpoint | None, list[str]]
@@ -52,8 +52,9 @@ def check_run(settings: RunSettings, world_size: int) -> None:
 def open_run(settings: RunSettings, world_size: int) -> Iterator[Opened]:
     """Opens the folder of a run, and locks it for a ``with`` block. Only rank 0 calls it.
 
-    resume=None begins in a new folder. "auto" resumes from the newest good checkpoint in the folder, whose default name
-    has no time, or begins in it. The path of a checkpoint begins in a new folder. Restarted ranks always resume.
+    resume=None begins a run in a new folder. "auto" resumes from the newest good checkpoint in the folder, or begins
+    there if it has none. The folder's default name then has no time. A checkpoint's path begins a run in a new folder
+    from that checkpoint. Restarted ranks always resume.
 
     Raises:
         ValueError: the folder of a new run exists, the checkpoint does not, another process trains in the folder, or

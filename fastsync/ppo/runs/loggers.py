@@ -21,7 +21,7 @@ def open_loggers(
 ) -> list[CsvLog | TensorBoardLog | WandbLog]:  # fmt: skip
     """Opens the loggers of a run. They drop what they hold about steps after ``resumed_step``.
 
-    ``log`` takes the number of environment steps and the metrics, of which NaN are not known.
+    ``log`` takes the number of environment steps and the metrics. NaN means that a metric is not known.
     """
     loggers: list[CsvLog | TensorBoardLog | WandbLog] = [
         CsvLog(folder / "progress.csv", resumed_step),
@@ -35,8 +35,8 @@ def open_loggers(
 class CsvLog:
     """A row for each update. A field is empty if the metric is not known.
 
-    Rows up to ``resumed_step`` stay. A metric that comes later gets a column behind the others. So it is where the
-    first rollout only resets environments: nothing is learnt from it, and a loss of the user's own is not called.
+    Rows up to ``resumed_step`` stay. A metric that first comes later gets a column behind the others. That happens if
+    the first rollout only resets environments, because then nothing calls a loss of the user's own.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
@@ -52,8 +52,8 @@ class CsvLog:
             self._rows, self._writer = _rows_until(self._path, step), None
         if self._writer is None:
             # Columns of earlier rows stay, even if another number of ranks no longer fills them.
-            of_rows = (name for old in self._rows for name in old)
-            self._columns = dict.fromkeys([*(self._columns or ["step"]), *scalars, *of_rows])
+            earlier = (name for old in self._rows for name in old)
+            self._columns = dict.fromkeys([*(self._columns or ["step"]), *scalars, *earlier])
             self._start(list(self._columns))
         assert self._writer is not None
         self._writer.writerow({"step": step} | _known(scalars))

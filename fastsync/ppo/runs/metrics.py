@@ -27,7 +27,7 @@ class PhaseTimes:
     learning: float = 0.0  # Losses, backward and optimizer, without waiting for communication.
     communication: float = 0.0
     """Waiting for collectives: for the network, and for slower ranks. Collectives of gradients count only as far as
-    backward does not hide them. 0 on one rank."""
+    backward does not hide them. It is 0 on one rank."""
     reporting: float = 0.0  # Console, logs and checkpoints, since the previous update.
 
 
@@ -75,10 +75,10 @@ def _hash_of(names: Iterable[str]) -> int:
 
 def add_infos(values: Mapping[str, list[float]], step: Step) -> None:
     """Adds the numbers of these names in the environments' ``info`` to the lists. Restarts do not count."""
-    for name, of_name in values.items():
+    for name, numbers_of_name in values.items():
         if name in step.infos:
             known = step.valid & step.infos.get(f"_{name}", step.valid)
-            of_name += np.asarray(step.infos[name])[known].tolist()
+            numbers_of_name += np.asarray(step.infos[name])[known].tolist()
 
 
 def gather_reports(mine: RankReport, exchange: Exchange) -> list[RankReport]:
@@ -87,11 +87,11 @@ def gather_reports(mine: RankReport, exchange: Exchange) -> list[RankReport]:
     Raises:
         RuntimeError: on every rank, if ranks report metrics of different names.
     """
-    of_rank = exchange.all_gather(replace(mine, episodes=mine.episodes[-WINDOW:]).numbers())
-    others = [rank for rank, numbers in enumerate(of_rank) if numbers[0] != of_rank[0][0]]
+    gathered = exchange.all_gather(replace(mine, episodes=mine.episodes[-WINDOW:]).numbers())
+    others = [rank for rank, numbers in enumerate(gathered) if numbers[0] != gathered[0][0]]
     if others:
         raise RuntimeError(f"ranks {others} report other metrics than rank 0; this rank reports {list(mine.metrics)}")
-    return [RankReport.from_numbers(numbers, mine.metrics) for numbers in of_rank]
+    return [RankReport.from_numbers(numbers, mine.metrics) for numbers in gathered]
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,11 @@ def scalars_of(
         "speed/wire_bytes": mean([report.wire_bytes for report in reports]),
     }
     for name in reports[0].metrics:
-        of_ranks = [report.metrics[name] for report in reports]
-        scalars[name] = mean([value for value in of_ranks if not math.isnan(value)])
-    of_last = min(report.times.communication for report in reports)
+        values = [report.metrics[name] for report in reports]
+        scalars[name] = mean([value for value in values if not math.isnan(value)])
+    shortest_wait = min(report.times.communication for report in reports)
     for rank, report in enumerate(reports):
         scalars |= {f"rank{rank}/{phase}_seconds": getattr(report.times, phase) for phase in PHASES}
         scalars[f"rank{rank}/gradients_seconds"] = report.gradients_seconds
-        scalars[f"rank{rank}/waiting_seconds"] = report.times.communication - of_last
+        scalars[f"rank{rank}/waiting_seconds"] = report.times.communication - shortest_wait
     return scalars
