@@ -52,7 +52,7 @@ class SurvivingGroup:
 
         Each rank writes to the store how far it has come, and waits until the others have done so. A rank without a
         heartbeat is given up after some seconds. A rank with one is waited for until twice the time-out, because it may
-        still wait in a collective of the old group. Without a ``TCPStore`` or ``FileStore`` there are no heartbeats, so
+        not have come to a collective of the old group yet. Without a ``TCPStore`` or ``FileStore`` there are no heartbeats, so
         every rank is waited for that long. The first list of ranks that is written to the store holds for all. The
         store has to be alive: it lives with the launcher, or with rank 0. The old group ends with its last reference.
 
@@ -69,6 +69,7 @@ class SurvivingGroup:
         if self._is_closed:
             raise RuntimeError("fastsync: this process ends") from error
         store, ranks, rank = PrefixStore("left/", self._store), self.ranks, dist.get_rank()
+        self._close_connections()  # another rank may wait in the old group for this one, which does not come any more
         try:
             store.set(str(rank), str(progress))
             self._wait_for_the_others(store)
@@ -103,6 +104,9 @@ class SurvivingGroup:
     def close(self) -> None:
         """Ends all waits in the group with an error, in other threads too, and forms no new group: the process ends."""
         self._is_closed = True
+        self._close_connections()
+
+    def _close_connections(self) -> None:
         if self.group.size() > 1:
             _C.close_connections(self.group)
 

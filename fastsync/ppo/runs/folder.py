@@ -53,8 +53,8 @@ def open_run(settings: RunSettings, world_size: int) -> Iterator[Opened]:
     """Opens the folder of a run, and locks it for a ``with`` block. Only rank 0 calls it.
 
     resume=None begins a run in a new folder. "auto" resumes from the newest good checkpoint in the folder, or begins
-    there if it has none. The folder's default name then has no time. A checkpoint's path begins a run in a new folder
-    from that checkpoint. Restarted ranks always resume.
+    there if it has none. The folder's default name then has no time. The path of a checkpoint begins a run in a new
+    folder with its state. Restarted ranks always resume.
 
     Raises:
         ValueError: the folder of a new run exists, the checkpoint does not, another process trains in the folder, or
