@@ -52,9 +52,10 @@ class SurvivingGroup:
 
         Each rank writes to the store how far it has come, and waits until the others have done so. A rank without a
         heartbeat is given up after some seconds. A rank with one is waited for until twice the time-out, because it may
-        not have come to a collective of the old group yet. Without a ``TCPStore`` or ``FileStore`` there are no heartbeats, so
-        every rank is waited for that long. The first list of ranks that is written to the store holds for all. The
-        store has to be alive: it lives with the launcher, or with rank 0. The old group ends with its last reference.
+        not have come to a collective of the old group yet. Without a ``TCPStore`` or ``FileStore`` there are no
+        heartbeats, so every rank is waited for that long. The first list of ranks that is written to the store holds
+        for all. The store has to be alive: it lives with the launcher, or with rank 0. The old group ends with its last
+        reference.
 
         Args:
             progress: how far this rank has come.
