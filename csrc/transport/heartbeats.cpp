@@ -170,7 +170,8 @@ std::vector<EngineStatus> Heartbeats::own_statuses() {
   return statuses;
 }
 
-// A call of TCPStore::set waits for no answer, so a store that hangs does not hold up the heartbeats of other groups.
+// A TCPStore that hangs does not hold up the heartbeats of other groups here, because set waits for no answer. It does
+// while the sender looks who has passed an agreement.
 void Heartbeats::beat(std::vector<EngineStatus> others) {
   std::vector<EngineStatus> own = own_statuses();
   if (own.empty()) {
