@@ -56,6 +56,9 @@ class RunSettings:
     compression: str = "none"
     """Compression of gradients or of weight changes: none, bf16, fp16, int8 or int4. Options follow a plus sign, such
     as int8+ef for error feedback. auto measures and chooses."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What ranks compute on: cpu, which send by Gloo, or cuda, a GPU for each, by NCCL. auto takes GPUs if rank 0 sees
+    one for each rank of its machine."""
     precision: Precision = "fp32"  # Precision of the computation. bf16 and fp16 use autocast, fp16 also a GradScaler.
     fused: bool = True
     """On CPUs use fused operators in place of code that you have not changed. --no-fused: only plain PyTorch."""
@@ -81,6 +84,12 @@ class RunSettings:
         parse_compression(self.compression)
         if self.sync == "gradients" and self.sync_every != 1:
             raise ValueError(f"sync_every={self.sync_every} is for weights; set sync to 'diloco' or 'local_sgd', too")
+
+    @property
+    def backend(self) -> Literal["gloo", "nccl"] | None:
+        """The backend of ``process_group`` that has ranks compute on ``device``; None if it may choose."""
+        backends: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
+        return backends.get(self.device)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the settings as plain data."""
