@@ -8,7 +8,7 @@ build/wheels, for itself only.
 At its limit a command is ended with what it has started, and the next one runs. Everything goes to the folder that OUT
 names, by default build/prove-gpu, as soon as it is known: summary.txt has a line for each part, and each call adds to
 it; rows.json has the rows of all benchmarks; build.log, tests.log, figures.log and sanitizer.log what was printed. The
-exit status is 0 if all parts passed, 4 if some were left out for want of time, 3 where there is no GPU, and else 1.
+exit status is 0 if all parts passed, 4 if the time was too short for some, 3 where there is no GPU, and else 1.
 
 ``--rehearse`` runs the same commands without a GPU: tests are only collected, and benchmarks are small, on the CPU.
 """
@@ -34,7 +34,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(os.environ.get("OUT") or ROOT / "build/prove-gpu").absolute()
 WHEELS, INSTALLED = ROOT / "build/wheels", ROOT / "build/prove-gpu-packages"
-PASSED, FAILED, TIMED_OUT, NO_GPU, LEFT_OUT = "passed", "FAILED", "TIMED OUT", "no GPU", "LEFT OUT"
+PASSED, FAILED, TIMED_OUT, NO_GPU = "passed", "FAILED", "TIMED OUT", "no GPU"
+LEFT_OUT, CUT_SHORT = "LEFT OUT", "CUT SHORT"  # before it began, or while it ran, because the minutes were over
 NOTHING_COLLECTED = 5  # pytest's exit status
 
 BUILDS = ("numpy", "ninja", "setuptools")
@@ -217,7 +218,7 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] | Non
         elif left < part.least:
             status, found = LEFT_OUT, f"{left:.0f} s were left of {options.minutes:g} minutes"
         else:
-            status, found = run_part(part, OUT / f"{part.log}.log", name, min(left, part.limit))
+            status, found = run_part(part, OUT / f"{part.log}.log", name, left)
         say(f"{name:<10} {status:<10}{time.monotonic() - since:5.0f} s  {found}")
         statuses[name] = status
     counts = [f"{list(statuses.values()).count(status)} {status}" for status in dict.fromkeys(statuses.values())]
@@ -226,7 +227,9 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] | Non
 
 
 def exit_status(statuses: set[str]) -> int:
-    return 1 if {FAILED, TIMED_OUT} & statuses else 3 if NO_GPU in statuses else 4 if LEFT_OUT in statuses else 0
+    if {FAILED, TIMED_OUT} & statuses:
+        return 1
+    return 3 if NO_GPU in statuses else 4 if {LEFT_OUT, CUT_SHORT} & statuses else 0
 
 
 def say(line: str) -> None:
@@ -279,9 +282,16 @@ def machine() -> tuple[str, str, str]:
         return NO_GPU, "", "torch does not answer within 60 s"
 
 
-def run_part(part: Part, log: Path, name: str, limit: float) -> tuple[str, str]:
-    """Runs a part's commands for so many seconds, whether or not one fails. Returns its status, and what it found."""
-    status, begin, deadline = PASSED, log.stat().st_size if log.exists() else 0, time.monotonic() + limit
+def run_part(part: Part, log: Path, name: str, left: float) -> tuple[str, str]:
+    """Runs a part's commands, whether or not one fails, within its limit and the seconds that are left of all.
+
+    Returns its status, and what it found.
+    """
+    status, begin, deadline = (
+        PASSED,
+        log.stat().st_size if log.exists() else 0,
+        time.monotonic() + min(left, part.limit),
+    )
     with log.open("a") as output:
         output.write(f"\n===== {name} =====\n")
     for command in part.commands:
@@ -289,7 +299,8 @@ def run_part(part: Part, log: Path, name: str, limit: float) -> tuple[str, str]:
         print(f"  {'ended at its limit' if ended is None else f'exit status {ended}'}: {command}"[:200], flush=True)
         keep_rows(command)
         if ended is None:
-            status = TIMED_OUT
+            is_over = left < part.limit and time.monotonic() >= deadline
+            status = status if status in (FAILED, TIMED_OUT) and is_over else CUT_SHORT if is_over else TIMED_OUT
         elif ended not in (0, NOTHING_COLLECTED) and status == PASSED:
             status = FAILED
     return status, findings(log.read_bytes()[begin:].decode(errors="replace"))

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from _pytest.mark.expression import Expression
 
 from tests.forked import state_of, until
 from tools import prove_gpu
-from tools.prove_gpu import LEFT_OUT, ROOT, Command, Part, all_parts, keep_rows, main, rehearsed, run
+from tools.prove_gpu import ROOT, Command, Part, all_parts, keep_rows, main, rehearsed, run
 
 pytestmark = pytest.mark.end_to_end
 
@@ -115,16 +116,22 @@ def test_what_is_missing_is_named_with_the_command_that_fetches_it(monkeypatch: 
 
 
 def test_parts_for_which_no_time_is_left_are_named(out: Path) -> None:
-    slow, next_one = (
-        Part("tests", 60, [Command((sys.executable, "-c", f"import time; time.sleep({seconds})"), 60)], least=1.0)
-        for seconds in (60, 0)
-    )
-    assert main(["--minutes", "0.05"], {"slow": slow, "next": next_one}) == 1
+    def part(code: str) -> Part:
+        return Part("tests", 60, [Command((sys.executable, "-c", code), 60)], least=1.0)
+
+    sleep = "import time; time.sleep(60)"
+    assert main(["--minutes", "0.05"], {"slow": part(sleep), "next": part("")}) == 4
     lines = [line[18:] for line in (out / "summary.txt").read_text().splitlines()]
-    assert re.fullmatch(r"slow +TIMED OUT +\d+ s  ", lines[1])
+    assert re.fullmatch(r"slow +CUT SHORT +\d+ s  ", lines[1])
     assert re.fullmatch(r"next +LEFT OUT +0 s  -?\d+ s were left of 0.05 minutes", lines[2])
-    assert re.fullmatch(r"prove-gpu: 1 TIMED OUT, 1 LEFT OUT, in \d+ s", lines[3])
-    assert prove_gpu.exit_status({"passed", LEFT_OUT}) == 4
+    assert re.fullmatch(r"prove-gpu: 1 CUT SHORT, 1 LEFT OUT, in \d+ s", lines[3])
+    assert (
+        main(
+            ["--minutes", "0.05"],
+            {"broken": replace(part(sleep), commands=[*part("1/0").commands, *part(sleep).commands])},
+        )
+        == 1
+    )
 
 
 def test_at_its_limit_a_command_ends_with_what_it_started_and_what_it_printed_is_kept(tmp_path: Path) -> None:
