@@ -140,7 +140,7 @@ def all_parts(architecture: str = "") -> dict[str, Part]:
     ops = "--device cuda --tensors 160 --wires none fp16 --repetitions 5 --sizes 1MiB 4MiB 25MiB 256MiB"
     ranks = "--share-gpus --nproc"  # two share a GPU where there is one: that they work is shown, and no scaling
     sync = f"--sizes 5k 0.5m 12m 384MiB --repetitions 10 --warmup 3 --methods {METHODS} {ranks}"
-    ppo = "--device cuda --nproc 1 --repetitions 1 --timeout 60 --total-steps 300000 --num-envs 1024"
+    ppo = "--device cuda --nproc 1 --repetitions 1 --timeout 60 --total-steps 500000 --num-envs 1024"
     not_captured, of_more_ranks = f"not {CAPTURED}", f"not {OF_TWO_RANKS}"
     generic = {"FASTSYNC_KERNELS": "aten"}
     return {
@@ -184,7 +184,7 @@ def _rehearsed(command: Command) -> Command | None:
         "1024": "16",
     }
     words = [small.get(word, word) for word in words if word != "--share-gpus"]
-    of_command = {"stream": ["--width", "64", "--sleep", "0.1"], "ppo": ["--total-steps", "20000"]}
+    of_command = {"stream": ["--width", "64", "--sleep", "0.1"], "ppo": ["--total-steps", "60000", "--timeout", "600"]}
     return replace(command, words=[*words, *of_command.get(words[3], [])])
 
 
