@@ -37,6 +37,7 @@ WHEELS, INSTALLED = ROOT / "build/wheels", ROOT / "build/prove-gpu-packages"
 PASSED, FAILED, TIMED_OUT, NO_GPU = "passed", "FAILED", "TIMED OUT", "no GPU"
 LEFT_OUT, CUT_SHORT = "LEFT OUT", "CUT SHORT"  # before it began, or while it ran, because the minutes were over
 NOTHING_COLLECTED = 5  # pytest's exit status
+NOT_FOUND = 127  # a shell's exit status where there is no such command
 
 BUILDS = ("numpy", "ninja", "setuptools")
 TESTS = ("pytest", "pytest_timeout", "xdist", "hypothesis")
@@ -173,16 +174,8 @@ def _rehearsed(command: Command) -> Command | None:
         in_one = ["-n", "0"] if "xdist.plugin" in words else []
         words = [sys.executable, *words[words.index("-m") :], "--collect-only", *in_one]
         return replace(command, words=words, environment={**command.environment, "TESTS_WITHOUT_RANKS": "1"})
-    small = {
-        "cuda": "cpu",
-        "10": "3",
-        "0.5m": "5k",
-        "12m": "5k",
-        "384MiB": "64KiB",
-        "256MiB": "18KiB",
-        "25MiB": "18KiB",
-        "1024": "16",
-    }
+    sizes = {"0.5m": "5k", "12m": "5k", "384MiB": "64KiB", "256MiB": "18KiB", "25MiB": "18KiB"}
+    small = {"cuda": "cpu", "10": "3", "1024": "16", **sizes}
     words = [small.get(word, word) for word in words if word != "--share-gpus"]
     of_command = {"stream": ["--width", "64", "--sleep", "0.1"], "ppo": ["--total-steps", "60000", "--timeout", "600"]}
     return replace(command, words=[*words, *of_command.get(words[3], [])])
@@ -203,9 +196,9 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] | Non
         parser.error(f"--minutes {options.minutes:g}: it must be more than 0")
     OUT.mkdir(parents=True, exist_ok=True)
     gpus, architecture, versions = machine()
-    parts = all_parts(architecture) if parts is None else parts
     say(f"prove-gpu: {gpus}, {versions}, {num_cores()} cores")
     install_wheels()
+    parts = all_parts(architecture) if parts is None else parts
     for line in needs():
         say(line)
     statuses: dict[str, str] = {}
@@ -328,7 +321,11 @@ def run(command: Command, log: Path, limit: float) -> int | None:
         output.write(f"\n$ {command}\n".encode())
         # In a session of its own, for Ctrl-C is for this process, which ends the others.
         options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "start_new_session": True}
-        process = subprocess.Popen(command.words, cwd=ROOT, env=environment, **options)
+        try:
+            process = subprocess.Popen(command.words, cwd=ROOT, env=environment, **options)
+        except OSError as error:  # such as a sanitizer that is not installed
+            output.write(f"{error}\n".encode())
+            return NOT_FOUND
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -347,7 +344,7 @@ def findings(printed: str) -> str:
         counts[word] = counts.get(word, 0) + int(number)
     said = (
         r"(?:ERROR|RACECHECK) SUMMARY: .*|(?<=^  )(?:kernels on|cuda:\d|nccl) .*|^(?:FAILED|ERROR) tests.*$"
-        r"|^[\d/]+ tests collected.*$|^│ (?=\S+ +│ +(?:yes|no) ).*$"
+        r"|^\[Errno .*|^[\d/]+ tests collected.*$|^│ (?=\S+ +│ +(?:yes|no) ).*$"
     )
     return ", ".join([*(f"{count} {word}" for word, count in counts.items()), *re.findall(said, printed, re.MULTILINE)])
 

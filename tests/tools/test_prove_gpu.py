@@ -144,6 +144,12 @@ def test_at_its_limit_a_command_ends_with_what_it_started_and_what_it_printed_is
         until(lambda child=int(child): not state_of(child), "the end of what it had started")
 
 
+def test_a_tool_that_is_not_installed_fails_its_part(out: Path) -> None:
+    assert main([], {"sanitizer": Part("sanitizer", 60, [Command(("no-such-tool",), 60)])}) == 1
+    assert "sanitizer  FAILED" in (out / "summary.txt").read_text()
+    assert "No such file or directory: 'no-such-tool'" in (out / "summary.txt").read_text()
+
+
 def test_one_failure_stops_neither_its_part_nor_the_next(out: Path) -> None:
     def part(limit: float, *codes: str) -> Part:
         return Part("tests", 100, [Command((sys.executable, "-c", code), limit) for code in codes])
