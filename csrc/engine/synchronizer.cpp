@@ -251,6 +251,14 @@ bool Synchronizer::may_send_early() const {
 
 // ---- between backwards ----------------------------------------------------------------------------------------------
 
+void Synchronizer::abandon_step() {
+  TORCH_CHECK(current_graph_task() == kNoGraphTask,
+              "fastsync: abandon_step() was called inside a backward; call it after");
+  check_not_forked(kInChild);
+  wait_for_backward("abandon_step()");
+  abandon_interrupted();
+}
+
 void Synchronizer::synchronize() {
   TORCH_CHECK(current_graph_task() == kNoGraphTask,
               "fastsync: synchronize() was called inside a backward; call it after");

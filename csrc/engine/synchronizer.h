@@ -43,6 +43,10 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   // Averages every gradient that there is. On a CPU it waits, on CUDA the current stream waits.
   void synchronize();
 
+  // Ends the step of a backward that has failed, if there is one. It sends what other ranks wait for, and takes part in
+  // what they send.
+  void abandon_step();
+
   // Ends the interrupted steps of all engines. On a CPU it waits for other ranks. Inside a backward it does nothing.
   void end_interrupted() override;
 

@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -18,8 +17,6 @@
 #include "passes/aten/passes.h"
 
 #ifdef FASTSYNC_WITH_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -89,41 +86,6 @@ at::Tensor new_workspace(c10::Device device) {
     return {};
   }
   return at::zeros({cuda::kWorkspaceBytes}, at::TensorOptions().dtype(at::kByte).device(device));
-}
-
-namespace {
-
-// Whether the stream is being captured. Always false if this version of torch cannot tell without CUDA's headers.
-template <class Stream>
-[[maybe_unused]] bool is_recording(const Stream& stream) {
-  if constexpr (requires { stream.is_capturing(); }) {
-    return stream.is_capturing();
-  }
-  return false;
-}
-
-}  // namespace
-
-bool is_capturing(c10::Device device) {
-#ifdef FASTSYNC_WITH_CUDA
-  if (device.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(device);
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  }
-#endif
-  return !device.is_cpu() && is_recording(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-}
-
-at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c10::Device device) {
-  const auto options = at::TensorOptions().dtype(dtype).device(device);
-  if (!device.is_cpu()) {
-    kept.reset();
-    return at::zeros({numel}, options);
-  }
-  if (!kept.defined() || kept.scalar_type() != dtype || kept.numel() != numel) {
-    kept = at::zeros({numel}, options);
-  }
-  return kept;
 }
 
 // On a CPU it calls memcpy, because copy_ takes longer than packing the gradients of a small policy.

@@ -39,14 +39,6 @@ float* data_or_null(const at::Tensor& scale);
 // Makes scratch memory for the passes over one bucket: zeros on CUDA, undefined on a CPU, which needs none.
 at::Tensor new_workspace(c10::Device device);
 
-// Whether a CUDA graph is being captured on the current stream of the device.
-bool is_capturing(c10::Device device);
-
-// Returns a buffer to send from, whose bytes are zeros or what was packed there before. On a CPU it is `kept` if that
-// fits, because new memory costs page faults. On other devices it is always a new buffer, so that idle buckets hold no
-// memory. There the allocator takes cached memory for it.
-at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c10::Device device);
-
 // Copies the bytes of a few float32 values into a buffer of bytes, `count` times, at distances of `stride` bytes.
 void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count);
 
