@@ -193,9 +193,8 @@ void ParameterSync::lay_out() {
     tensors.push_back(tensor);
   }
   std::vector<size_t> agreed_order;
-  engine.wait_for_ranks("agreement on the order of gradients", [&] {
-    agreed_order = order_of_rank_0(*engine.group(), order, device_to_agree_on());
-  });
+  engine.wait_for_ranks("agreement on the order of gradients",
+                        [&] { agreed_order = order_of_rank_0(*engine.group(), order, device_to_agree_on()); });
   auto buckets = assign_buckets(tensors, agreed_order, bucket_cap_bytes_);
   TORCH_CHECK_VALUE(static_cast<int64_t>(buckets.size()) <= kMaxBuckets, "fastsync: gradients in ", buckets.size(),
                     " buckets, but there may be ", kMaxBuckets, " at most: use a larger bucket_cap_mb");

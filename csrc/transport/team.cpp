@@ -197,9 +197,7 @@ Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std
   TORCH_INTERNAL_ASSERT(rank_ < size(), "rank ", group_->getRank(), " is not in its team");
 }
 
-at::Tensor Team::allocate(int64_t bytes) {
-  return new_buffer(*group_, bytes, device_).zero_();
-}
+at::Tensor Team::allocate(int64_t bytes) { return new_buffer(*group_, bytes, device_).zero_(); }
 
 // The first message is the one to the next rank, so that not all ranks send to the same rank first.
 std::unique_ptr<Transfer> Team::messages(const at::Tensor& buffer, const Rows& from, const Rows& to, bool same_to_all,
