@@ -53,7 +53,9 @@ Plan plan_for(const PlanKey& key, Teams& teams) {
 // ---- a sum under way ------------------------------------------------------------------------------------------------
 
 BucketWork::~BucketWork() {
-  unpacked_.wait();  // before the gradients may go
+  if (!unpacked_to_.empty()) {
+    unpacked_.wait();
+  }
   if (sum_) {
     SumWork::abandon(std::move(sum_));
   }
@@ -159,7 +161,9 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
     is_half_sent_ = !sum->may_be_sent_again();
     sum->send();
     is_half_sent_ = false;
-    hold_for_graph(device_, {scale_, stats_, workspace_, sum->gradients().residual, memory_for(options).buffer});
+    if (is_capturing(device_)) {
+      hold_for_graph(device_, {scale_, stats_, workspace_, sum->gradients().residual, memory_for(options).buffer});
+    }
     work->sum_ = std::move(sum);
   });
   stopwatch->mark(Mark::kSent);

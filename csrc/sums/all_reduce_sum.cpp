@@ -55,12 +55,12 @@ bool AllReduceSum::needs_no_packing() const {
 }
 
 void AllReduceSum::send() {
-  const bool has_group_multiply = needs_no_packing();
-  if (!has_group_multiply) {
+  const bool group_multiplies = needs_no_packing();
+  if (!group_multiplies) {
     gradients_.pack(all_values(), gradients_.wire_dtype, memory_.data_ptr(), Position());
   }
   std::vector<Reduced> all{{memory_.view(scalar_type_of(gradients_.wire_dtype)),
-                            has_group_multiply ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM}};
+                            group_multiplies ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM}};
   if (carries_side_values_) {
     put_values(gradients_.side_values, memory_, num_bytes_, /*stride=*/0, /*count=*/1);
   } else if (gradients_.side_values.defined()) {
