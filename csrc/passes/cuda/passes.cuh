@@ -59,9 +59,12 @@ __device__ void keep_loss(const Slice& at, const C (&values)[kWidth], const Enco
   }
 }
 
-// Adds up the wires' values, each times the multiplier.
+// Adds up the wires' values, each times the multiplier, from the first wire to the last. It loads several wires before
+// it adds the first of them, so that it waits for memory once and not once for each.
 template <class C, class W, int kWidth>
 struct Sum {
+  static constexpr int kLoadedTogether = sizeof(Encoded<W, kWidth>) <= 8 ? 4 : 2;  // more do not fit into registers
+
   const void* first_wire;
   int64_t num_wires;
   int64_t stride_bytes;
@@ -81,11 +84,22 @@ struct Sum {
     for (int i = 0; i < kWidth; ++i) {
       sums[i] = first.template decoded<C>(i) * multiplier;
     }
-    for (int64_t wire = 1; wire < num_wires; ++wire) {
-      const auto next = load(wire, index, num_valid);
+    for (int64_t wire = 1; wire < num_wires; wire += kLoadedTogether) {
+      Encoded<W, kWidth> next[kLoadedTogether];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        sums[i] += next.template decoded<C>(i) * multiplier;
+      for (int w = 0; w < kLoadedTogether; ++w) {
+        if (wire + w < num_wires) {
+          next[w] = load(wire + w, index, num_valid);
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < kLoadedTogether; ++w) {
+        if (wire + w < num_wires) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) {
+            sums[i] += next[w].template decoded<C>(i) * multiplier;
+          }
+        }
       }
     }
   }
