@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "passes/cuda/totals.cuh"
 #include "passes/cuda/vectors.cuh"
@@ -180,10 +181,13 @@ struct Unpack {
   double* stats;
   double scale_share;
   C inverse = C(1);
+  bool is_identity = false;  // whether gradients get the bits that their wire has
 
   __device__ Unpack with_scale() const {
     Unpack scaled = *this;
     scaled.inverse = C(1) / scale_or_one<C>(bucket_scale);
+    scaled.is_identity =
+        std::is_same_v<G, W> && sum.num_wires == 1 && sum.multiplier == C(1) && scaled.inverse == C(1);
     return scaled;
   }
 
@@ -211,7 +215,10 @@ struct Unpack {
         batch.num_saturated += saturated;
       }
     }
-    gradients.store(static_cast<G*>(at.segment.data), at.index, at.num_valid, at.is_whole);
+    const bool stays = is_identity && unit_at<W>(sum.first_wire, at.segment.offset) == at.segment.data;
+    if (!stays) {
+      gradients.store(static_cast<G*>(at.segment.data), at.index, at.num_valid, at.is_whole);
+    }
   }
 
   __device__ void move_on() const {
