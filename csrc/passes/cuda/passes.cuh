@@ -164,6 +164,8 @@ struct Pack {
       keep_loss(at, values, sent, C(1) / factor, C(1));
     }
   }
+
+  __device__ void move_on() const {}
 };
 
 template <class G, class W>
@@ -186,8 +188,7 @@ struct Unpack {
   __device__ Unpack with_scale() const {
     Unpack scaled = *this;
     scaled.inverse = C(1) / scale_or_one<C>(bucket_scale);
-    scaled.is_identity =
-        std::is_same_v<G, W> && sum.num_wires == 1 && sum.multiplier == C(1) && scaled.inverse == C(1);
+    scaled.is_identity = std::is_same_v<G, W> && sum.num_wires == 1 && sum.multiplier == C(1) && scaled.inverse == C(1);
     return scaled;
   }
 
