@@ -480,6 +480,30 @@ def test_nothing_is_read_beyond_the_end_of_a_tensor(tmp_path: Path) -> None:
     assert process.exitcode == 0, (tmp_path / "said").read_text()
 
 
+def _unpack_what_may_not_be_written(said: Path) -> None:
+    for dtype, numel in itertools.product(GRAD_DTYPES, (300, 3 * CHUNK + 5)):
+        said.write_text(f"{dtype}, {numel} values")
+        grad = _at_the_end_of_a_page(numel, dtype)
+        grad.copy_(torch.randn(numel, generator=torch.Generator().manual_seed(1)))
+        page = grad.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        length = grad.data_ptr() + grad.nbytes - page
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(page), length, mmap.PROT_READ) == 0
+        stats, expected = new_stats(), new_stats()
+        ops.unpack(grad, [grad], stats, torch.tensor(1.0))
+        reference.measure([grad], expected)
+        assert_same_stats(stats, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"], indirect=True)
+def test_gradients_that_unpacking_leaves_as_they_are_are_only_read(device: str, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(
+        target=_unpack_what_may_not_be_written, args=(tmp_path / "said",)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "said").read_text()
+
+
 # ---- on other CPUs --------------------------------------------------------------------------------------------------
 
 TESTS_OF_VALUES = "(samples or changes or beyond) and not emulated and not generic"

@@ -12,7 +12,7 @@
 
 #include "passes/cuda/chunk_table.h"
 #include "passes/cuda/passes.cuh"
-#include "passes/cuda/totals.cuh"
+#include "passes/cuda/sums.cuh"
 
 namespace fastsync::cuda {
 namespace {
@@ -20,7 +20,6 @@ namespace {
 // The number of blocks does not depend on the device. It determines the order of sums, and all GPUs are to give the
 // same statistics. kBlocksAtOnce blocks fit on an H100 SXM or an H200 at once. On an H100, large calls were faster with
 // more blocks, of at least kMinChunks chunks each.
-constexpr int kThreads = 256;
 constexpr int kMinBlocksPerMultiprocessor = 4;
 constexpr int64_t kBlocksAtOnce = 512;
 constexpr int64_t kMinChunks = 4;
@@ -79,66 +78,9 @@ __device__ void convert_chunk(const Pass& pass, const Segment& segment, const Ch
 constexpr int kMaxSegments = 160;
 using LaunchTable = ChunkTable<kMaxSegments>;
 
-template <class Total>
-struct Workspace {
-  unsigned num_finished;
-  Total block_totals[kMaxBlocks];
-};
-
-// Adds up over the block's threads, in a fixed order, and returns the result to thread 0. Between two calls the block
-// has to synchronise.
-template <class Total>
-__device__ Total add_over_block(const Total& own) {
-  __shared__ Total totals[kThreads];
-  totals[threadIdx.x] = own;
-  for (unsigned num_left = kThreads / 2; num_left > 0; num_left /= 2) {
-    __syncthreads();
-    if (threadIdx.x < num_left) {
-      totals[threadIdx.x].add(totals[threadIdx.x + num_left]);
-    }
-  }
-  return totals[threadIdx.x];
-}
-
-// Stores this block's total. Returns true to the block that finds the totals of all others. Synchronises the block.
-template <class Total>
-__device__ bool is_last_block(const Total& block_total, Workspace<Total>& workspace) {
-  __shared__ bool is_last;
-  if (threadIdx.x == 0) {
-    workspace.block_totals[blockIdx.x] = block_total;
-    __threadfence();  // the total is seen before the count ...
-    is_last = atomicAdd(&workspace.num_finished, 1U) == gridDim.x - 1;
-    __threadfence();  // ... and a block that sees the whole count sees all totals
-  }
-  __syncthreads();
-  return is_last;
-}
-
-template <class Pass, class Total>
-__device__ void add_to_stats(const Pass& pass, const Total& thread_total, Workspace<Total>& workspace,
-                             Position position) {
-  if (!is_last_block(add_over_block(thread_total), workspace)) {
-    return;
-  }
-  Total sum{};
-  for (unsigned block = threadIdx.x; block < gridDim.x; block += kThreads) {
-    sum.add(workspace.block_totals[block]);
-  }
-  sum = add_over_block(sum);
-  if (threadIdx.x == 0) {  // every block has read the scale by now
-    sum.add_to(pass.stats, position.is_first);
-    if constexpr (requires { pass.move_on(); }) {
-      if (position.is_last) {
-        pass.move_on();
-      }
-    }
-    workspace.num_finished = 0;
-  }
-}
-
 template <class Pass>
 __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
-    run_pass(const LaunchTable __grid_constant__ table, const Pass pass, Workspace<typename Pass::Total>* workspace,
+    run_pass(const LaunchTable __grid_constant__ table, const Pass pass, BlockTotals<typename Pass::Total>* shared,
              Position position) {
   using Total = typename Pass::Total;
   Total total{};
@@ -155,7 +97,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
     chunk = table.next(chunk, kChunk<Pass>);
   }
   if constexpr (!std::is_same_v<Total, Nothing>) {
-    add_to_stats(pass, total, *workspace, position);
+    if (write_stats(total, *shared, pass.stats, position.is_first) && position.is_last) {
+      pass.move_on();  // every block has read the scale by now
+    }
   }
 }
 
@@ -176,7 +120,7 @@ void launch(LaunchTable& table, Position position, Pass pass, void* workspace, v
 template <class Pass>
 void run(const Segment* segments, int64_t num_segments, Position position, const Pass& pass, void* workspace,
          void* stream) {
-  static_assert(sizeof(Workspace<typename Pass::Total>) <= kWorkspaceBytes);
+  static_assert(sizeof(BlockTotals<typename Pass::Total>) <= kWorkspaceBytes);
   LaunchTable table{};
   for (const Segment* segment = segments; segment < segments + num_segments; ++segment) {
     if (segment->numel == 0) {

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "passes/cuda/totals.cuh"
 #include "passes/cuda/vectors.cuh"
@@ -59,9 +60,12 @@ __device__ void keep_loss(const Slice& at, const C (&values)[kWidth], const Enco
   }
 }
 
-// Adds up the wires' values, each times the multiplier.
+// Adds up the wires' values, each times the multiplier, from the first wire to the last. It loads several wires before
+// it adds the first of them, so that it waits for memory once and not once for each.
 template <class C, class W, int kWidth>
 struct Sum {
+  static constexpr int kLoadedTogether = sizeof(Encoded<W, kWidth>) <= 8 ? 4 : 2;  // more do not fit into registers
+
   const void* first_wire;
   int64_t num_wires;
   int64_t stride_bytes;
@@ -81,11 +85,22 @@ struct Sum {
     for (int i = 0; i < kWidth; ++i) {
       sums[i] = first.template decoded<C>(i) * multiplier;
     }
-    for (int64_t wire = 1; wire < num_wires; ++wire) {
-      const auto next = load(wire, index, num_valid);
+    for (int64_t wire = 1; wire < num_wires; wire += kLoadedTogether) {
+      Encoded<W, kWidth> next[kLoadedTogether];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        sums[i] += next.template decoded<C>(i) * multiplier;
+      for (int w = 0; w < kLoadedTogether; ++w) {
+        if (wire + w < num_wires) {
+          next[w] = load(wire + w, index, num_valid);
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < kLoadedTogether; ++w) {
+        if (wire + w < num_wires) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) {
+            sums[i] += next[w].template decoded<C>(i) * multiplier;
+          }
+        }
       }
     }
   }
@@ -149,6 +164,8 @@ struct Pack {
       keep_loss(at, values, sent, C(1) / factor, C(1));
     }
   }
+
+  __device__ void move_on() const {}
 };
 
 template <class G, class W>
@@ -166,10 +183,12 @@ struct Unpack {
   double* stats;
   double scale_share;
   C inverse = C(1);
+  bool is_identity = false;  // whether gradients get the bits that their wire has
 
   __device__ Unpack with_scale() const {
     Unpack scaled = *this;
     scaled.inverse = C(1) / scale_or_one<C>(bucket_scale);
+    scaled.is_identity = std::is_same_v<G, W> && sum.num_wires == 1 && sum.multiplier == C(1) && scaled.inverse == C(1);
     return scaled;
   }
 
@@ -197,7 +216,10 @@ struct Unpack {
         batch.num_saturated += saturated;
       }
     }
-    gradients.store(static_cast<G*>(at.segment.data), at.index, at.num_valid, at.is_whole);
+    const bool stays = is_identity && unit_at<W>(sum.first_wire, at.segment.offset) == at.segment.data;
+    if (!stays) {
+      gradients.store(static_cast<G*>(at.segment.data), at.index, at.num_valid, at.is_whole);
+    }
   }
 
   __device__ void move_on() const {

@@ -15,13 +15,9 @@ struct Nothing {
 // Totals also lie in shared memory, where no constructor runs. So they have none, and Total{} is zero.
 struct Saturations {
   using Batch = Saturations;
-  int64_t count;
+  unsigned count;  // of one block at most, which has far fewer values than 2^32
 
   __device__ void add(const Saturations& other) { count += other.count; }
-
-  __device__ void add_to(double* stats, bool is_first) const {
-    stats[kNumSaturated] = (is_first ? 0.0 : stats[kNumSaturated]) + static_cast<double>(count);
-  }
 };
 
 // Adds up the squares of at most 32 values that a thread has at once. It adds in float, because converting to double
