@@ -31,13 +31,14 @@ T* data_of(const OptionalTensor& tensor, c10::Device device) {
   return tensor ? data_of<T>(*tensor, device) : nullptr;
 }
 
-std::vector<Segment> segments_of(at::TensorList grads, DType wire, at::TensorList residuals, c10::Device device) {
+std::vector<Segment> segments_of(at::TensorList grads, DType wire, at::TensorList residuals, c10::Device device,
+                                 int64_t alignment = 1) {
   for (const at::TensorList tensors : {grads, residuals}) {
     for (const at::Tensor& tensor : tensors) {
       data_of(tensor, device);
     }
   }
-  return lay_out(grads, wire, residuals);
+  return lay_out(grads, wire, residuals, alignment);
 }
 
 // Blocks are bytes. A tensor of uint8 stands for blocks of int8, and one of int8 for blocks of int4.
@@ -51,10 +52,10 @@ int64_t row_bytes(const at::Tensor& wires) { return static_cast<int64_t>(wires.n
 
 void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats, const OptionalTensor& bucket_scale,
           const OptionalList& residuals, double multiplier, std::optional<double> limit, bool is_first,
-          const OptionalTensor& weight) {
+          const OptionalTensor& weight, int64_t alignment) {
   const c10::Device device = wire.device();
   const at::TensorList kept = residuals ? at::TensorList(*residuals) : at::TensorList();
-  const auto segments = segments_of(grads, wire_of(wire), kept, device);
+  const auto segments = segments_of(grads, wire_of(wire), kept, device, alignment);
   run_pack({.segments = segments.data(),
             .num_segments = static_cast<int64_t>(segments.size()),
             .grad_dtype = dtype_of(grads.front().scalar_type()),
@@ -65,7 +66,8 @@ void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
             .bucket_scale = data_of<float>(bucket_scale, device),
             .stats = data_of<double>(stats, device),
             .position = {.is_first = is_first},
-            .weight = data_of<double>(weight, device)},
+            .weight = data_of<double>(weight, device),
+            .gap_alignment = alignment},
            device, new_workspace(device));
 }
 
@@ -115,7 +117,7 @@ TORCH_LIBRARY(fastsync, library) {
   library.def(
       "pack(Tensor[] grads, Tensor(a!) wire, Tensor(b!) stats, Tensor? bucket_scale=None, Tensor(c!)[]? "
       "residuals=None, *, float multiplier=1.0, float? limit=None, bool is_first=True, "
-      "Tensor? weight=None) -> ()",
+      "Tensor? weight=None, int alignment=1) -> ()",
       &pack);
   library.def(
       "unpack(Tensor wire, Tensor(a!)[] grads, Tensor(b!) stats, Tensor(c!)? bucket_scale=None, *, "

@@ -22,6 +22,11 @@ struct Segment {
   void* residual = nullptr;
 };
 
+// Returns the number of values from the segment's end to the next multiple of the alignment.
+FASTSYNC_HOST_DEVICE int64_t gap_behind(const Segment& segment, int64_t alignment) {
+  return (alignment - (segment.offset + segment.numel) % alignment) % alignment;
+}
+
 // The statistics of a bucket, as indices into a row of doubles. Doubles hold counts up to 2^53 exactly.
 enum Stat : int { kSumOfSquares, kNumNonfinite, kNumSaturated, kMaxMagnitude, kNumStats };
 
@@ -51,8 +56,9 @@ struct Position {
 //     residual[i] = value - decode(wire[offset + i]) / (multiplier * bucket_scale)
 // Products and sums are in Compute<G>, in this order. Without residuals the weight is a factor of the multiplier. With
 // a weight of 0 the gradient counts as 0, even if it is inf or nan. A residual stays as it was if its value on the
-// wire, or another value of the same block, is not finite. Memory between the segments on the wire stays as it is. The
-// pass writes stats[kNumSaturated]. The wire may be the gradients' own memory if both have one type.
+// wire, or another value of the same block, is not finite. With a gap_alignment, zeros follow each segment up to the
+// next multiple of it. All other memory between the segments on the wire stays as it is. The pass writes
+// stats[kNumSaturated]. The wire may be the gradients' own memory if both have one type.
 struct PackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -65,6 +71,7 @@ struct PackArgs {
   double* stats;              // on the gradients' device
   Position position = {};
   const double* weight = nullptr;  // on the gradients' device; null means 1
+  int64_t gap_alignment = 1;       // in values; for wires of single values
 };
 
 // Unpack adds up wires to gradients:

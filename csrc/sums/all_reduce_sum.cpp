@@ -10,8 +10,8 @@ namespace fastsync {
 namespace {
 
 // Returns memory for the wire. On a CPU it is `kept` if that fits, because new memory costs page faults. On other
-// devices it is always new, so that idle buckets hold no memory. There the allocator takes cached memory for it. Gaps
-// between gradients may hold anything, because nobody reads what becomes of them.
+// devices it is always new, so that idle buckets hold no memory. There the allocator takes cached memory for it.
+// Packing fills the gaps between gradients.
 at::Tensor wire_memory(at::Tensor& kept, int64_t bytes, c10d::ProcessGroup& group, c10::Device device) {
   if (!device.is_cpu()) {
     kept.reset();
@@ -57,7 +57,7 @@ bool AllReduceSum::needs_no_packing() const {
 void AllReduceSum::send() {
   const bool group_multiplies = needs_no_packing();
   if (!group_multiplies) {
-    gradients_.pack(all_values(), gradients_.wire_dtype, memory_.data_ptr(), Position());
+    gradients_.pack_all(memory_.data_ptr());
   }
   std::vector<Reduced> all{{memory_.view(scalar_type_of(gradients_.wire_dtype)),
                             group_multiplies ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM}};

@@ -59,6 +59,8 @@ struct FlatGradients {
 
   // Packs these ranges of the gradients' values into the wire, with this dtype.
   void pack(const std::vector<Range>& ranges, DType dtype, void* wire, Position position) const;
+  // Packs all values, and zeros between the gradients.
+  void pack_all(void* wire) const;
   // Adds up the wires, each value times the factor, and unpacks the sums to these ranges of the gradients' values, or
   // of the output's.
   void unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride, double factor,
@@ -66,6 +68,9 @@ struct FlatGradients {
   // Makes the arguments of run_reduce, which adds up the rows, each times the factor, and encodes the sum for the wire.
   ReduceArgs reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
                          double factor) const;
+
+ private:
+  void pack(const std::vector<Segment>& from, DType dtype, void* wire, Position position, int64_t gap_alignment) const;
 };
 
 }  // namespace fastsync

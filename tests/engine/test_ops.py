@@ -298,6 +298,22 @@ def test_every_rounding(wire_dtype: torch.dtype, piece: int, device: str) -> Non
 
 
 @in_either_order
+@pytest.mark.parametrize("wire_dtype", [*HALVES, torch.float32])
+def test_gaps_between_aligned_gradients_become_zeros(wire_dtype: torch.dtype, device: str) -> None:
+    """Whatever the memory held before. A gap of none, of one value, of all but one, and after more than a chunk."""
+    alignment = 8
+    values = torch.randn(sum(numels := (8, 7, 1, CHUNK + 9)), generator=torch.Generator().manual_seed(1))
+    aligned = [-(-numel // alignment) * alignment for numel in numels]
+    wire = torch.full((sum(aligned) + alignment,), torch.nan, dtype=wire_dtype, device=device)
+    stats = new_stats(device)
+    ops.pack(values.to(device).split(numels), wire, stats, alignment=alignment)
+    for grad, sent in zip(values.split(numels), wire[:-alignment].cpu().split(aligned), strict=True):
+        padded = torch.nn.functional.pad(grad, (0, len(sent) - len(grad)))
+        assert_bitwise_equal(sent, padded.to(wire_dtype))
+    assert wire[-alignment:].isnan().all()
+
+
+@in_either_order
 @in_one_or_in_pieces
 @pytest.mark.parametrize("grad_dtype", HALVES)
 @pytest.mark.parametrize("wire_dtype", HALVES)

@@ -94,6 +94,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
     } else {
       convert_chunk<false>(scaled, segment, chunk, total);
     }
+    if constexpr (requires { pass.fill_gap(segment); }) {
+      if (chunk.begin + chunk.length == segment.numel) {
+        pass.fill_gap(segment);
+      }
+    }
     chunk = table.next(chunk, kChunk<Pass>);
   }
   if constexpr (!std::is_same_v<Total, Nothing>) {
@@ -142,8 +147,9 @@ void pack(const PackArgs& args, void* workspace, void* stream) {
   dispatch_wire(args.grad_dtype, args.wire_dtype, [&](auto grad, auto wire) {
     using C = Compute<decltype(grad)>;
     using W = decltype(wire);
-    const Pack<decltype(grad), W> pass{static_cast<W*>(args.wire),      args.bucket_scale,          args.weight,
-                                       static_cast<C>(args.multiplier), limit_on<W, C>(args.limit), args.stats};
+    const Pack<decltype(grad), W> pass{
+        static_cast<W*>(args.wire), args.bucket_scale, args.weight,       static_cast<C>(args.multiplier),
+        limit_on<W, C>(args.limit), args.stats,        args.gap_alignment};
     run(args.segments, args.num_segments, args.position, pass, workspace, stream);
   });
 }

@@ -122,6 +122,7 @@ struct Pack {
   C multiplier;
   C limit;
   double* stats;
+  int64_t gap_alignment;
   C own_weight = C(1);
 
   __device__ Pack with_scale() const {
@@ -162,6 +163,15 @@ struct Pack {
     sent.store(wire, at.segment.offset + at.index, at.num_valid, at.is_whole);
     if (at.segment.residual != nullptr) {
       keep_loss(at, values, sent, C(1) / factor, C(1));
+    }
+  }
+
+  // All threads of a block call it with a segment's last chunk.
+  __device__ void fill_gap(const Segment& segment) const {
+    if constexpr (!kIsBlock<W>) {
+      for (int64_t i = threadIdx.x; i < gap_behind(segment, gap_alignment); i += blockDim.x) {
+        wire[segment.offset + segment.numel + i] = W{};
+      }
     }
   }
 
