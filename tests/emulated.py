@@ -21,6 +21,7 @@ SOURCES = {
     "csrc/passes/cuda/pack_unpack.cu": KERNEL_FLAGS,
     f"{SHIM}/ops.cpp": FLAGS,
     "csrc/passes/backend.cpp": FLAGS,
+    "csrc/passes/workspace.cpp": FLAGS,
     **FIBERS,
 }
 

@@ -95,7 +95,7 @@ Bucket::Bucket(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& 
                         teams_.all()->size(), ": ")),
       liveness_(std::move(liveness)),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device_))),
-      workspace_(new_workspace(device_)) {
+      workspace_(std::make_shared<Workspace>(device_)) {
   totals_->kernels = kernels_on(device_.type());
 }
 

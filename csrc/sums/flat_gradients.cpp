@@ -69,7 +69,7 @@ void FlatGradients::pack(const std::vector<Range>& ranges, DType dtype, void* wi
                 data_or_null(scale), stats.data_ptr<double>()};
   args.position = position;
   args.weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr;
-  run_pack(args, device, workspace);
+  run_pack(args, device, *workspace);
 }
 
 void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride,
@@ -80,7 +80,7 @@ void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, i
                                       : cut(segments, ranges, grad_dtype);
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
               stats.data_ptr<double>(), num_wires, stride, factor, position, 1.0 / mean_factor},
-             device, workspace);
+             device, *workspace);
 }
 
 ReduceArgs FlatGradients::reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel,

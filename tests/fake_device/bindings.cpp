@@ -27,6 +27,7 @@ PYBIND11_MODULE(fake_device, m) {
   m.def("take_violations", &fake_device::take_violations);
   m.def("take_host_waits", &fake_device::take_host_waits);
   m.def("allocated_bytes", &fake_device::allocated_bytes);
+  m.def("take_uploads", &fake_device::take_uploads);
   m.def("passes_over", &passes_over, py::arg("of_cpu"));
 
   py::class_<fake_device::Group, c10d::Backend, c10::intrusive_ptr<fake_device::Group>>(m, "Group")
