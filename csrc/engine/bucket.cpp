@@ -127,7 +127,7 @@ Bucket::Bucket(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& 
                         teams_.all()->size(), ": ")),
       liveness_(std::move(liveness)),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device_))),
-      workspace_(new_workspace(device_)) {
+      workspace_(std::make_shared<Workspace>(device_)) {
   totals_->kernels = kernels_on(device_.type());
 }
 
@@ -162,7 +162,8 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
     sum->send();
     is_half_sent_ = false;
     if (is_capturing(device_)) {
-      hold_for_graph(device_, {scale_, stats_, workspace_, sum->gradients().residual, memory_for(options).buffer});
+      hold_for_graph(device_,
+                     {scale_, stats_, workspace_->totals(), sum->gradients().residual, memory_for(options).buffer});
     }
     work->sum_ = std::move(sum);
   });

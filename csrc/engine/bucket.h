@@ -215,7 +215,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   bool is_half_sent_ = false;  // whether the newest send failed, and its messages would be taken for the next one's
   bool has_followed_ = false;  // whether the scale has followed a sum since it was set
   at::Tensor stats_;
-  at::Tensor workspace_;
+  std::shared_ptr<Workspace> workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();
 };
 

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "passes/aten/passes.h"
+#include "passes/workspace.h"
 
 #ifdef FASTSYNC_WITH_CUDA
 #include <c10/cuda/CUDAStream.h>
@@ -81,13 +82,6 @@ std::vector<Segment> lay_out(at::TensorList grads, DType wire, at::TensorList re
 
 float* data_or_null(const at::Tensor& scale) { return scale.defined() ? scale.data_ptr<float>() : nullptr; }
 
-at::Tensor new_workspace(c10::Device device) {
-  if (device.is_cpu()) {
-    return {};
-  }
-  return at::zeros({cuda::kWorkspaceBytes}, at::TensorOptions().dtype(at::kByte).device(device));
-}
-
 // On a CPU it calls memcpy, because copy_ takes longer than packing the gradients of a small policy.
 void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count) {
   if (!buffer.is_cpu()) {
@@ -118,7 +112,8 @@ std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& all_passe
     decltype(all) built;
     built[static_cast<size_t>(c10::kCPU)] = {&cpu::pack, &cpu::unpack, &cpu::reduce};
 #ifdef FASTSYNC_WITH_CUDA
-    built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::reduce};
+    built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::reduce, &cuda::chunk_size,
+                                              &cuda::upload};
 #endif
     return built;
   }();
@@ -151,15 +146,20 @@ std::atomic<bool>& takes_aten_everywhere() {
 
 // Runs the device's own pass, or the pass by PyTorch's operators.
 template <class Args>
-void run(void (*Passes::*fused)(const Args&, void*, void*), void (*generic)(const Args&, c10::Device), const Args& args,
-         c10::Device device, const at::Tensor& workspace = {}) {
+void run(void (*Passes::*fused)(const Args&, const Scratch&, void*), void (*generic)(const Args&, c10::Device),
+         const Args& args, c10::Device device, [[maybe_unused]] Workspace* workspace = nullptr) {
   const c10::DeviceGuard guard(device);
   const Passes* const passes = takes_aten_everywhere() ? nullptr : fused_passes(device.type());
-  if (passes != nullptr) {
-    (passes->*fused)(args, workspace.defined() ? workspace.data_ptr() : nullptr, current_stream(device));
-  } else {
-    generic(args, device);
+  if (passes == nullptr) {
+    return generic(args, device);
   }
+  void* const stream = current_stream(device);
+  Scratch scratch;
+  if constexpr (requires { args.segments; }) {
+    scratch = workspace->prepare(*passes, {args.segments, static_cast<size_t>(args.num_segments)}, args.grad_dtype,
+                                 args.wire_dtype, stream);
+  }
+  (passes->*fused)(args, scratch, stream);
 }
 
 }  // namespace
@@ -177,12 +177,12 @@ std::string kernels_on(c10::DeviceType type) {
 
 void use_kernels(const std::string& name) { takes_aten_everywhere() = is_aten(name); }
 
-void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace) {
-  run(&Passes::pack, &aten::pack, args, device, workspace);
+void run_pack(const PackArgs& args, c10::Device device, Workspace& workspace) {
+  run(&Passes::pack, &aten::pack, args, device, &workspace);
 }
 
-void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace) {
-  run(&Passes::unpack, &aten::unpack, args, device, workspace);
+void run_unpack(const UnpackArgs& args, c10::Device device, Workspace& workspace) {
+  run(&Passes::unpack, &aten::unpack, args, device, &workspace);
 }
 
 void run_reduce(const ReduceArgs& args, c10::Device device) { run(&Passes::reduce, &aten::reduce, args, device); }

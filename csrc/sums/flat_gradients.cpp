@@ -83,7 +83,7 @@ void FlatGradients::pack(const std::vector<Segment>& from, DType dtype, void* wi
             .position = position,
             .weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr,
             .gap_alignment = gap_alignment},
-           device, workspace);
+           device, *workspace);
 }
 
 void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride,
@@ -94,7 +94,7 @@ void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, i
                                       : cut(segments, ranges, grad_dtype);
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
               stats.data_ptr<double>(), num_wires, stride, factor, position, 1.0 / mean_factor},
-             device, workspace);
+             device, *workspace);
 }
 
 ReduceArgs FlatGradients::reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel,

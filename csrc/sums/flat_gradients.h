@@ -6,9 +6,11 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "passes/backend.h"
+#include "passes/workspace.h"
 
 namespace fastsync {
 
@@ -35,12 +37,12 @@ struct FlatGradients {
   std::vector<at::Tensor> nowhere;  // after unpack_to_nowhere, takes the results
   DType grad_dtype;
   DType wire_dtype;
-  int64_t alignment;              // each gradient begins at a multiple of it on the wire, in values
-  std::vector<Segment> segments;  // the gradients, one after the other
-  int64_t num_values;             // how many values the gradients take on the wire, with the gaps between them
-  at::Tensor scale;               // the bucket's scale; undefined if there is none
-  at::Tensor stats;               // the bucket's statistics, float64 [kNumStats]
-  at::Tensor workspace;           // see new_workspace
+  int64_t alignment;                     // each gradient begins at a multiple of it on the wire, in values
+  std::vector<Segment> segments;         // the gradients, one after the other
+  int64_t num_values;                    // how many values the gradients take on the wire, with the gaps between them
+  at::Tensor scale;                      // the bucket's scale; undefined if there is none
+  at::Tensor stats;                      // the bucket's statistics, float64 [kNumStats]
+  std::shared_ptr<Workspace> workspace;  // the bucket's
   at::Tensor side_values;    // float32, on the device, summed over the ranks as they are; undefined if there are none
   at::Tensor output;         // takes a reduce-scatter's result in place of the gradients; else undefined
   double mean_factor = 1.0;  // the result is the mean times this

@@ -87,6 +87,35 @@ def all_patterns(dtype: torch.dtype) -> Tensor:
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
 
 
+# ---- tables of segments on a device ----
+
+
+@pytest.mark.gpu
+def test_a_captured_call_and_those_beside_it_have_tables_of_their_own() -> None:
+    """The calls of one bucket, whose gradients lie elsewhere in the graph than beside it."""
+    grads, wires = {}, {}
+    for where in ("captured", "beside"):
+        grads[where] = [torch.zeros(100 + i, device="cuda") for i in range(30)]
+        wires[where] = torch.zeros(sum(grad.numel() for grad in grads[where]), device="cuda")
+    stats = new_stats("cuda")
+
+    def pack(where: str) -> None:
+        ops.pack(grads[where], wires[where], stats, workspace=1000)
+
+    def check(where: str) -> None:
+        assert_bitwise_equal(wires[where], torch.cat(grads[where]))
+
+    pack("beside")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pack("captured")
+    for value in range(3):
+        for where, run in (("captured", graph.replay), ("beside", lambda: pack("beside"))):
+            torch._foreach_add_(grads[where], value + 1.0)
+            run()
+            check(where)
+
+
 # ---- against the reference ------------------------------------------------------------------------------------------
 
 
@@ -145,7 +174,7 @@ def test_sizes_of_which_a_gpus_blocks_have_several_chunks(wire_dtype: torch.dtyp
 @in_either_order
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_more_gradients_than_a_large_model_has(operator: str, device: str) -> None:
-    gradients = tuple(Gradient((n % 7, n % 50), offset=n % 3) for n in range(1000))
+    gradients = tuple(Gradient((n % 7, n % 50), offset=n % 3) for n in range(1300))  # a table that comes in two parts
     bucket = Bucket(gradients, wire_dtype=torch.float16, scale_exponent=2, limit=9.0, values="mostly_ordinary")
     check_against_reference(operator, bucket, device)
 

@@ -30,6 +30,7 @@ PYBIND11_MODULE(fake_device, m) {
   m.def("begin_capture", &fake_device::begin_capture);
   m.def("end_capture", &fake_device::end_capture);
   m.def("replay", &fake_device::replay, py::arg("graph"));
+  m.def("take_uploads", &fake_device::take_uploads);
   m.def("passes_over", &passes_over, py::arg("of_cpu"));
 
   py::class_<fake_device::Group, c10d::Backend, c10::intrusive_ptr<fake_device::Group>>(m, "Group")

@@ -80,7 +80,7 @@ __device__ bool write_stats(const Total& own, BlockTotals<Total>& shared, double
   if (!is_last) {
     return false;
   }
-  Total sum{};
+  typename Total::OfLaunch sum{};
   for (unsigned block = threadIdx.x; block < gridDim.x; block += kThreads) {
     sum.add(shared.totals[block]);
   }
