@@ -110,7 +110,8 @@ class GradientSynchronizer(WatchedHandle):
 
         Only the rank whose backward raised has to call it; elsewhere it does nothing. The other ranks then get nan for
         that step. Without this call, a rank with its gradients on a CPU sends what others wait for by itself. A rank
-        with its gradients on a GPU sends it with its next ``backward()`` or ``synchronize()``.
+        with its gradients on a GPU sends it with its next ``backward()`` or ``synchronize()``. Call ``zero_grad()``
+        afterwards: there, some gradients may be means already.
 
         Raises:
             RuntimeError: it was called inside a backward, or another rank is lost.

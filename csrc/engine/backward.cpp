@@ -90,7 +90,6 @@ void Backward::enter(const std::shared_ptr<Backward>& self) {
   }
   const int id = current_graph_task();
   const auto task = GraphTask::of(id, self->give_up_);
-  self->set_owner(task, id);
   // The callback keeps the engine, so that its last owner does not go away inside one of its hooks.
   torch::autograd::Engine::get_default_engine().queue_callback([self, id, task] {
     task->has_ended = true;
@@ -98,6 +97,7 @@ void Backward::enter(const std::shared_ptr<Backward>& self) {
       self->end_(id);
     }
   });
+  self->set_owner(task, id);
 }
 
 std::shared_ptr<void> Backward::own() {

@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
+#include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "passes/aten/passes.h"
@@ -53,9 +55,7 @@ Plan plan_for(const PlanKey& key, Teams& teams) {
 // ---- a sum under way ------------------------------------------------------------------------------------------------
 
 BucketWork::~BucketWork() {
-  if (!unpacked_to_.empty()) {
-    unpacked_.wait();
-  }
+  join_streams();
   if (sum_) {
     SumWork::abandon(std::move(sum_));
   }
@@ -77,8 +77,13 @@ void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressTh
 
 // The task runs at once, and its errors are for the thread that calls receive.
 void BucketWork::receive_beside(ProgressThread& progress) {
-  unpacked_to_ = sum_->gradients().grads;
-  progress.post(bucket_->device(), [this] {
+  const auto is_shared = [](const at::Tensor& gradient) { return gradient.storage().use_count() > 1; };
+  if (std::ranges::any_of(sum_->gradients().grads, is_shared)) {
+    return;
+  }
+  progress.post(bucket_->device(), [this, stream = current_stream(bucket_->device())] {
+    unpacked_to_ = sum_->gradients().grads;
+    called_on_ = stream;
     try {
       finish();
     } catch (...) {
@@ -86,6 +91,18 @@ void BucketWork::receive_beside(ProgressThread& progress) {
     }
     unpacked_.set(bucket_->device());
   });
+}
+
+// A destructor calls it, too. So it throws nothing: if the device has failed, the next call of torch says so.
+void BucketWork::join_streams() const {
+  if (unpacked_to_.empty() || !sum_->is_of_this_process()) {
+    return;
+  }
+  try {
+    const c10::StreamGuard guard(*called_on_);
+    unpacked_.wait();
+  } catch (const std::exception&) {
+  }
 }
 
 void BucketWork::receive() {
@@ -161,7 +178,7 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
     is_half_sent_ = !sum->may_be_sent_again();
     sum->send();
     is_half_sent_ = false;
-    if (is_capturing(device_)) {
+    if (is_capturing(device_)) {  // asked first, because the list costs more
       hold_for_graph(device_,
                      {scale_, stats_, workspace_->totals(), sum->gradients().residual, memory_for(options).buffer});
     }
@@ -230,9 +247,11 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
     memory.plan = has_plan ? std::make_shared<const Plan>(plan_for(key, teams)) : nullptr;
     memory.key = key;
     if (!options.scatter) {
-      stats_.select(0, kNumSaturated).zero_();  // because a sum that needs no packing does not write it
       memory.buffer.reset();  // because another plan has left bytes where gaps between gradients must be zero
     }
+  }
+  if (planned_for_ != options.compression) {
+    stats_.select(0, kNumSaturated).zero_();  // because a sum that needs no packing does not write it
   }
   planned_for_ = options.compression;
   totals_->shares_memory = key.shares_memory;

@@ -89,8 +89,11 @@ class BucketWork {
   static void drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress);
 
   // Has the engine's own stream receive beside backward, as soon as the sum has come. It is for devices with streams:
-  // on a CPU nothing is unpacked before receive.
+  // on a CPU nothing is unpacked before receive. Does nothing if anybody else holds memory of the gradients, see
+  // Note [Unpacking beside backward] in step.cpp.
   void receive_beside(ProgressThread& progress);
+  // Makes the stream on which receive_beside was called wait for what it has begun.
+  void join_streams() const;
 
   // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
   void receive();
@@ -113,6 +116,7 @@ class BucketWork {
 
   // These are set by receive_beside.
   std::vector<at::Tensor> unpacked_to_;  // the gradients, until the current stream has waited for them
+  std::optional<c10::Stream> called_on_;
   StreamMark unpacked_;
   std::exception_ptr error_;
 };

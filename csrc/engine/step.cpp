@@ -73,8 +73,9 @@ void Step::send_full_buckets() {
   if (weights_) {
     engine().wait_for_ranks(kAddingWeights, [&] { weights_are_here = weights_->has_come(); });
   }
+  receive_beside();
   while (weights_are_here && works_.size() < layout().buckets.size() && may_go_early(works_.size())) {
-    send_next(/*during_backward=*/true);
+    send_next();
   }
 }
 
@@ -118,10 +119,28 @@ void Step::send_rest() {
     engine().wait_for_ranks(kAddingWeights, [&] { weights_->wait(); });
   }
   while (works_.size() < layout().buckets.size()) {
-    send_next(/*during_backward=*/false);
+    send_next();
   }
   if (!has_failed()) {
     state_ = State::kSent;
+  }
+}
+
+// Note [Unpacking beside backward]
+//   On a device a bucket is unpacked while backward goes on. But autograd may make a gradient of memory that this
+//   backward still reads, such as that of a sum's other term. So nobody else may hold that memory. When a bucket is
+//   sent, autograd itself still holds its last gradient. So the next gradient's hook looks.
+void Step::receive_beside() {
+  for (; num_tried_ < works_.size(); ++num_tried_) {
+    if (!layout().buckets[num_tried_].bucket->device().is_cpu()) {
+      works_[num_tried_]->receive_beside(engine().progress());
+    }
+  }
+}
+
+void Step::join_streams() const {
+  for (const auto& work : works_) {
+    work->join_streams();
   }
 }
 
@@ -148,7 +167,7 @@ void Step::wait_for_gradients(const LayoutBucket& bucket) const {
   }
 }
 
-void Step::send_next(bool during_backward) {
+void Step::send_next() {
   const size_t number = works_.size();
   const LayoutBucket& next = layout().buckets[number];
   Bucket& bucket = *next.bucket;
@@ -183,11 +202,8 @@ void Step::send_next(bool during_backward) {
   }
   // When messages arrive, this thread may go on with backward, or wait for another bucket. So the progress thread does
   // what follows. A single bucket at the end of backward is an exception: waking a thread would take longer than doing
-  // it here. After a failure this thread may not come back for long. A device has streams in place of threads, and
-  // unpacks beside backward, too.
-  if (during_backward && !device.is_cpu()) {
-    works_.back()->receive_beside(engine().progress());
-  } else if (layout().buckets.size() > 1 || has_failed() || !device.is_cpu()) {
+  // it here. After a failure this thread may not come back for long.
+  if (layout().buckets.size() > 1 || has_failed() || !device.is_cpu()) {
     BucketWork::drive_later(works_.back(), engine().progress());
   }
 }

@@ -77,6 +77,8 @@ class Step {
   // Has the background do what other ranks wait for, after a failure. So they need not wait for this rank's next
   // backward.
   void leave_behind();
+  // Makes the streams of backward wait for what runs beside it, so that nothing writes to gradients later.
+  void join_streams() const;
 
   // ---- receiving ----
 
@@ -90,7 +92,8 @@ class Step {
   EngineState& engine() const { return context_.engine; }
   bool have_agreed() const { return engine().have_agreed(*context_.agreement, engine().compressions()); }
   bool may_go_early(size_t bucket) const;
-  void send_next(bool during_backward);
+  void send_next();
+  void receive_beside();
   void wait_for_gradients(const LayoutBucket& bucket) const;
   at::Tensor side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads);
   void hand_out();
@@ -105,6 +108,7 @@ class Step {
   std::vector<size_t> order_;                       // indices, as gradients got ready; kept while there is no layout
   std::vector<size_t> num_waiting_;                 // by bucket: how many gradients are not final
   std::vector<std::shared_ptr<BucketWork>> works_;  // the works of the buckets that were sent
+  size_t num_tried_ = 0;                            // how many of them receive_beside has tried
   std::optional<WeightSum> weights_;                // set once this rank's weight was sent
 };
 

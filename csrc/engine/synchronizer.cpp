@@ -62,11 +62,14 @@ class Synchronizer::Attached {
     std::weak_ptr<Synchronizer> owner;
   };
 
-  // Tells each engine whether it is the first of its sequence, so that no gradient has to take the lock.
+  // Tells each engine whether it is the first of its sequence, so that no gradient has to take the lock. An engine that
+  // has expired may be gone: in a forked child it does not remove itself.
   void note_the_first() {
     std::set<const void*> seen;
     for (const Entry& entry : engines_) {
-      entry.engine->is_first_ = seen.insert(entry.engine->sequence_).second;
+      if (!entry.owner.expired()) {
+        entry.engine->is_first_ = seen.insert(entry.engine->sequence_).second;
+      }
     }
   }
 
@@ -250,6 +253,8 @@ void Synchronizer::send_leftovers() {
       if (engine.is_on_cpu_) {
         engine.sync_.put_sums_back(/*only_lone_ones=*/true);
         engine.sync_.fail_and_send_rest();
+      } else {
+        engine.sync_.join_streams();
       }
     } catch (...) {
       // The next sync tries again, or is refused on all ranks, as this one was.

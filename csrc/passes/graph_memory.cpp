@@ -70,6 +70,7 @@ void release(void* tensors) {
   released().tensors.push_back(static_cast<Tensors*>(tensors));
 }
 
+// Returns null if the capture has been invalidated.
 cudaGraph_t graph_under_capture(cudaStream_t stream) {
   cudaStreamCaptureStatus status{};
   cudaGraph_t graph = nullptr;
@@ -78,18 +79,25 @@ cudaGraph_t graph_under_capture(cudaStream_t stream) {
 #else
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, &graph));
 #endif
-  return graph;
+  return status == cudaStreamCaptureStatusActive ? graph : nullptr;
 }
 
 void hold_for_cuda_graph(c10::Device device, Tensors tensors) {
   released().destroy_all();
   const c10::cuda::CUDAGuard guard(device);
   const cudaGraph_t graph = graph_under_capture(c10::cuda::getCurrentCUDAStream(device.index()));
+  if (graph == nullptr) {
+    return;
+  }
   auto owned = std::make_unique<Tensors>(std::move(tensors));
   cudaUserObject_t owner{};
   C10_CUDA_CHECK(cudaUserObjectCreate(&owner, owned.get(), &release, 1, cudaUserObjectNoDestructorSync));
   owned.release();
-  C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, owner, 1, cudaGraphUserObjectMove));
+  const cudaError_t error = cudaGraphRetainUserObject(graph, owner, 1, cudaGraphUserObjectMove);
+  if (error != cudaSuccess) {
+    cudaUserObjectRelease(owner, 1);
+  }
+  C10_CUDA_CHECK(error);
 }
 
 #endif

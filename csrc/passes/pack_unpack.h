@@ -12,7 +12,7 @@
 namespace fastsync {
 
 // A segment is a gradient, or a contiguous range of one, and its place on the wire. On a wire of blocks it begins a new
-// block, and zeros fill up its last block. A GPU reads it at once, because it is aligned.
+// block, and zeros fill up its last block. It is aligned, so that a GPU reads it in two loads.
 struct alignas(16) Segment {
   void* data;
   int64_t numel;

@@ -13,8 +13,8 @@ namespace fastsync {
 
 namespace {
 
-// A step has a table for packing and one for unpacking. There are as many for gradients that take turns between two
-// places in memory.
+// A step has a table for packing and one for unpacking. Gradients that take turns between two places in memory need
+// four.
 constexpr size_t kMaxTables = 4;
 
 bool is_same(const Segment& one, const Segment& other) {
@@ -38,7 +38,7 @@ Scratch Workspace::prepare(const Passes& passes, c10::ArrayRef<Segment> segments
   if (chunk_size == 0) {
     return scratch;
   }
-  Table* table = find(segments, chunk_size);
+  Table* table = find(segments, chunk_size, grad);
   if (table->segments.empty()) {
     const auto chunks = cuda::cut_into_chunks(segments.data(), segments.size(), chunk_size, grad);
     table->num_chunks = static_cast<int64_t>(chunks.size());
@@ -54,14 +54,14 @@ Scratch Workspace::prepare(const Passes& passes, c10::ArrayRef<Segment> segments
 
 // A graph repeats the kernel that writes its table, in the graph's own memory. So whatever runs between two replays,
 // the graph and the steps beside it find their own tables.
-Workspace::Table* Workspace::find(c10::ArrayRef<Segment> segments, int64_t chunk_size) {
+Workspace::Table* Workspace::find(c10::ArrayRef<Segment> segments, int64_t chunk_size, DType grad) {
   if (is_capturing(device_)) {
     captured_ = Table();
     return &captured_;
   }
   const c10::StreamId stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).id();
   const auto found = std::find_if(tables_.begin(), tables_.end(), [&](const Table& table) {
-    return table.chunk_size == chunk_size && table.stream == stream &&
+    return table.chunk_size == chunk_size && table.grad == grad && table.stream == stream &&
            std::equal(table.segments.begin(), table.segments.end(), segments.begin(), segments.end(), &is_same);
   });
   if (found != tables_.end()) {
@@ -71,7 +71,7 @@ Workspace::Table* Workspace::find(c10::ArrayRef<Segment> segments, int64_t chunk
   if (tables_.size() == kMaxTables) {
     tables_.erase(tables_.begin());
   }
-  return &tables_.emplace_back(Table{.segments = {}, .chunk_size = chunk_size, .stream = stream});
+  return &tables_.emplace_back(Table{.segments = {}, .chunk_size = chunk_size, .grad = grad, .stream = stream});
 }
 
 }  // namespace fastsync

@@ -31,12 +31,13 @@ class Workspace {
   struct Table {
     std::vector<Segment> segments;  // none until the table is written
     int64_t chunk_size = 0;
+    DType grad = DType::kFloat32;
     c10::StreamId stream = 0;
     int64_t num_chunks = 0;
     at::Tensor chunks = {};
   };
 
-  Table* find(c10::ArrayRef<Segment> segments, int64_t chunk_size);
+  Table* find(c10::ArrayRef<Segment> segments, int64_t chunk_size, DType grad);
 
   const c10::Device device_;
   at::Tensor totals_;          // undefined on a CPU

@@ -10,8 +10,8 @@ namespace fastsync {
 namespace {
 
 // Returns memory for the wire. On a CPU it is `kept` if that fits, because new memory costs page faults. On other
-// devices it is always new, so that idle buckets hold no memory. There the allocator takes cached memory for it.
-// Packing fills the gaps between gradients.
+// devices it is new each time, and goes back to the allocator once it is read. Packing fills the gaps between
+// gradients.
 at::Tensor wire_memory(at::Tensor& kept, int64_t bytes, c10d::ProcessGroup& group, c10::Device device) {
   if (!device.is_cpu()) {
     kept.reset();
@@ -21,12 +21,6 @@ at::Tensor wire_memory(at::Tensor& kept, int64_t bytes, c10d::ProcessGroup& grou
     kept = at::zeros({bytes}, at::kByte);
   }
   return kept;
-}
-
-// Whether a factor 1/n means the same in the dtype of the gradients as in the passes, which multiply in float32.
-bool has_exact_share(DType dtype, int64_t num_ranks) {
-  const bool is_power_of_two = (num_ranks & (num_ranks - 1)) == 0;
-  return is_power_of_two || dtype == DType::kFloat32 || dtype == DType::kFloat64;
 }
 
 }  // namespace
@@ -45,13 +39,13 @@ AllReduceSum::AllReduceSum(FlatGradients gradients, c10::intrusive_ptr<c10d::Pro
   memory_ = is_in_place_ ? gradients_.grads.front().view({-1}) : wire_memory(kept, bytes, *group_, gradients_.device);
 }
 
-// Whether the gradients are their own wire, and the group multiplies them as packing would. It has no count of
-// saturated values to write then, which stays 0.
+// Whether the gradients are their own wire, and the group multiplies them as packing would. The count of saturated
+// values stays 0 then. Only two ranks let the group multiply. With more of them NCCL cannot add in the switch what it
+// averages, and adds in another order than what DDP has multiplied before.
 bool AllReduceSum::needs_no_packing() const {
   return is_lossless_ && is_in_place_ && !gradients_.weight.defined() && !gradients_.residual.defined() &&
          !gradients_.device.is_cpu() &&
-         (has_one_rank() || (averages_by_factors(*group_, gradients_.device) &&
-                             has_exact_share(gradients_.grad_dtype, group_->getSize())));
+         (group_->getSize() == 1 || (group_->getSize() == 2 && averages_by_factors(*group_, gradients_.device)));
 }
 
 void AllReduceSum::send() {
@@ -70,7 +64,10 @@ void AllReduceSum::send() {
 }
 
 void AllReduceSum::finish(const std::function<void()>& on_reduced) {
-  const auto in_any_case = c10::make_scope_exit([this] { let_go_of_gradients(); });
+  const auto in_any_case = c10::make_scope_exit([this] {
+    let_go_of_gradients();
+    memory_.reset();
+  });
   transfer_->wait_for_rows();
   if (carries_side_values_) {
     gradients_.side_values = memory_.narrow(0, num_bytes_, gradients_.side_bytes()).view(at::kFloat);

@@ -31,7 +31,6 @@ class AllReduceSum final : public SumWork {
 
  private:
   std::vector<Range> all_values() const { return {{0, gradients_.num_values, /*offset=*/0}}; }
-  bool has_one_rank() const { return group_->getSize() == 1; }
   bool needs_no_packing() const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;

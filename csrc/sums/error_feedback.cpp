@@ -55,6 +55,10 @@ std::vector<at::Tensor> ErrorFeedback::residuals() const { return flat_clones(re
 
 void ErrorFeedback::set_residuals(const std::vector<at::Tensor>& residuals) {
   before_.clear();
+  if (residuals.empty() && memory_.defined()) {
+    memory_.zero_();
+    return;
+  }
   if (!fit(residuals)) {
     *this = ErrorFeedback();
     residuals_ = flat_clones(residuals);

@@ -11,7 +11,7 @@ SumWork::SumWork(FlatGradients gradients) : gradients_(std::move(gradients)) {}
 
 // A forked child destroys no sum, because the threads that may still use it have stayed behind in its parent.
 void SumWork::abandon(std::unique_ptr<SumWork> sum) {
-  if (getpid() != sum->process_id_) {
+  if (!sum->is_of_this_process()) {
     sum.release();
   } else if (sum->needs_driving() && sum->gradients_.device.is_cpu()) {
     sum->let_go_of_gradients();

@@ -21,6 +21,8 @@ class SumWork {
   SumWork& operator=(const SumWork&) = delete;
 
   FlatGradients& gradients() { return gradients_; }
+  // Whether this process made the sum, and did not get it by a fork.
+  bool is_of_this_process() const { return getpid() == process_id_; }
 
   // Packs the gradients and sends them. Returns at once. Residuals must be lent before, see ErrorFeedback.
   virtual void send() = 0;

@@ -178,13 +178,14 @@ bool averages_by_factors(c10d::ProcessGroup& group, c10::Device device) {
   return name == "nccl" || name == "nccl2";
 }
 
-// While a CUDA graph is captured, memory has to come from the graph's own pool.
+// Only a group that is bound to the device has its communicator by now, which lending takes. While a CUDA graph is
+// captured, memory has to come from the graph's own pool.
 at::Tensor new_buffer(c10d::ProcessGroup& group, int64_t bytes, c10::Device device) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  const auto backend = device.is_cpu() ? nullptr : group.getBackend(device.type());
-  return backend && backend->supportsTensorAlloc(device.index()) && !is_capturing(device)
-             ? backend->allocateTensor(bytes, options)
-             : at::empty({bytes}, options);
+  const auto backend = device.is_cpu() || group.getSize() == 1 ? nullptr : group.getBackend(device.type());
+  const bool lends = backend && backend->getBoundDeviceId() == device && backend->supportsTensorAlloc(device.index()) &&
+                     !is_capturing(device);
+  return lends ? backend->allocateTensor(bytes, options) : at::empty({bytes}, options);
 }
 
 Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::vector<int64_t> ranks)

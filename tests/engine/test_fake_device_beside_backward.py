@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +90,63 @@ def all_grads(world_size: int) -> list[list[Tensor]]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_hook_at_full_width_packs_nothing(world_size: int) -> None:
     fake_device.run_ranks(_hooks_without_packing, world_size)
+
+
+class SharesMemory(nn.Module):
+    """Autograd makes the gradients of ``bias``, ``one`` and ``other`` of memory that others read or have as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.one = nn.Parameter(torch.zeros(4))
+        self.other = nn.Parameter(torch.zeros(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) + self.bias.unsqueeze(0) + (self.one.view(2, 2) + self.other.view(2, 2)).view(1, 4)
+
+
+def _leaves_shared_memory_alone(rank: int, world_size: int) -> None:
+    group = fake_device.new_group()
+    torch.manual_seed(0)
+    model = SharesMemory()
+    expected = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for each in range(world_size):
+        grads = torch.autograd.grad(model(torch.ones(1, 4) * (each + 1)).square().sum(), list(model.parameters()))
+        expected = [total + grad / world_size for total, grad in zip(expected, grads, strict=True)]
+    model.to(DEVICE)
+    with watched():
+        fastsync.attach(model, bucket_cap_mb=1e-6, process_group=group)
+        for _ in range(NUM_STEPS):
+            model.zero_grad()
+            model(torch.ones(1, 4, device=DEVICE) * (rank + 1)).square().sum().backward()
+            for parameter, mean in zip(model.parameters(), expected, strict=True):
+                assert parameter.grad is not None
+                assert_bitwise_equal(parameter.grad, mean)
+
+
+def test_gradients_that_share_memory_with_what_backward_reads() -> None:
+    fake_device.run_ranks(_leaves_shared_memory_alone, 2)
+
+
+def _zeroes_after_a_failure(rank: int, world_size: int) -> None:
+    """What ran beside the backward that failed does not write to gradients later."""
+    group = fake_device.new_group()
+    with watched():
+        model = Fallible().to(DEVICE)
+        sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+        inputs = torch.ones(16, 32, device=DEVICE)
+        for step in range(NUM_STEPS * 2):
+            model.fails = rank == 0 and step % 2 == 1
+            with suppress(ArithmeticError):
+                model(inputs).square().mean().backward()
+            time.sleep(0.05 if model.fails else 0)  # by then the device's thread has let go of the backward
+            model.zero_grad(set_to_none=False)
+        sync.abandon_step()
+
+
+def test_gradients_may_be_zeroed_after_a_failed_backward() -> None:
+    fake_device.run_ranks(_zeroes_after_a_failure, 2)
 
 
 def _takes_memory_of_the_group(rank: int, world_size: int) -> None:

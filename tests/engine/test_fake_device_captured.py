@@ -121,6 +121,9 @@ def _takes_over_what_is_loaded(rank: int, world_size: int) -> None:
         training.captured()
         training.step()
         before = allocated_bytes()
+        training.sync.load_state_dict({**state, "residuals": {}})
+        for name, each in training.sync.state_dict()["residuals"].items():
+            assert_bitwise_equal(each, torch.zeros_like(each), f"{compression}: {name}")
         training.sync.load_state_dict(state)
         assert allocated_bytes() == before
         for name, each in scales_and_residuals(training.sync.state_dict()).items():

@@ -82,6 +82,7 @@ def new_group(*, with_passes: bool = True) -> dist.ProcessGroup:
     load() if with_passes else load_device()
     group = dist.new_group(backend=DEVICE)
     assert isinstance(group, dist.ProcessGroup)
+    backend_of(group).bind()  # as a device_id does
     return group
 
 

@@ -28,7 +28,8 @@ PYBIND11_MODULE(fake_device, m) {
   m.def("take_host_waits", &fake_device::take_host_waits);
   m.def("allocated_bytes", &fake_device::allocated_bytes);
   m.def("begin_capture", &fake_device::begin_capture);
-  m.def("end_capture", &fake_device::end_capture);
+  m.def("end_capture",
+        [] { return fake_device::end_capture(fake_device::current_stream(fake_device::current_device())); });
   m.def("replay", &fake_device::replay, py::arg("graph"));
   m.def("take_uploads", &fake_device::take_uploads);
   m.def("passes_over", &passes_over, py::arg("of_cpu"));
@@ -38,6 +39,7 @@ PYBIND11_MODULE(fake_device, m) {
       .def("fail_after", &fake_device::Group::fail_after, py::arg("calls"))
       .def("is_open", &fake_device::Group::is_open)
       .def("run_at_once", &fake_device::Group::run_at_once)
+      .def("bind", [](fake_device::Group& group) { group.setBoundDeviceId(c10::Device(fake_device::kType, 0)); })
       .def("num_lent", &fake_device::Group::num_lent)
       .def("kept_bytes", &fake_device::Group::kept_bytes);
 }

@@ -47,6 +47,7 @@ struct World {
   size_t freed_bytes = 0;
   int64_t num_allocated = 0;
   bool is_capturing = false;
+  std::vector<Clock> before_capture;
   int64_t first_of_graph = 0;  // the number of the first block that is allocated in the capture under way
   std::vector<std::vector<Captured>> graphs;
   std::vector<std::string> violations;
@@ -257,13 +258,23 @@ void begin_capture() {
   const std::lock_guard<std::mutex> lock(now.mutex);
   now.is_capturing = true;
   now.first_of_graph = now.num_allocated;
+  now.before_capture = now.streams;
   now.graphs.emplace_back();
 }
 
-int64_t end_capture() {
+int64_t end_capture(const c10::Stream& stream) {
   World& now = world();
   const std::lock_guard<std::mutex> lock(now.mutex);
   now.is_capturing = false;
+  const Clock clock = clock_of(now, index_of(stream));
+  for (size_t other = 0; other < now.streams.size(); ++other) {
+    const auto own = [other](const std::vector<Clock>& all) {
+      return other < all.size() && other < all[other].size() ? all[other][other] : 0;
+    };
+    if (own(now.streams) > own(now.before_capture) && !has_seen(clock, other, own(now.streams))) {
+      report_to(now, c10::str("capture: ", name_of(other), " was not joined"));
+    }
+  }
   return static_cast<int64_t>(now.graphs.size()) - 1;
 }
 

@@ -50,9 +50,9 @@ void record_stream(const void* data, const c10::Stream& stream);
 size_t allocated_bytes();
 
 // From begin_capture to end_capture all streams are captured. Work still runs at once, and is noted as well. The result
-// is the graph's number.
+// is the graph's number. It reports a stream whose work the one that ends the capture has not waited for.
 void begin_capture();
-int64_t end_capture();
+int64_t end_capture(const c10::Stream& stream);
 bool is_capturing();
 // Whoever replays a graph touches the same memory again. It reports memory that was let go since, unless that was
 // allocated while the graph was captured: such memory is the graph's own.

@@ -17,8 +17,8 @@ void pack_typed(const PackArgs& args) {
     return pack_chunk<W>(chunk.data<const G>(), chunk.residual<C>(), chunk.length, multiplier,
                          limit_on<W, C>(args.limit), weight, args.wire, chunk.offset());
   });
-  for (const Segment* segment = args.segments; segment < args.segments + args.num_segments; ++segment) {
-    if constexpr (!kIsBlock<W>) {
+  if constexpr (!kIsBlock<W>) {
+    for (const Segment* segment = args.segments; segment < args.segments + args.num_segments; ++segment) {
       W* const end = unit_at<W>(args.wire, segment->offset + segment->numel);
       std::fill_n(end, gap_behind(*segment, args.gap_alignment), W{});
     }
