@@ -30,7 +30,7 @@ from ..integrations.ray import launch_on_ray
 from ..launch.torchrun import launch_ranks
 from .envs.make import make_one
 from .envs.spaces import random_actions
-from .policies import in_eval_mode, make_policy
+from .policies import check_policy
 from .ppo import Settings, train
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
@@ -126,21 +126,8 @@ def check_environment(settings: Settings) -> None:
                 "(observation, info), step(action) must return (observation, reward, terminated, truncated, info), and "
                 "observations must belong to observation_space"
             ) from error
-    try:
-        policy = make_policy(settings, *spaces)
-        with in_eval_mode(policy):
-            outputs, values = policy(observations.to(policy.observation_dtype))
-    except ValueError:
-        raise
-    except Exception as error:  # any error of the user's class
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"policy={settings.policy!r} cannot be used: {reason}") from error
-    expected = (1, policy.distribution.num_outputs)
-    if (outputs.shape, values.shape) != (expected, (1,)):
-        raise ValueError(
-            f"policy={settings.policy!r} computes outputs {tuple(outputs.shape)} and values {tuple(values.shape)} of "
-            f"one observation; they must be {expected} and (1,): check the last layers of actor and critic"
-        )
+    rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
+    check_policy(settings, *spaces, observations, rows_per_pass)
 
 
 def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank) -> int:

@@ -270,7 +270,8 @@ def make_policy(
         kind: a subclass of Policy, or a function that returns one, of both spaces and the settings.
 
     Raises:
-        ValueError: there is no such class, the result is not a Policy, or its parameters are of 16 bits.
+        ValueError: there is no such class, the result is not a Policy, it has no actor or critic, or its parameters
+            are of 16 bits.
     """
     name: Any = kind
     if kind is None:
@@ -280,6 +281,9 @@ def make_policy(
         policy = kind(observation_space, action_space, settings)
     if not isinstance(policy, Policy):
         raise ValueError(f"policy={name!r} made a {type(policy).__name__}; it has to be a fastsync.ppo.Policy")
+    for part, method in (("actor", "outputs"), ("critic", "value")):
+        if not hasattr(policy, part) and getattr(type(policy), method) is getattr(Policy, method):
+            raise ValueError(f"policy={name!r} has no {part}; set self.{part} in its __init__, a module as in ActorCritic")
     if settings.precision == "fp64":
         policy.double()
     for dtype in {parameter.dtype for parameter in policy.parameters()} - {torch.float32, torch.float64}:
@@ -287,6 +291,60 @@ def make_policy(
     if settings.fused and not policy._sees_images:  # with images convolutions take most of the time
         fused.fuse(policy)
     return policy
+
+
+def check_policy(
+    settings: RunSettings,
+    observation_space: Space[Any],
+    action_space: Space[Any],
+    observations: Tensor,
+    rows_per_pass: int,
+) -> None:
+    """Makes the policy that the settings name, and tries it on one observation, before ranks start.
+
+    Args:
+        settings, observation_space, action_space: see ``make_policy``.
+        observations: observations [1, *shape].
+        rows_per_pass: number of rows that the policy learns from at once.
+
+    Raises:
+        ValueError: the policy cannot be made, raises an error, or has results of other shapes than it has to.
+    """
+    try:
+        policy = make_policy(settings, observation_space, action_space)
+        observations = observations.to(policy.observation_dtype)
+        with torch.no_grad():
+            with in_eval_mode(policy):
+                outputs, values = policy(observations)
+            if rows_per_pass == 1:
+                with explain_batch_norm(rows_per_pass):
+                    policy(observations)
+    except ValueError:
+        raise
+    except Exception as error:  # any error of the user's class
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"policy={settings.policy!r} cannot be used: {reason}") from error
+    expected = (1, policy.distribution.num_outputs)
+    if (outputs.shape, values.shape) != (expected, (1,)):
+        raise ValueError(
+            f"policy={settings.policy!r} computes outputs {tuple(outputs.shape)} and values {tuple(values.shape)} of "
+            f"one observation; they must be {expected} and (1,): check the last layers of actor and critic"
+        )
+
+
+@contextmanager
+def explain_batch_norm(num_rows: int) -> Iterator[None]:
+    """Says what to do where BatchNorm gets one row inside a ``with`` block, as ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ValueError(
+            f"BatchNorm cannot learn from one row, and a minibatch has {num_rows} on each rank: it has "
+            "num_envs * num_steps / (num_minibatches * num_micro_batches). Lower --num-minibatches or "
+            "--num-micro-batches, or raise --num-envs or --num-steps"
+        ) from error
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from .envs.interface import Environments, Episode, seed_from
 from .exchange import Exchange
 from .learning_rate import LearningRate
 from .normalize import RewardNormalizer, mean_and_variance, moments
-from .policies import Policy, autocast, in_eval_mode, make_policy, own_buffers
+from .policies import Policy, autocast, explain_batch_norm, in_eval_mode, make_policy, own_buffers
 from .random_streams import RandomStreams
 from .runs.metrics import TrainResult, add_infos, mean
 from .session import open_session
@@ -412,16 +412,8 @@ class PPO:
         return metrics, None if target_kl is None else self.sync.piggybacked()["kl"]
 
     def _loss(self, part: Batch, remaining: float) -> tuple[Tensor, dict[str, Tensor]]:
-        try:
+        with explain_batch_norm(len(part.log_probs)):
             return minibatch_loss(self.policy, part, self.settings, remaining, self.loss)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise ValueError(
-                f"BatchNorm cannot learn from one row, and a minibatch has {len(part.log_probs)} on each rank: it has "
-                "num_envs * num_steps / (num_minibatches * num_micro_batches). Lower --num-minibatches or "
-                "--num-micro-batches, or raise --num-envs or --num-steps"
-            ) from error
 
 
 # --- Loop -------------------------------------------------------------------------------------------------------------

@@ -264,6 +264,7 @@ def test_a_policy_that_cannot_be_made_is_named_before_ranks_start():
         "Policy": "must be module:Class",
         "builtins:divmod": "cannot be used: TypeError: divmod expected 2",
         f"{__name__}:WrongShapes": r"computes outputs \(1, 2\) and values \(\) of one observation; they must be",
+        f"{__name__}:ActorOnly": r"has no critic; set self.critic in its __init__, a module as in ActorCritic",
         f"{__name__}:no_policy": "made a Linear; it has to be a fastsync.ppo.Policy",
         f"{__name__}:in_16_bits": "has parameters of torch.bfloat16; leave them in float32, and set precision",
     }
@@ -276,6 +277,12 @@ class WrongShapes(Policy):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.actor, self.critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+
+
+class ActorOnly(Policy):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.actor = nn.Linear(4, 2)
 
 
 def in_16_bits(*arguments: Any) -> Policy:
