@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 import yaml
 
 from .._checks import did_you_mean
 from ..compression import parse_compression
+from .json_objects import JSON_OBJECT
 from .whole_numbers import WHOLE_NUMBERS
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
@@ -28,6 +30,8 @@ class RunSettings:
 
     env: str = "CartPole-v1"
     """Gymnasium environment, or "module:function" that makes one. "module:id" imports the module that registers it."""
+    env_kwargs: Annotated[dict[str, Any] | None, JSON_OBJECT] = None
+    """Arguments of the environment, as JSON: '{"continuous": true}'."""
     seed: int = 1
     """Seeds weights, actions, minibatches and environments. Every environment of every rank gets its own seed."""
     total_steps: int = 200_000  # Environment steps to train for, over all ranks. The last rollout may exceed it.
@@ -56,6 +60,7 @@ class RunSettings:
     compression: str = "none"
     """Compression of gradients or of weight changes: none, bf16, fp16, int8 or int4. Options follow a plus sign, such
     as int8+ef for error feedback. auto measures and chooses."""
+    bucket_cap_mb: float = 25.0  # MiB of gradients that are sent together. Smaller buckets are sent earlier.
     precision: Precision = "fp32"  # Precision of the computation. bf16 and fp16 use autocast, fp16 also a GradScaler.
     fused: bool = True
     """On CPUs use fused operators in place of code that you have not changed. --no-fused: only plain PyTorch."""
@@ -74,7 +79,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         counts = ("total_steps", "num_envs", "keep_checkpoints", "sync_every")
         self._check("must be at least 1", lambda value: value >= 1, *counts)
-        self._check("must be a finite number greater than 0", lambda value: 0 < value < math.inf, "timeout")
+        self._check("must be a finite number greater than 0", lambda v: 0 < v < math.inf, "timeout", "bucket_cap_mb")
         self._check("must be less than 2**63", lambda value: value < 2**63, "seed")
         self._check("must not be negative", lambda value: value >= 0, "seed", "checkpoint_interval")
         self._check("must be widths of at least 1", lambda sizes: all(n >= 1 for n in sizes), "hidden_sizes")
@@ -145,6 +150,8 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
         name = str(key).replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, dict):
+            words += [f"--{name}", json.dumps(value)]
         elif value is not None:
             words += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
     return words

@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.yaml"
 
 # Settings that must not change: otherwise the saved state does not fit the policy, observations, or averages.
-_FIXED = ("env", "policy", "network", "hidden_sizes", "activation", "norm_observations", "sync")
+_FIXED = ("env", "env_kwargs", "policy", "network", "hidden_sizes", "activation", "norm_observations", "sync")
 # Settings that say where a run is stored. No note tells that they differ.
 _UNMENTIONED = ("resume", "run_name", "runs_dir")
 
