@@ -11,12 +11,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed
 import tyro
@@ -29,8 +29,7 @@ from ..doctor import install_command
 from ..integrations.ray import launch_on_ray
 from ..launch.torchrun import launch_ranks
 from .envs.make import make_one
-from .envs.spaces import random_actions
-from .policies import check_policy
+from .policies import try_policy
 from .ppo import Settings, train
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
@@ -115,19 +114,27 @@ def check_environment(settings: Settings) -> None:
         ValueError: the environment, the policy or an extra is missing or does not suit.
     """
     check_wandb(settings.wandb_project)
+    rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
     with make_one(settings) as environments:
         spaces = environments.single_observation_space, environments.single_action_space
-        try:
+        with _playing(settings):
             observations = torch.from_numpy(environments.reset())
-            environments.step(random_actions(spaces[1], 1, np.random.default_rng(0)))
-        except Exception as error:  # any error of the user's environment
-            raise ValueError(
-                f"env={settings.env!r} cannot be played: {type(error).__name__}: {error}; reset(seed=...) must return "
-                "(observation, info), step(action) must return (observation, reward, terminated, truncated, info), and "
-                "observations must belong to observation_space"
-            ) from error
-    rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
-    check_policy(settings, *spaces, observations, rows_per_pass)
+        actions = try_policy(settings, *spaces, observations, rows_per_pass)
+        with _playing(settings):
+            environments.step(actions.numpy())
+
+
+@contextmanager
+def _playing(settings: Settings) -> Iterator[None]:
+    """Names the environment in errors that it raises inside a ``with`` block."""
+    try:
+        yield
+    except Exception as error:  # any error of the user's environment
+        raise ValueError(
+            f"env={settings.env!r} cannot be played: {type(error).__name__}: {error}; reset(seed=...) must return "
+            "(observation, info), step(action) must return (observation, reward, terminated, truncated, info), and "
+            "observations must belong to observation_space"
+        ) from error
 
 
 def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank) -> int:

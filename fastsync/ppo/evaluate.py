@@ -120,8 +120,9 @@ def make_environment(checkpoint: Checkpoint, *, seed: int) -> Environments:
         ValueError: it cannot be made here.
     """
     seed_globals(seed, UNSEEN)
-    source = find_env(checkpoint.settings_as(Settings).env)
-    made = source.make()
+    settings = checkpoint.settings_as(Settings)
+    source = find_env(settings.env, settings.env_kwargs)
+    source, made = source.explored()
     notes = notes_on(source.name, made)
     makers = [lambda: EpisodeRecorder(made, seed=seed, index=UNSEEN)]
     vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
@@ -160,7 +161,8 @@ def play(
     length, total, num_cut, told = 0, 0.0, 0, time.monotonic()
     with in_eval_mode(policy):
         while len(episodes) < num_episodes:
-            outputs = policy.outputs(policy.features(torch.from_numpy(observations).to(policy.observation_dtype)))
+            seen = torch.from_numpy(observations).to(policy.observation_dtype)
+            outputs = policy.allowed(policy.outputs(policy.features(seen)), seen)
             step = environment.step(policy.distribution.mode(outputs).numpy())
             observations, length, total = step.observations, length + int(step.valid[0]), total + float(step.rewards[0])
             if step.episodes:

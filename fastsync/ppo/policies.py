@@ -12,17 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from gymnasium import Space, spaces
 from torch import Tensor, nn
 
 from . import fused
 from .envs.lookup import import_from
+from .envs.parts import Parts, PartsSpace
 from .normalize import ObservationNormalizer
 from .settings import Precision, RunSettings
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 IMAGE_FEATURES = 512
+FORBIDDEN = -1e4
+"""The logit of a forbidden action. Its probability is exactly 0, and its entropy is not nan."""
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
@@ -165,6 +169,7 @@ class Policy(nn.Module):
         distribution: the distribution of actions, chosen by the action space.
         normalizer: normalises observations; None without norm_observations.
         trunk: layers that actor and critic share; their input is its output. None by default.
+        parts: what a row of observations consists of, if that is more than one vector or image. Else None.
     """
 
     actor: nn.Module
@@ -173,27 +178,38 @@ class Policy(nn.Module):
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
         super().__init__()
         assert isinstance(observation_space, spaces.Box)
+        self.parts: Parts | None = getattr(observation_space, "parts", None)
         self._sees_images = len(observation_space.shape) == 3
+        self._needs_float64 = not np.can_cast(observation_space.dtype, np.float32)
         self.normalizer: ObservationNormalizer | None = None
         if settings.norm_observations:
-            self.normalizer = ObservationNormalizer(observation_space.shape[0])
+            size = observation_space.shape[0] if self.parts is None else self.parts.num_numbers
+            self.normalizer = ObservationNormalizer(size)
         self.distribution = make_distribution(action_space, log_std_init=settings.log_std_init)
         self.trunk: nn.Module | None = None
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the outputs [..., num_outputs] and the values [...] of observations ``[..., *shape]``."""
         features = self.features(observations)
-        return self.outputs(features), self.value(features)
+        return self.allowed(self.outputs(features), observations), self.value(features)
 
     def features(self, observations: Tensor) -> Tensor:
         """Computes the input of actor and critic."""
+        if self.parts is not None:
+            observations = observations[..., : observations.shape[-1] - self.parts.mask_size]
         if self.normalizer is not None:
-            observations = self.normalizer(observations)
+            observations = self.normalizer(observations).to(self.dtype)
         return observations if self.trunk is None else self.trunk(observations)
 
     def outputs(self, features: Tensor) -> Tensor:
         """Computes the distribution's outputs [..., num_outputs], in full precision even under autocast."""
         return self._in_full_precision(self.actor(features))
+
+    def allowed(self, outputs: Tensor, observations: Tensor) -> Tensor:
+        """Makes the actions impossible that the mask in the observations forbids, if there is one."""
+        if self.parts is None or not self.parts.mask_size:
+            return outputs
+        return outputs.where(observations[..., -self.parts.mask_size :] > 0, FORBIDDEN)
 
     def value(self, features: Tensor) -> Tensor:
         """Computes values, the expected discounted returns [...], in full precision even under autocast."""
@@ -211,8 +227,13 @@ class Policy(nn.Module):
 
     @property
     def observation_dtype(self) -> torch.dtype:
-        """The dtype of observations in the rollout: images stay bytes, others have the parameters' dtype."""
-        return torch.uint8 if self._sees_images else self.dtype
+        """The dtype of observations in the rollout: images stay bytes, others have the parameters' dtype.
+
+        With norm_observations, numbers that float32 cannot hold are float64 until the mean is subtracted.
+        """
+        if self._sees_images:
+            return torch.uint8
+        return torch.float64 if self.normalizer is not None and self._needs_float64 else self.dtype
 
 
 class ActorCritic(Policy):
@@ -226,7 +247,8 @@ class ActorCritic(Policy):
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
         super().__init__(observation_space, action_space, settings)
         actor, critic = nn.Sequential(), nn.Sequential()
-        if settings.network == "shared" or (settings.network == "auto" and self._sees_images):
+        sees_images = self._sees_images or bool(self.parts and self.parts.images)
+        if settings.network == "shared" or (settings.network == "auto" and sees_images):
             self.trunk, width = _body(observation_space, settings)
         else:
             actor, width = _body(observation_space, settings)
@@ -277,13 +299,16 @@ def make_policy(
     if kind is None:
         name = settings.policy
         kind = ActorCritic if name is None else import_from("policy", name)
+    inputs = observation_space.without_mask() if isinstance(observation_space, PartsSpace) else observation_space
     with _torchs_defaults():
-        policy = kind(observation_space, action_space, settings)
+        policy = kind(inputs, action_space, settings)
     if not isinstance(policy, Policy):
         raise ValueError(f"policy={name!r} made a {type(policy).__name__}; it has to be a fastsync.ppo.Policy")
     for part, method in (("actor", "outputs"), ("critic", "value")):
         if not hasattr(policy, part) and getattr(type(policy), method) is getattr(Policy, method):
-            raise ValueError(f"policy={name!r} has no {part}; set self.{part} in its __init__, a module as in ActorCritic")
+            raise ValueError(
+                f"policy={name!r} has no {part}; set self.{part} in its __init__, a module as in ActorCritic"
+            )
     if settings.precision == "fp64":
         policy.double()
     for dtype in {parameter.dtype for parameter in policy.parameters()} - {torch.float32, torch.float64}:
@@ -293,19 +318,22 @@ def make_policy(
     return policy
 
 
-def check_policy(
+def try_policy(
     settings: RunSettings,
     observation_space: Space[Any],
     action_space: Space[Any],
     observations: Tensor,
     rows_per_pass: int,
-) -> None:
+) -> Tensor:
     """Makes the policy that the settings name, and tries it on one observation, before ranks start.
 
     Args:
         settings, observation_space, action_space: see ``make_policy``.
         observations: observations [1, *shape].
         rows_per_pass: number of rows that the policy learns from at once.
+
+    Returns:
+        The likeliest actions [1, ...].
 
     Raises:
         ValueError: the policy cannot be made, raises an error, or has results of other shapes than it has to.
@@ -330,6 +358,7 @@ def check_policy(
             f"policy={settings.policy!r} computes outputs {tuple(outputs.shape)} and values {tuple(values.shape)} of "
             f"one observation; they must be {expected} and (1,): check the last layers of actor and critic"
         )
+    return policy.distribution.mode(outputs)
 
 
 @contextmanager
@@ -362,6 +391,9 @@ def _torchs_defaults() -> Iterator[None]:
 def _body(space: Space[Any], settings: RunSettings) -> tuple[nn.Sequential, int]:
     """Returns all layers except the last one, and their width."""
     assert space.shape
+    if isinstance(space, PartsSpace) and space.parts.images:
+        body = _PartsBody(space.parts, settings)
+        return nn.Sequential(body), body.width
     if len(space.shape) == 3:
         return nn.Sequential(_Convolutions(space.shape)), IMAGE_FEATURES
     sizes = (space.shape[0], *settings.hidden_sizes)
@@ -408,6 +440,23 @@ class _Convolutions(nn.Module):
         flat = images.reshape(-1, *images.shape[-3:])
         features: Tensor = self.layers(flat.to(next(self.parameters()).dtype) / 255)
         return features.reshape(*images.shape[:-3], IMAGE_FEATURES)
+
+
+class _PartsBody(nn.Module):
+    """Maps rows [..., D] to features: convolutions for each image, hidden layers for the numbers, side by side."""
+
+    def __init__(self, parts: Parts, settings: RunSettings) -> None:
+        super().__init__()
+        self._parts = parts
+        sizes = (parts.num_numbers, *settings.hidden_sizes)
+        self.numbers = hidden_layers(sizes, settings.activation) if parts.num_numbers else None
+        self.images = nn.ModuleList(_Convolutions(shape) for shape in parts.images)
+        self.width = IMAGE_FEATURES * len(parts.images) + (sizes[-1] if parts.num_numbers else 0)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        numbers, images = self._parts.split(rows)
+        features = [network(image) for network, image in zip(self.images, images, strict=True)]
+        return torch.cat(features if self.numbers is None else [self.numbers(numbers), *features], dim=-1)
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:

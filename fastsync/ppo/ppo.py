@@ -132,8 +132,9 @@ class Collector:
         episodes = list[Episode]()
         infos: dict[str, list[float]] = {name: [] for name in self.settings.log_info}
         for row, (outputs, values) in enumerate(buffers.rows):  # views of the buffers' row
-            features = policy.features(buffers.observe(row, self.next_observation))
-            computed = policy.outputs(features)  # [N, num_outputs], such as logits
+            observations = buffers.observe(row, self.next_observation)  # [N, *observation_shape]
+            features = policy.features(observations)
+            computed = policy.allowed(policy.outputs(features), observations)  # [N, num_outputs], such as logits
             outputs.copy_(computed)
             if policy.trunk is not None:
                 values.copy_(policy.value(features))
@@ -283,7 +284,10 @@ class PPO:
         # From here on all ranks have the weights of rank 0, and backward() averages gradients over the group of
         # self.sync.
         if settings.sync == "gradients":
-            self.sync = attach(self.policy, settings.compression, broadcast_buffers=bool(own_buffers(self.policy)))
+            self.sync = attach(
+                self.policy, settings.compression,
+                bucket_cap_mb=settings.bucket_cap_mb, broadcast_buffers=bool(own_buffers(self.policy)),
+            )  # fmt: skip
         else:
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             self.sync = attach(self.policy, process_group=alone)
@@ -336,7 +340,7 @@ class PPO:
         metrics["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if self.policy.normalizer is not None:
             # The rollout's log-probabilities belong to the old normalisation, so it is updated only now.
-            self.policy.normalizer.update(self._moments(rollout.observations, rollout.valid))
+            self.policy.normalizer.learn(rollout.observations, rollout.valid, self._moments)
         self.step += int(num_valid)
         self.update += 1
         if self.outer is not None and (self.update % settings.sync_every == 0 or self.step >= settings.total_steps):
