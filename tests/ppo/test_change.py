@@ -19,6 +19,7 @@ import torch
 from gymnasium import spaces
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fastsync
 from examples.ppo_layer_norm import Normalised
@@ -255,6 +256,18 @@ def test_a_network_of_ones_own_is_trained_saved_and_played(tmp_path: Path, capsy
     assert are_equal(by_name, trained(by_class, world_size=2, policy=Normalised)[0])
     with pytest.raises(ValueError, match=r"name it in the settings instead, as Settings\(policy='module:Class'\)"):
         main([str(next(by_class.glob("run *")))])
+
+
+class Recomputed(ActorCritic):
+    """As in docs/guides/change_it.md."""
+
+    def forward(self, observations: Tensor) -> Any:
+        return checkpoint(super().forward, observations, use_reentrant=False)
+
+
+def test_activations_may_be_recomputed(tmp_path: Path):
+    plain = replace(TINY, fused=False, bucket_cap_mb=0.001)
+    assert are_equal(trained(tmp_path, plain, world_size=2, policy=Recomputed)[0], trained(tmp_path, plain, 2)[0])
 
 
 def test_a_policy_that_cannot_be_made_is_named_before_ranks_start():

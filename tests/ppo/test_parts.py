@@ -23,7 +23,7 @@ from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from tests.models import group_of_one
 from tests.ppo.test_runs_checkpoints import assert_same
 from tests.ranks import run_ranks
-from tests.toy_envs import Seeing
+from tests.toy_envs import OneForbidden, Seeing
 
 TOY = "tests.toy_envs"
 TINY = Settings(total_steps=300, num_envs=4, num_steps=16, num_epochs=2, lr_schedule="constant")
@@ -137,13 +137,12 @@ def test_normalising_images_alone_is_refused():
         make_environments(replace(TINY, env=f"{TOY}:SeesAndMayNot", norm_observations=True), rank=0)
 
 
-def test_an_own_vectorisation_has_no_parts(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", [Seeing, OneForbidden])
+def test_an_own_vectorisation_has_no_parts(kind: Any, monkeypatch: pytest.MonkeyPatch):
     def make(num_envs: int, **_: Any) -> SyncVectorEnv:
-        return SyncVectorEnv([Seeing] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
+        return SyncVectorEnv([kind] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
 
-    spec = EnvSpec("SeesInOneGo-v0", entry_point=Seeing, vector_entry_point=make)
+    spec = EnvSpec("InOneGo-v0", entry_point=kind, vector_entry_point=make)
     monkeypatch.setitem(gymnasium.registry, spec.id, spec)
-    with pytest.raises(
-        ValueError, match=r"of which images or a mask of actions are a part; choose vectorization='sync'"
-    ):
+    with pytest.raises(ValueError, match=r"images in a dictionary or a mask of actions; choose vectorization='sync'"):
         make_environments(replace(TINY, env=spec.id), rank=0)

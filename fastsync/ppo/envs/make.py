@@ -17,7 +17,7 @@ from ...launch.signals import STOP_SIGNALS
 from ..settings import RunSettings
 from .interface import Environments, seed_from, seed_globals
 from .lookup import EnvSource, cannot_be_made, find_env, notes_on
-from .parts import has_parts
+from .parts import MASK, has_parts
 from .spaces import check_spaces, notes_on_actions, suits
 from .vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments
 
@@ -102,9 +102,9 @@ def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any,
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         needed_for = str(source.spec.vector_entry_point)
         raise cannot_be_made(settings.env, error, needed_for=needed_for, kwargs=source.kwargs) from error
-    if has_parts(vector.single_observation_space):
+    if has_parts(vector.single_observation_space) or MASK in vector.reset(seed=0)[1]:
         vector.close()
-        raise ValueError(f"{refused} has observations of which images or a mask of actions are a part; {others}")
+        raise ValueError(f"{refused} has images in a dictionary or a mask of actions; {others}")
     if not suits(vector.single_observation_space):
         vector = FlattenObservation(vector)
     try:

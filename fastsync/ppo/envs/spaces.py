@@ -75,7 +75,7 @@ def notes_on_actions(settings: RunSettings, actions: Space[Any]) -> list[str]:
     if not is_far.any():
         return []
     (at, *_), count = is_far.nonzero()[0], is_far.sum()
-    others = f", and {count - 1} more like it," if count > 1 else ""
+    others = f", and {count - 1} more like it," if count > 1 else ","
     return [
         f"warning: env={settings.env!r} takes actions in [{actions.low[at]:g}, {actions.high[at]:g}] (number {at})"
         f"{others} but the policy begins with mean 0 and standard deviation {deviation:g}, and its actions are only "
