@@ -59,6 +59,9 @@ def test_images_in_a_dict_go_through_convolutions_and_the_rest_through_layers():
 def test_forbidden_actions_have_no_probability():
     with make_environments(replace(TINY, env=f"{TOY}:OneForbidden"), rank=0) as environments:
         space = environments.single_observation_space
+        assert environments.notes == [
+            "env='tests.toy_envs:OneForbidden' has an action_mask: the policy takes only actions that it allows"
+        ]
     policy = make_policy(TINY, space, spaces.Discrete(3))
     rows = torch.tensor([[0.1, 0.2, 0.3, 1, 1, 1], [0.1, 0.2, 0.3, 0, 1, 1], [0.1, 0.2, 0.3, 0, 1, 0]])
     outputs, values = policy(rows)
@@ -88,7 +91,7 @@ class OfMyOwn(Policy):
     ("env", "changes"),
     [
         ("OneForbidden", {"policy": f"{__name__}:OfMyOwn"}),
-        ("InDict", {"fused": False, "vectorization": "async", "num_envs": 2}),
+        ("InDict", {"fused": False}),
         ("SeveralForbidden", {"precision": "bf16"}),
         ("SeesAndMayNot", {}),
     ],

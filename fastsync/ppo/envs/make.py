@@ -50,12 +50,14 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
     if kind == "vector_entry_point":
         seed = seed_from(settings.seed, first, restart)
         own_vector = _make_own_vector(settings, source)
-        notes = notes_on(settings.env, own_vector) + notes_on_actions(settings, own_vector.single_action_space)
+        spaces = own_vector.single_observation_space, own_vector.single_action_space
+        notes = notes_on(settings.env, own_vector) + notes_on_actions(settings, *spaces)
         return VectorizedEnvironments(own_vector, seed=seed, first_index=first, notes=notes)
     source, specimen = source.explored(first)
     specimen.close()
-    notes = notes_on(settings.env, specimen) + notes_on_actions(settings, specimen.action_space)
     check_spaces(settings, specimen.observation_space, specimen.action_space)
+    notes = notes_on(settings.env, specimen)
+    notes += notes_on_actions(settings, specimen.observation_space, specimen.action_space)
     makers = [
         partial(_make_recorder, source, settings.seed, index, restart, os.getpid())
         for index in range(first, first + settings.num_envs)

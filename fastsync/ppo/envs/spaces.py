@@ -63,8 +63,13 @@ def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space
         )
 
 
-def notes_on_actions(settings: RunSettings, actions: Space[Any]) -> list[str]:
-    """Returns a sentence for the user if a policy that begins with actions about 0 hardly suits the bounds."""
+def notes_on_actions(settings: RunSettings, observations: Space[Any], actions: Space[Any]) -> list[str]:
+    """Returns a sentence for the user if a mask forbids actions, or if a policy that begins with actions about 0 hardly
+    suits the bounds.
+    """
+    parts = getattr(observations, "parts", None)
+    if parts is not None and parts.mask_size:
+        return [f"env={settings.env!r} has an action_mask: the policy takes only actions that it allows"]
     if not isinstance(actions, spaces.Box):
         return []
     deviation = math.exp(settings.log_std_init)
