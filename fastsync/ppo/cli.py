@@ -30,6 +30,7 @@ from ..integrations.ray import launch_on_ray
 from ..launch.torchrun import launch_ranks
 from .envs.make import make_one
 from .envs.spaces import random_actions
+from .evaluation import Evaluator
 from .policies import in_eval_mode, make_policy
 from .ppo import Settings, train
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
@@ -39,6 +40,21 @@ from .whole_numbers import WHOLE_NUMBERS
 
 STOPPED = 128 + 15
 """Exit status of a training that saved and ended because of a signal. Shells give this status for SIGTERM."""
+
+SYNONYMS = {
+    "--lr": "--learning-rate", "--env-id": "--env", "--total-timesteps": "--total-steps", "--update-epochs":
+    "--num-epochs", "--n-envs": "--num-envs", "--n-steps": "--num-steps", "--n-epochs": "--num-epochs",
+}  # fmt: skip
+"""Options of CleanRL and Stable-Baselines3, and ours that mean the same."""
+_AFTERWARDS = "a training shows nothing but figures; afterwards `fastsync eval RUN {}` {}"
+ELSEWHERE = {
+    "--render": _AFTERWARDS.format("--render", "plays the policy in a window"),
+    **dict.fromkeys(
+        ("--capture-video", "--video"), _AFTERWARDS.format("--video FOLDER", "writes videos of the policy")
+    ),
+    "--track": "name a project of Weights & Biases, by --wandb-project",
+}
+"""What to use in place of options that a training does not have."""
 
 Command = TypeVar("Command")
 
@@ -51,7 +67,7 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         prog: the name of the command, for messages.
         arguments: the words after it; by default those of this process.
     """
-    words = sys.argv[1:] if arguments is None else arguments
+    words = understood(prog, sys.argv[1:] if arguments is None else arguments)
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     config = finder.parse_known_args(words)[0].config
@@ -61,8 +77,24 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)
     # The last value of an option wins.
-    words = [*file_options, *words]
+    words = [*understood(prog, file_options), *words]
     return tyro.cli(command, prog=prog, args=words, config=(tyro.conf.OmitArgPrefixes,), registry=WHOLE_NUMBERS)
+
+
+def understood(prog: str, words: Sequence[str]) -> list[str]:
+    """Puts our names of options in place of those that other trainers have.
+
+    An option that belongs to another command ends the process with a message that says so.
+    """
+    known = []
+    for word in words:
+        option, equals, value = word.partition("=")
+        name = option.replace("_", "-")
+        if name in ELSEWHERE:
+            print(f"{prog}: {option}: {ELSEWHERE[name]}", file=sys.stderr)
+            sys.exit(2)
+        known.append(f"{SYNONYMS[name]}{equals}{value}" if name in SYNONYMS else word)
+    return known
 
 
 @dataclass(frozen=True)
@@ -116,6 +148,8 @@ def check_environment(settings: Settings) -> None:
     """
     check_wandb(settings.wandb_project)
     with make_one(settings) as environments:
+        if settings.eval_env is not None:
+            Evaluator(settings, 0, 1, environments).check()
         spaces = environments.single_observation_space, environments.single_action_space
         try:
             observations = torch.from_numpy(environments.reset())
@@ -166,6 +200,8 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
     check_run(settings, options.nproc)
     if options.max_restarts and settings.resume is None:
         settings = replace(settings, resume="auto")  # for restarted ranks
+    if sys.stderr.isatty() and not settings.quiet:  # for they take seconds before they show anything
+        print(f"fastsync train: starting {options.nproc} {'rank' if options.nproc == 1 else 'ranks'}", file=sys.stderr)
     if options.launcher == "ray":
         return _launch_on_ray(options, settings, work)
     # torchrun's messages about signals and failed ranks would repeat what is printed below.

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from gymnasium import Space, spaces
 from torch import Tensor, nn
 
 from . import fused
 from .envs.lookup import import_from
+from .envs.spaces import Array, action_translator
 from .normalize import ObservationNormalizer
 from .settings import Precision, RunSettings
 
@@ -173,6 +175,7 @@ class Policy(nn.Module):
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
         super().__init__()
         assert isinstance(observation_space, spaces.Box)
+        self._observation_shape, self._action_space = observation_space.shape, action_space
         self._sees_images = len(observation_space.shape) == 3
         self.normalizer: ObservationNormalizer | None = None
         if settings.norm_observations:
@@ -198,6 +201,32 @@ class Policy(nn.Module):
     def value(self, features: Tensor) -> Tensor:
         """Computes values, the expected discounted returns [...], in full precision even under autocast."""
         return self._in_full_precision(self.critic(features)).squeeze(-1)
+
+    @torch.no_grad()
+    def act(self, observations: Array) -> Array:
+        """Chooses the likeliest actions, in eval mode.
+
+        Args:
+            observations: one observation of the environment, ``[*shape]``, or N of them, ``[N, *shape]``.
+
+        Returns:
+            The action for ``env.step``, ``[*action_shape]``, or N actions, ``[N, *action_shape]``.
+
+        Raises:
+            ValueError: the observations have another shape.
+        """
+        seen = np.asarray(observations)
+        is_one = seen.shape == self._observation_shape
+        if not is_one and seen.shape[1:] != self._observation_shape:
+            raise ValueError(
+                f"observations: expected one of shape {self._observation_shape}, or several, got {seen.shape}; wrap "
+                "the environment as the training did"
+            )
+        rows = torch.from_numpy(seen[None] if is_one else seen).to(next(self.parameters()).device)
+        with in_eval_mode(self):
+            outputs = self.outputs(self.features(rows.to(self.observation_dtype)))
+        actions = action_translator(self._action_space)(self.distribution.mode(outputs).cpu().numpy())
+        return actions[0] if is_one else actions
 
     @staticmethod
     def _in_full_precision(outputs: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class EnvSource:
     """Makes single environments. It can be pickled."""
 
     name: str  # The user's name of the environment.
-    maker: Callable[[], Env] | None = None  # The user's own function, or None.
+    maker: Callable[..., Env] | None = None  # The user's own function, or None.
     spec: EnvSpec | None = None  # The registration in gymnasium, or None.
 
     @property
@@ -41,21 +41,25 @@ class EnvSource:
             and self.spec.kwargs.get("obs_type", "rgb") != "ram"
         )
 
-    def make(self) -> Env:
+    def make(self, render_mode: str | None = None) -> Env:
         """Makes an environment. Games get the wrappers of ``wrap_atari``. Observations that are neither vectors nor
         uint8 images, such as dictionaries and matrices, become vectors (``gymnasium.wrappers.FlattenObservation``).
+
+        Args:
+            render_mode: gymnasium's. The user's own function gets it as an argument, unless it is None.
 
         Raises:
             ValueError: it cannot be made here.
         """
+        rendering: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
         try:
             if self.spec is None:
                 assert self.maker is not None
-                env = self.maker()
+                env = self.maker(**rendering)
             elif self.is_atari:
-                return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1))
+                return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1, **rendering))
             else:
-                env = gymnasium.make(self.spec, disable_env_checker=True)
+                env = gymnasium.make(self.spec, disable_env_checker=True, **rendering)
         except Exception as error:  # any error of the user's function
             raise cannot_be_made(self.name, error, needed_for=str(self.spec and self.spec.entry_point)) from error
         if not isinstance(env, gymnasium.Env):
@@ -108,10 +112,27 @@ def find_env(name: str) -> EnvSource:
         if colon:
             hint = f"the module {module_name} has no function {attribute!r}, and after its import: {error}"
             raise ValueError(f"env={name!r} cannot be made: {hint}") from error
-        # gymnasium suggests names, too, but not if only the version is missing.
-        asks = "" if "did you mean" in str(error).lower() else did_you_mean(attribute, gymnasium.registry)
-        raise ValueError(f"{cannot_be_made(name, error)}{asks}") from error
+        raise ValueError(f"env={name!r} cannot be made: {_why_unknown(name, error)}") from error
     return EnvSource(name, spec=replace(spec))
+
+
+def _why_unknown(name: str, error: Exception) -> str:
+    """Returns what is wrong with the name of an environment that gymnasium does not have, and what to write."""
+    if isinstance(error, gymnasium.error.VersionNotFound | gymnasium.error.DeprecatedEnv):
+        return f"{error}{did_you_mean(name, _usual_ids())}"
+    is_file = name.endswith(".py")
+    module, _, attribute = name.removesuffix(".py").strip("./").replace("/", ".").rpartition(".")
+    own = f"{module}.{attribute}".strip(".") + ":NAME" if is_file else f"{module or 'MODULE'}:{attribute}"
+    asks = did_you_mean(name, _usual_ids(), cutoff=0.75)
+    return (
+        f"gymnasium has no environment of this name{asks or '.'} For an environment of your own write module:name, "
+        f"such as {own}, and run where Python finds the module"
+    )
+
+
+def _usual_ids() -> list[str]:
+    """Returns the ids of gymnasium's registry without those for JAX and tables, which have the others' names."""
+    return [name for name in gymnasium.registry if not name.startswith(("phys2d/", "tabular/"))]
 
 
 def import_from(setting: str, name: str) -> Any:
