@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -42,10 +42,16 @@ STOPPED = 128 + 15
 """Exit status of a training that saved and ended because of a signal. Shells give this status for SIGTERM."""
 
 SYNONYMS = {
-    "--lr": "--learning-rate", "--env-id": "--env", "--total-timesteps": "--total-steps", "--update-epochs":
-    "--num-epochs", "--n-envs": "--num-envs", "--n-steps": "--num-steps", "--n-epochs": "--num-epochs",
-}  # fmt: skip
-"""Options of CleanRL and Stable-Baselines3, and ours that mean the same."""
+    "--lr": "--learning-rate",
+    "--env-id": "--env",
+    "--total-timesteps": "--total-steps",
+    "--n-envs": "--num-envs",
+    "--n-steps": "--num-steps",
+    "--n-epochs": "--num-epochs",
+    "--update-epochs": "--num-epochs",
+    "--nproc-per-node": "--nproc",
+}
+"""Options of CleanRL, Stable-Baselines3 and torchrun, and ours that mean the same."""
 _AFTERWARDS = "a training shows nothing but figures; afterwards `fastsync eval RUN {}` {}"
 ELSEWHERE = {
     "--render": _AFTERWARDS.format("--render", "plays the policy in a window"),
@@ -55,6 +61,11 @@ ELSEWHERE = {
     "--track": "name a project of Weights & Biases, by --wandb-project",
 }
 """What to use in place of options that a training does not have."""
+ONE_RANK = (
+    "this command is one rank; `fastsync train --nproc N` starts N, and so does "
+    "`torchrun --nproc-per-node N -m fastsync.train`"
+)
+"""What to use in place of --nproc where it starts nothing."""
 
 Command = TypeVar("Command")
 
@@ -67,7 +78,9 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         prog: the name of the command, for messages.
         arguments: the words after it; by default those of this process.
     """
-    words = understood(prog, sys.argv[1:] if arguments is None else arguments)
+    starts_ranks = "nproc" in {option.name for option in fields(command)}  # type: ignore[arg-type]
+    elsewhere = ELSEWHERE if starts_ranks else ELSEWHERE | {"--nproc": ONE_RANK}
+    words = understood(prog, sys.argv[1:] if arguments is None else arguments, elsewhere)
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     config = finder.parse_known_args(words)[0].config
@@ -77,23 +90,24 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)
     # The last value of an option wins.
-    words = [*understood(prog, file_options), *words]
+    words = [*understood(prog, file_options, elsewhere), *words]
     return tyro.cli(command, prog=prog, args=words, config=(tyro.conf.OmitArgPrefixes,), registry=WHOLE_NUMBERS)
 
 
-def understood(prog: str, words: Sequence[str]) -> list[str]:
+def understood(prog: str, words: Sequence[str], elsewhere: Mapping[str, str]) -> list[str]:
     """Puts our names of options in place of those that other trainers have.
 
-    An option that belongs to another command ends the process with a message that says so.
+    An option of ``elsewhere`` belongs to another command. It ends the process with its message.
     """
     known = []
     for word in words:
         option, equals, value = word.partition("=")
         name = option.replace("_", "-")
-        if name in ELSEWHERE:
-            print(f"{prog}: {option}: {ELSEWHERE[name]}", file=sys.stderr)
+        name = SYNONYMS.get(name, name)
+        if name in elsewhere:
+            print(f"{prog}: {option}: {elsewhere[name]}", file=sys.stderr)
             sys.exit(2)
-        known.append(f"{SYNONYMS[name]}{equals}{value}" if name in SYNONYMS else word)
+        known.append(f"{name}{equals}{value}" if name in SYNONYMS.values() else word)
     return known
 
 

@@ -187,4 +187,5 @@ def _kept(policy: Policy) -> Iterator[None]:
         if on_gpu is not None:
             torch.cuda.set_rng_state(on_gpu, device)
         for name, buffer in policy.named_buffers():
-            buffer.copy_(buffers[name])
+            if name in buffers:  # a layer may make one in its first forward
+                buffer.copy_(buffers[name])

@@ -17,7 +17,7 @@ import torch
 
 from fastsync.cli import main
 from fastsync.ppo import Policy, load_policy
-from fastsync.ppo.cli import Arguments, check_environment, parse
+from fastsync.ppo.cli import Arguments, Launch, check_environment, parse
 from fastsync.ppo.envs.make import make_one
 from fastsync.ppo.evaluate import find_checkpoint
 from fastsync.ppo.policies import make_policy
@@ -25,6 +25,7 @@ from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from fastsync.ppo.runs.console import hints
 from fastsync.ppo.runs.folder import CHECKPOINTS
+from fastsync.train import main as train_main
 from tests.ppo.test_runs_checkpoints import make_checkpoint
 from tests.toy_envs import Payout
 
@@ -33,6 +34,7 @@ from tests.toy_envs import Payout
 def test_options_of_other_trainers_are_understood(words: list[str], tmp_path: Path):
     assert parse(Arguments, "test", words).settings.learning_rate == 3e-4
     others = ["--env-id", "Acrobot-v1", "--total_timesteps", "1e6", "--update-epochs=2", "--n-envs", "8"]
+    assert parse(Launch, "test", ["--nproc_per_node", "3"]).nproc == 3
     expected = Settings(env="Acrobot-v1", total_steps=1_000_000, num_epochs=2, num_envs=8, learning_rate=3e-4)
     assert parse(Arguments, "test", [*others, *words]).settings == expected
     (tmp_path / "run.yaml").write_text("lr: 0.5\n")
@@ -53,6 +55,11 @@ def test_options_that_belong_elsewhere_are_answered(word: str, answer: str, caps
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"fastsync train: {word.split('=')[0]}: ")
     assert line.endswith(answer)
+    for word in ("--nproc", "--nproc_per_node=2"):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            train_main([word, "2"])
+        said = f"{word.split('=')[0]}: this command is one rank; `fastsync train --nproc N` starts N"
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

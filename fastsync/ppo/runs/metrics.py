@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, islice
+from operator import attrgetter
 from zlib import crc32
 
 import numpy as np
@@ -36,6 +37,8 @@ class PhaseTimes:
 
 PHASES = tuple(phase.name for phase in fields(PhaseTimes))
 """Names of the phases, in order."""
+USAGES = tuple(usage.name for usage in fields(Usage))
+_numbers_of_times, _numbers_of_usage = attrgetter(*PHASES), attrgetter(*USAGES)  # faster than dataclasses.astuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class RankReport:
     def numbers(self) -> list[float]:
         """Returns the report as numbers, for ``from_numbers``. The first one is a hash of the metrics' names."""
         own = [self.gradients_seconds, self.wire_bytes, self.stop_requested, self.checkpoint_due]
-        fixed = [_hash_of(self.metrics), *astuple(self.times), *own, *astuple(self.usage)]
+        fixed = [_hash_of(self.metrics), *_numbers_of_times(self.times), *own, *_numbers_of_usage(self.usage)]
         return [*fixed, *self.metrics.values(), *chain(*self.episodes)]
 
     @classmethod
@@ -64,7 +67,7 @@ class RankReport:
         rest = iter(numbers[1:])
         times = PhaseTimes(*islice(rest, len(PHASES)))
         gradients_seconds, wire_bytes, stop_requested, checkpoint_due = islice(rest, 4)
-        usage = Usage(*islice(rest, len(fields(Usage))))
+        usage = Usage(*islice(rest, len(USAGES)))
         metrics = dict(zip(names, islice(rest, len(names)), strict=True))
         columns = list(rest)
         environments, lengths, rows = (map(int, columns[index :: len(Episode._fields)]) for index in (0, 2, 3))
@@ -130,9 +133,9 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     names = ("_std", "_min", *(f"_p{percent}" for percent in PERCENTILES), "_max")
     figures = [math.nan] * len(names)
     if values:
-        ordered = np.sort(values)
+        ordered, differences = sorted(values), np.array(values) - mean(values)
         ranks = [0, *(round(percent / 100 * (len(values) - 1)) for percent in PERCENTILES), -1]
-        figures = [float(ordered.std()), *ordered[ranks].tolist()]
+        figures = [math.sqrt(differences @ differences / len(values)), *(ordered[rank] for rank in ranks)]
     return {name: mean(values)} | {f"{name}{each}": figure for each, figure in zip(names, figures, strict=True)}
 
 
@@ -181,6 +184,6 @@ def scalars_of(
         scalars |= {f"rank{rank}/{phase}_seconds": getattr(report.times, phase) for phase in PHASES}
         scalars[f"rank{rank}/gradients_seconds"] = report.gradients_seconds
         scalars[f"rank{rank}/waiting_seconds"] = report.times.communication - shortest_wait
-        usage = {f"rank{rank}/{each.name}": getattr(report.usage, each.name) for each in fields(Usage)}
-        scalars |= {name: value for name, value in usage.items() if not math.isnan(value)}
+        usage = zip(USAGES, _numbers_of_usage(report.usage), strict=True)
+        scalars |= {f"rank{rank}/{name}": value for name, value in usage if not math.isnan(value)}
     return scalars

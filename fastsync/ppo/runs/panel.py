@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -44,7 +46,9 @@ class RunPanel:
         self._evaluations: Sequence[str] = ()
         self._curve = Curve()
         self._drawn_at = -math.inf
-        self._live = Live(self, console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        own_stderr = sys.stderr.isatty()  # or the user has it written elsewhere, where it stays
+        how: dict[str, Any] = {"auto_refresh": False, "transient": True, "vertical_overflow": "crop"}
+        self._live = Live(self, console=console, redirect_stderr=own_stderr, **how)
         self._live.start(refresh=True)
 
     def update(
