@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from ..doctor import install_command
 from ..integrations.ray import launch_on_ray
 from ..launch.torchrun import launch_ranks
 from .envs.make import make_one
+from .evaluation import Evaluator
 from .policies import try_policy
 from .ppo import Settings, train
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
@@ -38,6 +39,32 @@ from .whole_numbers import WHOLE_NUMBERS
 
 STOPPED = 128 + 15
 """Exit status of a training that saved and ended because of a signal. Shells give this status for SIGTERM."""
+
+SYNONYMS = {
+    "--lr": "--learning-rate",
+    "--env-id": "--env",
+    "--total-timesteps": "--total-steps",
+    "--n-envs": "--num-envs",
+    "--n-steps": "--num-steps",
+    "--n-epochs": "--num-epochs",
+    "--update-epochs": "--num-epochs",
+    "--nproc-per-node": "--nproc",
+}
+"""Options of CleanRL, Stable-Baselines3 and torchrun, and ours that mean the same."""
+_AFTERWARDS = "a training shows nothing but figures; afterwards `fastsync eval RUN {}` {}"
+ELSEWHERE = {
+    "--render": _AFTERWARDS.format("--render", "plays the policy in a window"),
+    **dict.fromkeys(
+        ("--capture-video", "--video"), _AFTERWARDS.format("--video FOLDER", "writes videos of the policy")
+    ),
+    "--track": "name a project of Weights & Biases, by --wandb-project",
+}
+"""What to use in place of options that a training does not have."""
+ONE_RANK = (
+    "this command is one rank; `fastsync train --nproc N` starts N, and so does "
+    "`torchrun --nproc-per-node N -m fastsync.train`"
+)
+"""What to use in place of --nproc where it starts nothing."""
 
 Command = TypeVar("Command")
 
@@ -50,7 +77,9 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         prog: the name of the command, for messages.
         arguments: the words after it; by default those of this process.
     """
-    words = sys.argv[1:] if arguments is None else arguments
+    starts_ranks = "nproc" in {option.name for option in fields(command)}  # type: ignore[arg-type]
+    elsewhere = ELSEWHERE if starts_ranks else ELSEWHERE | {"--nproc": ONE_RANK}
+    words = understood(prog, sys.argv[1:] if arguments is None else arguments, elsewhere)
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     config = finder.parse_known_args(words)[0].config
@@ -60,8 +89,25 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)
     # The last value of an option wins.
-    words = [*file_options, *words]
+    words = [*understood(prog, file_options, elsewhere), *words]
     return tyro.cli(command, prog=prog, args=words, config=(tyro.conf.OmitArgPrefixes,), registry=WHOLE_NUMBERS)
+
+
+def understood(prog: str, words: Sequence[str], elsewhere: Mapping[str, str]) -> list[str]:
+    """Puts our names of options in place of those that other trainers have.
+
+    An option of ``elsewhere`` belongs to another command. It ends the process with its message.
+    """
+    known = []
+    for word in words:
+        option, equals, value = word.partition("=")
+        name = option.replace("_", "-")
+        name = SYNONYMS.get(name, name)
+        if name in elsewhere:
+            print(f"{prog}: {option}: {elsewhere[name]}", file=sys.stderr)
+            sys.exit(2)
+        known.append(f"{name}{equals}{value}" if name in SYNONYMS.values() else word)
+    return known
 
 
 @dataclass(frozen=True)
@@ -116,6 +162,8 @@ def check_environment(settings: Settings) -> None:
     check_wandb(settings.wandb_project)
     rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
     with make_one(settings) as environments:
+        if settings.eval_env is not None:
+            Evaluator(settings, 0, 1, environments).check()
         spaces = environments.single_observation_space, environments.single_action_space
         with _playing(settings):
             observations = torch.from_numpy(environments.reset())
@@ -160,6 +208,8 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
     check_run(settings, options.nproc)
     if options.max_restarts and settings.resume is None:
         settings = replace(settings, resume="auto")  # for restarted ranks
+    if sys.stderr.isatty() and not settings.quiet:  # for they take seconds before they show anything
+        print(f"fastsync train: starting {options.nproc} {'rank' if options.nproc == 1 else 'ranks'}", file=sys.stderr)
     if options.launcher == "ray":
         return _launch_on_ray(options, settings, work)
     # torchrun's messages about signals and failed ranks would repeat what is printed below.

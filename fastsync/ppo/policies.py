@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from . import fused
 from .envs.lookup import import_from
 from .envs.parts import Parts, PartsSpace
+from .envs.spaces import Array, action_translator
 from .normalize import ObservationNormalizer
 from .settings import Precision, RunSettings
 
@@ -179,6 +180,10 @@ class Policy(nn.Module):
         super().__init__()
         assert isinstance(observation_space, spaces.Box)
         self.parts: Parts | None = getattr(observation_space, "parts", None)
+        self._action_space = action_space
+        self._observation_shape = observation_space.shape
+        if self.parts is not None:  # the network's rows have no mask, and those of the environment do
+            self._observation_shape = (observation_space.shape[0] + self.parts.mask_size,)
         self._sees_images = len(observation_space.shape) == 3
         self._needs_float64 = not np.can_cast(observation_space.dtype, np.float32)
         self.normalizer: ObservationNormalizer | None = None
@@ -214,6 +219,60 @@ class Policy(nn.Module):
     def value(self, features: Tensor) -> Tensor:
         """Computes values, the expected discounted returns [...], in full precision even under autocast."""
         return self._in_full_precision(self.critic(features)).squeeze(-1)
+
+    def likeliest(self, observations: Tensor) -> Tensor:
+        """Returns the likeliest of the allowed actions ``[..., *action_shape]``, counted from 0 or without bounds."""
+        outputs = self.allowed(self.outputs(self.features(observations)), observations)
+        return self.distribution.mode(outputs)
+
+    @torch.no_grad()
+    def act(self, observations: Array, action_mask: Array | tuple[Array, ...] | None = None) -> Array:
+        """Chooses the likeliest actions, in eval mode.
+
+        Args:
+            observations: one observation of the environment, ``[*shape]``, or N of them, ``[N, *shape]``.
+            action_mask: the mask that came with them, as in ``info["action_mask"]``, ``[num_choices]`` or
+                ``[N, num_choices]``. Rows of ``fastsync.ppo.envs.parts.PartsInARow`` hold it already.
+
+        Returns:
+            The action for ``env.step``, ``[*action_shape]``, or N actions, ``[N, *action_shape]``.
+
+        Raises:
+            ValueError: the observations have another shape, or a mask is missing or not expected.
+        """
+        seen = np.asarray(observations)
+        if action_mask is not None:
+            seen = self._with_mask(seen, action_mask)
+        is_one = seen.shape == self._observation_shape
+        if not is_one and seen.shape[1:] != self._observation_shape:
+            raise ValueError(self._why_not_seen(seen.shape))
+        rows = torch.from_numpy(seen[None] if is_one else seen).to(next(self.parameters()).device)
+        with in_eval_mode(self):
+            chosen = self.likeliest(rows.to(self.observation_dtype))
+        actions = action_translator(self._action_space)(chosen.cpu().numpy())
+        return actions[0] if is_one else actions
+
+    def _with_mask(self, seen: Array, action_mask: Array | tuple[Array, ...]) -> Array:
+        """Returns the rows that the environments of a training have: observations, and then the mask."""
+        mask = np.concatenate(action_mask, axis=-1) if isinstance(action_mask, tuple) else np.asarray(action_mask)
+        size = 0 if self.parts is None else self.parts.mask_size
+        if mask.shape != (*seen.shape[:-1], size):
+            needs = f"expected shape {(*seen.shape[:-1], size)}" if size else "the training had none"
+            raise ValueError(f"action_mask: {needs}, got shape {mask.shape}")
+        return np.concatenate([seen, mask], axis=-1)
+
+    def _why_not_seen(self, shape: tuple[int, ...]) -> str:
+        """Returns the message about observations of a wrong shape."""
+        if self.parts is not None and shape[-1:] == (self._observation_shape[0] - self.parts.mask_size,):
+            return (
+                f"action_mask: expected that of the observations, of {self.parts.mask_size} choices, got none; give "
+                "info['action_mask']"
+            )
+        wrapper = ", in fastsync.ppo.envs.parts.PartsInARow" if self.parts is not None else ""
+        return (
+            f"observations: expected one of shape {self._observation_shape}, or several, got {shape}; wrap the "
+            f"environment as the training did{wrapper}"
+        )
 
     @staticmethod
     def _in_full_precision(outputs: Tensor) -> Tensor:

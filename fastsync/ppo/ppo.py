@@ -229,6 +229,16 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
     return valid * (world_size * num_minibatches / num_valid.clamp(min=1))
 
 
+def explained_variance(moments: Tensor) -> float:
+    """Returns which share of the variance of the returns the critic's values explain, from ``moments`` [5].
+
+    ``moments`` are those of advantages and returns. An advantage is what a return differs from its value by. 1 is
+    perfect, 0 is as good as a constant. NaN means that all returns are equal, or that there are none.
+    """
+    unexplained, variance = mean_and_variance(moments)[2].tolist()
+    return 1 - unexplained / variance if variance > 0 else math.nan
+
+
 # --- Loss -------------------------------------------------------------------------------------------------------------
 class Evaluated(NamedTuple):
     """Outputs of the current policy for a minibatch, with gradients."""
@@ -397,7 +407,9 @@ class PPO:
         advantages = self.estimate_advantages(
             rewards, rollout.values, rollout.next_values, rollout.terminated, rollout.done, settings
         )  # [T, N]
-        advantage_moments = self._moments(advantages.unsqueeze(-1), rollout.valid)  # [3]
+        returns = advantages + rollout.values  # [T, N]: targets of the critic
+        both_moments = self._moments(torch.stack([advantages, returns], -1), rollout.valid)  # [5]
+        advantage_moments = both_moments[[0, 1, 3]]
         num_valid, world_size, num_minibatches = advantage_moments[0], dist.get_world_size(), settings.num_minibatches
         weights = row_weights(rollout.valid, num_valid, world_size=world_size, num_minibatches=num_minibatches)
         batch = Batch(
@@ -406,7 +418,7 @@ class PPO:
             log_probs=rollout.log_probs,
             values=rollout.values,
             advantages=normalize_advantages(advantages, advantage_moments) if settings.norm_advantages else advantages,
-            returns=advantages + rollout.values,
+            returns=returns,
             weights=weights.to(advantages.dtype),
         )  # each column is [T, N, ...]
         remaining = max(0.0, 1 - self.step / settings.total_steps)
@@ -415,6 +427,7 @@ class PPO:
             metrics = self._update(batch, remaining)
         else:  # all ranks only reset environments, such as with num_steps=1 and episodes that end together
             metrics = dict.fromkeys((*fused.METRICS, "grad_norm"), math.nan) | {"optimizer_steps": 0.0}
+        metrics["explained_variance"] = explained_variance(both_moments)
         metrics["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if self.policy.normalizer is not None:
             # The rollout's log-probabilities belong to the old normalisation, so it is updated only now.

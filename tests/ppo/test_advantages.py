@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +12,14 @@ from torch import Tensor
 
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.normalize import ObservationNormalizer, RewardNormalizer, RunningMoments, moments
-from fastsync.ppo.ppo import PPO, Settings, discounted_sums, estimate_advantages, normalize_advantages
+from fastsync.ppo.ppo import (
+    PPO,
+    Settings,
+    discounted_sums,
+    estimate_advantages,
+    explained_variance,
+    normalize_advantages,
+)
 from tests.models import group_of_one
 
 GOES_ON, TERMINATES, TRUNCATES = range(3)
@@ -142,3 +152,14 @@ def test_rewards_are_divided_by_the_deviation_of_the_return_and_cut_off():
     normalizer = RewardNormalizer(0.9, 1, torch.float32)
     normalizer.update(moments(torch.tensor([[3.0], [7.0]]), torch.ones(2, dtype=torch.bool)))
     torch.testing.assert_close(normalizer(torch.tensor([3.0, -3.0, 1e6])), torch.tensor([1.5, -1.5, 10.0]))
+
+
+def test_explained_variance_is_that_of_all_valid_rows():
+    generator = torch.Generator().manual_seed(0)
+    advantages, returns = torch.randn(2, 7, 5, generator=generator, dtype=torch.float64)
+    valid = torch.rand(7, 5, generator=generator) < 0.7
+    both = moments(torch.stack([advantages, returns], -1), valid)
+    expected = 1 - advantages[valid].var(correction=0) / returns[valid].var(correction=0)
+    assert explained_variance(both) == pytest.approx(float(expected))
+    assert explained_variance(moments(torch.stack([0 * returns, returns], -1), valid)) == 1.0
+    assert math.isnan(explained_variance(moments(torch.stack([advantages, 0 * returns], -1), valid)))

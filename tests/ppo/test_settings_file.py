@@ -31,6 +31,7 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
         precision="bf16", timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
         keep_checkpoints=1, resume="null", wandb_project="on", policy="c:D", log_info=("x", "y"), fused=False,
         sync="diloco", sync_every=3, bucket_cap_mb=0.5, env_kwargs={"a": [1, {"b": None}], "c": True, "d": "x y"},
+        quiet=True, eval_interval=9, eval_episodes=4, eval_env="d:e",
     )  # fmt: skip
     same = [
         field.name for field in fields(Settings) if getattr(settings, field.name) == getattr(Settings(), field.name)

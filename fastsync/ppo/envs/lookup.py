@@ -47,37 +47,39 @@ class EnvSource:
             and (self.spec.kwargs | self.kwargs).get("obs_type", "rgb") != "ram"
         )
 
-    def make(self, index: int = 0) -> Env:
+    def make(self, index: int = 0, render_mode: str | None = None) -> Env:
         """Makes an environment. Games get the wrappers of ``wrap_atari``. Observations that are neither vectors nor
         uint8 images, such as dictionaries and matrices, become vectors (``gymnasium.wrappers.FlattenObservation``).
         Images in dictionaries and masks of actions remain images and masks in a row (``PartsInARow``).
 
         Args:
             index: number of the environment, for a user's function with an argument ``index``.
+            render_mode: gymnasium's. The user's own function gets it as an argument, unless it is None.
 
         Raises:
             ValueError: it cannot be made here.
         """
-        return self._wrapped(self._make(index))
+        return self._wrapped(self._make(index, render_mode))
 
-    def explored(self, index: int = 0) -> tuple[EnvSource, Env]:
-        """Returns this source, which then knows whether masks are in ``info``, and an environment. Errors are those of
-        ``make``.
+    def explored(self, index: int = 0, render_mode: str | None = None) -> tuple[EnvSource, Env]:
+        """Returns this source, which then knows whether masks are in ``info``, and an environment. Arguments and errors
+        are those of ``make``.
         """
-        env = self._make(index)
+        env = self._make(index, render_mode)
         source = replace(self, masks_in_info=_masks_in_info(env))
         return source, source._wrapped(env)
 
-    def _make(self, index: int) -> Env:
+    def _make(self, index: int, render_mode: str | None) -> Env:
+        kwargs = self.kwargs if render_mode is None else self.kwargs | {"render_mode": render_mode}
         try:
             if self.spec is None:
                 assert self.maker is not None
                 takes_index = "index" in inspect.signature(self.maker).parameters
-                env = self.maker(**({"index": index} if takes_index else {}), **self.kwargs)
+                env = self.maker(**({"index": index} if takes_index else {}), **kwargs)
             elif self.is_atari:
-                return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1, **self.kwargs))
+                return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1, **kwargs))
             else:
-                env = gymnasium.make(self.spec, disable_env_checker=True, **self.kwargs)
+                env = gymnasium.make(self.spec, disable_env_checker=True, **kwargs)
         except Exception as error:  # any error of the user's function
             needed_for = str(self.spec and self.spec.entry_point)
             raise cannot_be_made(self.name, error, needed_for=needed_for, kwargs=self.kwargs) from error
@@ -158,10 +160,27 @@ def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
         if colon:
             hint = f"the module {module_name} has no function {attribute!r}, and after its import: {error}"
             raise ValueError(f"env={name!r} cannot be made: {hint}") from error
-        # gymnasium suggests names, too, but not if only the version is missing.
-        asks = "" if "did you mean" in str(error).lower() else did_you_mean(attribute, gymnasium.registry)
-        raise ValueError(f"{cannot_be_made(name, error)}{asks}") from error
+        raise ValueError(f"env={name!r} cannot be made: {_why_unknown(name, error)}") from error
     return EnvSource(name, spec=replace(spec), kwargs=dict(kwargs or {}))
+
+
+def _why_unknown(name: str, error: Exception) -> str:
+    """Returns what is wrong with the name of an environment that gymnasium does not have, and what to write."""
+    if isinstance(error, gymnasium.error.VersionNotFound | gymnasium.error.DeprecatedEnv):
+        return f"{error}{did_you_mean(name, _usual_ids())}"
+    is_file = name.endswith(".py")
+    module, _, attribute = name.removesuffix(".py").strip("./").replace("/", ".").rpartition(".")
+    own = f"{module}.{attribute}".strip(".") + ":NAME" if is_file else f"{module or 'MODULE'}:{attribute}"
+    asks = did_you_mean(name, _usual_ids(), cutoff=0.75)
+    return (
+        f"gymnasium has no environment of this name{asks or '.'} For an environment of your own write module:name, "
+        f"such as {own}, and run where Python finds the module"
+    )
+
+
+def _usual_ids() -> list[str]:
+    """Returns the ids of gymnasium's registry without those for JAX and tables, which have the others' names."""
+    return [name for name in gymnasium.registry if not name.startswith(("phys2d/", "tabular/"))]
 
 
 def import_from(setting: str, name: str) -> Any:

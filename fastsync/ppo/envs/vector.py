@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
-from .interface import Array, Environments, same_values, seed_from
+from .interface import UNSEEN, Array, Environments, same_values, seed_from
 from .parts import allowed_sample
 
 MAX_ACTIONS = 100_000
@@ -153,7 +153,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _named(self, call: str, error: Exception) -> RuntimeError:
         """Returns the error that says where another one was raised."""
         name, (_, index) = type(self.unwrapped).__name__, self._stream
-        where = f"environment {index} ({name}) failed in {call} of episode {self._episode}"
+        which = f"environment {index}" if index < UNSEEN else f"environment {index - UNSEEN} of the evaluation"
+        where = f"{which} ({name}) failed in {call} of episode {self._episode}"
         return RuntimeError(f"{where}: {type(error).__name__}: {error}")
 
 
