@@ -38,7 +38,7 @@ help:
 	@echo 'make bench       measure pack and unpack; BENCH_ARGS hands on options'
 	@echo 'make check-cuda  compile the CUDA half where nvcc is on the PATH; needs no GPU'
 	@echo 'make check-aarch64  compile the engine for 64-bit ARM by aarch64-linux-gnu-g++'
-	@echo 'make prove-gpu   all that only a GPU can prove, part by part; PART="build tests" for some'
+	@echo 'make prove-gpu   what only a GPU can prove, in 9 minutes; PART="build ops" for some, PROVE_ARGS="--minutes 30"'
 	@echo 'make clean       remove what was built; $(VENV) stays'
 
 venv: $(VENV)/.dev build
@@ -148,7 +148,7 @@ check-aarch64: venv
 # On a machine that has torch already, maybe without a network: no environment is made.
 PROVE_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 prove-gpu:
-	$(PROVE_PYTHON) tools/prove_gpu.py $(PART)
+	$(PROVE_PYTHON) tools/prove_gpu.py $(PART) $(PROVE_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info fastsync/_*.so fastsync/_*.torch $(VENV)/.built

@@ -10,6 +10,7 @@ COMMANDS = {
     "ops": "pack and unpack over sizes and numbers of tensors, against a copy of as many bytes and torch's operations",
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's methods and the bare all_reduce, in turns",
     "ddp": "training steps of real models: what DDP and communication cost, and how much of it backward hides",
+    "stream": "whether a bucket on its way holds up the backward behind it, on the stream that computes",
     "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop",
     "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",

@@ -250,6 +250,7 @@ PYBIND11_MODULE(_C, m) {
       .def("attach", &Synchronizer::attach, py::arg("parameters"), py::arg("overlap"), no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)
+      .def("abandon_step", &Synchronizer::abandon_step, no_gil)
       .def(
           "note_update", [](Synchronizer& self) { self.sync().note_update(); }, no_gil)
       .def("set_enabled", locked<Synchronizer>(&Synchronizer::set_enabled), py::arg("enabled"), no_gil)

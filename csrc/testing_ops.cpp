@@ -3,11 +3,16 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <map>
+#include <memory>
 #include <optional>
+#include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "passes/backend.h"
+#include "passes/workspace.h"
 
 namespace fastsync {
 namespace {
@@ -31,13 +36,27 @@ T* data_of(const OptionalTensor& tensor, c10::Device device) {
   return tensor ? data_of<T>(*tensor, device) : nullptr;
 }
 
-std::vector<Segment> segments_of(at::TensorList grads, DType wire, at::TensorList residuals, c10::Device device) {
+std::vector<Segment> segments_of(at::TensorList grads, DType wire, at::TensorList residuals, c10::Device device,
+                                 int64_t alignment = 1) {
   for (const at::TensorList tensors : {grads, residuals}) {
     for (const at::Tensor& tensor : tensors) {
       data_of(tensor, device);
     }
   }
-  return lay_out(grads, wire, residuals);
+  return lay_out(grads, wire, residuals, alignment);
+}
+
+// Calls with the same number share a workspace, as those of a bucket do. With 0 a call has one of its own.
+std::shared_ptr<Workspace> workspace_of(int64_t number, c10::Device device) {
+  static std::map<std::pair<int64_t, std::string>, std::shared_ptr<Workspace>> shared;
+  if (number == 0) {
+    return std::make_shared<Workspace>(device);
+  }
+  auto& kept = shared[{number, device.str()}];
+  if (!kept) {
+    kept = std::make_shared<Workspace>(device);
+  }
+  return kept;
 }
 
 // Blocks are bytes. A tensor of uint8 stands for blocks of int8, and one of int8 for blocks of int4.
@@ -51,10 +70,10 @@ int64_t row_bytes(const at::Tensor& wires) { return static_cast<int64_t>(wires.n
 
 void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats, const OptionalTensor& bucket_scale,
           const OptionalList& residuals, double multiplier, std::optional<double> limit, bool is_first,
-          const OptionalTensor& weight) {
+          const OptionalTensor& weight, int64_t alignment, int64_t workspace) {
   const c10::Device device = wire.device();
   const at::TensorList kept = residuals ? at::TensorList(*residuals) : at::TensorList();
-  const auto segments = segments_of(grads, wire_of(wire), kept, device);
+  const auto segments = segments_of(grads, wire_of(wire), kept, device, alignment);
   run_pack({.segments = segments.data(),
             .num_segments = static_cast<int64_t>(segments.size()),
             .grad_dtype = dtype_of(grads.front().scalar_type()),
@@ -65,12 +84,13 @@ void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
             .bucket_scale = data_of<float>(bucket_scale, device),
             .stats = data_of<double>(stats, device),
             .position = {.is_first = is_first},
-            .weight = data_of<double>(weight, device)},
-           device, new_workspace(device));
+            .weight = data_of<double>(weight, device),
+            .gap_alignment = alignment},
+           device, *workspace_of(workspace, device));
 }
 
 void unpack(const at::Tensor& wires, at::TensorList grads, const at::Tensor& stats, const OptionalTensor& bucket_scale,
-            double multiplier, bool is_first, bool is_last, double scale_share) {
+            double multiplier, bool is_first, bool is_last, double scale_share, int64_t workspace) {
   const c10::Device device = wires.device();
   const auto segments = segments_of(grads, wire_of(wires), {}, device);
   run_unpack({.segments = segments.data(),
@@ -85,7 +105,7 @@ void unpack(const at::Tensor& wires, at::TensorList grads, const at::Tensor& sta
               .multiplier = multiplier,
               .position = {is_first, is_last},
               .scale_share = scale_share},
-             device, new_workspace(device));
+             device, *workspace_of(workspace, device));
 }
 
 void reduce(const at::Tensor& wires, const at::Tensor& out, const OptionalTensor& bucket_scale,
@@ -115,11 +135,11 @@ TORCH_LIBRARY(fastsync, library) {
   library.def(
       "pack(Tensor[] grads, Tensor(a!) wire, Tensor(b!) stats, Tensor? bucket_scale=None, Tensor(c!)[]? "
       "residuals=None, *, float multiplier=1.0, float? limit=None, bool is_first=True, "
-      "Tensor? weight=None) -> ()",
+      "Tensor? weight=None, int alignment=1, int workspace=0) -> ()",
       &pack);
   library.def(
       "unpack(Tensor wire, Tensor(a!)[] grads, Tensor(b!) stats, Tensor(c!)? bucket_scale=None, *, "
-      "float multiplier=1.0, bool is_first=True, bool is_last=True, float scale_share=1.0) -> ()",
+      "float multiplier=1.0, bool is_first=True, bool is_last=True, float scale_share=1.0, int workspace=0) -> ()",
       &unpack);
   library.def(
       "reduce(Tensor wires, Tensor(a!) out, Tensor? bucket_scale=None, Tensor(b!)? residual=None, *, "

@@ -105,6 +105,18 @@ class GradientSynchronizer(WatchedHandle):
         """
         self._engine.synchronize()
 
+    def abandon_step(self) -> None:
+        """Ends the step of a ``backward()`` that raised, so that collectives of your own pair up afterwards.
+
+        Only the rank whose backward raised has to call it; elsewhere it does nothing. The other ranks then get nan for
+        that step. Without this call, a rank with its gradients on a CPU sends what others wait for by itself. A rank
+        with its gradients on a GPU sends it with its next ``backward()`` or ``synchronize()``.
+
+        Raises:
+            RuntimeError: it was called inside a backward, or another rank is lost.
+        """
+        self._engine.abandon_step()
+
     # ---- ranks that run out of batches at different times -----------------------------------------------------------
 
     @contextmanager

@@ -43,7 +43,7 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
         backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. A rank that names none takes rank 0's. If
             rank 0 names none, it takes NCCL if it sees as many GPUs as its host has ranks, else Gloo. It warns if it
             takes Gloo although it sees GPUs. Pass ``"nccl"`` if a launcher shows each rank its own GPU only. Ranks may
-            share GPUs if NCCL_MULTI_RANK_GPU_ENABLE is 1.
+            share GPUs if NCCL_MULTI_RANK_GPU_ENABLE is 1. ``fastsync train`` has the option ``--device`` for this.
 
     Raises:
         ValueError: the backend does not exist, differs from rank 0's or from that of an open group, or is NCCL and this
@@ -90,7 +90,8 @@ def _open(this: Rank, backend: Literal["nccl", "gloo"] | None, limit: timedelta)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     else:
         if not num_gpus:
-            raise ValueError(f"backend: NCCL needs GPUs, and rank {rank} sees none; pass backend='gloo' for the CPU")
+            on_cpu = "pass backend='gloo' for the CPU (fastsync train: --device cpu)"
+            raise ValueError(f"backend: NCCL needs GPUs, and rank {rank} sees none; {on_cpu}")
         device = torch.device("cuda", (rank if this.local_rank is None else this.local_rank) % num_gpus)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
@@ -142,17 +143,24 @@ def _backend_for(num_gpus: int, this: Rank) -> Literal["nccl", "gloo"]:
     if num_gpus > 0:
         warnings.warn(
             f"all ranks train on the CPU: rank 0 sees {num_gpus} GPU(s) for the {num_ranks} ranks of its machine. "
-            "Start a rank for each GPU, or say that you mean the CPU with backend='gloo'. If a launcher shows each "
-            "rank its own GPU only, pass backend='nccl', or set NCCL_MULTI_RANK_GPU_ENABLE=1",
+            "Start a rank for each GPU, or say that you mean the CPU with backend='gloo' (fastsync train: --device "
+            "cpu). If a launcher shows each rank its own GPU only, pass backend='nccl' (fastsync train: --device "
+            "cuda), or set NCCL_MULTI_RANK_GPU_ENABLE=1",
             stacklevel=5,  # where the with block begins
         )
     return "gloo"
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Returns the device that a group serves: this rank's GPU if the group has NCCL, else the CPU."""
-    has_nccl = "nccl" in dist.get_backend_config(group)
-    return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
+    """Returns the device that a group serves: this rank's GPU if the group has NCCL, else the CPU.
+
+    torch 2.15 has several backends for NCCL: nccl, nccl2, nccl-legacy, nccl-lazy. All of them have "nccl" in their
+    names. The newer ones serve one device only, to which the group is bound. Others may be bound to one, too.
+    """
+    if "nccl" not in dist.get_backend_config(group):
+        return torch.device("cpu")
+    bound: torch.device | None = group.bound_device_id
+    return bound if bound is not None and bound.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
 
 def group_of_this_rank(device: torch.device) -> dist.ProcessGroup:
@@ -164,7 +172,9 @@ def group_of_this_rank(device: torch.device) -> dist.ProcessGroup:
             return default
         except ValueError:
             name = dist.Backend.default_device_backend_map.get(device.type)
-            group = dist.new_group([dist.get_rank()], backend=name, use_local_synchronization=True)
+            # Without a device torch 2.15's NCCL takes the GPU with the number of the local rank.
+            bound = device if device.type == "cuda" and default.bound_device_id is None else None
+            group = dist.new_group([dist.get_rank()], backend=name, use_local_synchronization=True, device_id=bound)
             assert isinstance(group, dist.ProcessGroup)
             return group
     group = gloo_group(HashStore(), 0, 1, timedelta(minutes=1), "fastsync: this rank alone")
@@ -177,7 +187,7 @@ def _serve(group: dist.ProcessGroup, device: torch.device) -> None:
     """Adds the device's backend to a group that torch does not list. Attaching raises an error if there is none."""
     name = dist.Backend.default_device_backend_map.get(device.type, "")
     store, limit = HashStore(), timedelta(minutes=1)
-    if name == "nccl":
+    if name == "nccl":  # the class that torch 2.15 calls nccl-legacy, which takes the device of what it is given
         kind = dist.ProcessGroup.BackendType.NCCL
         backend = dist.ProcessGroupNCCL(store, 0, 1, dist.ProcessGroupNCCL.Options())
     elif (plugin := dist.Backend._plugins.get(name.upper())) is not None and not plugin.extended_api:

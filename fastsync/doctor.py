@@ -136,7 +136,7 @@ def main() -> int:
             obstacles.append(f"fused CUDA kernels, which FASTSYNC_CUDA=1 asks for: {_why_no_kernels(are_wanted=True)}")
         else:
             limits.append(f"fused CUDA kernels: {_why_no_kernels(are_wanted=_has_nvidia_gpu())}")
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not available"
+    nccl = _nccl() if has_nccl else "not available"
     groups = [("gloo", "available" if dist.is_gloo_available() else "not available"), ("nccl", nccl)]
     _print_section("versions", _versions())
     _print_section("engine", [("extension", "does not load")] if extension is None else _engine(extension))
@@ -170,6 +170,16 @@ def _engine(extension: ModuleType) -> Facts:
         ("CUDA half", "built" if extension.built_with_cuda() else "not built"),
         *((f"built with {name}", version) for name, version in sorted(extension.build_info().items())),
     ]
+
+
+def _nccl() -> str:
+    """Returns NCCL's version, and which of torch's two backends for it ``nccl`` is, where there are two."""
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    if not hasattr(dist, "ProcessGroupNCCL2"):
+        return version
+    chosen, is_default = os.environ.get("TORCH_DIST_USE_NCCL2"), torch.__version__ >= "2.15"
+    is_new = chosen != "0" if is_default else chosen == "1"
+    return f"{version}, by torch's {'nccl2' if is_new else 'nccl-legacy'}"
 
 
 def _shared_memory(extension: ModuleType) -> tuple[str, str]:

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     require_extra()
     from .launch.environment import this_rank
-    from .ppo.cli import STOPPED, Arguments, check_environment, parse, train_rank
+    from .ppo.cli import STOPPED, Arguments, check_device, check_environment, parse, train_rank
     from .ppo.runs.folder import check_run
 
     prog = "python -m fastsync.train"
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         this = this_rank()
         if this.rank == 0:
+            check_device(settings)
             check_environment(settings)
             check_run(settings, this.world_size)
     except ValueError as error:

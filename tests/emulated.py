@@ -21,6 +21,8 @@ SOURCES = {
     "csrc/passes/cuda/pack_unpack.cu": KERNEL_FLAGS,
     f"{SHIM}/ops.cpp": FLAGS,
     "csrc/passes/backend.cpp": FLAGS,
+    "csrc/passes/workspace.cpp": FLAGS,
+    "csrc/passes/graph_memory.cpp": FLAGS,
     **FIBERS,
 }
 

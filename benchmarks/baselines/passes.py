@@ -34,6 +34,7 @@ class Buffers:
         self.stats = torch.zeros(reference.NUM_STATS, dtype=torch.float64, device=device)
         self.norm = torch.full((), torch.nan, device=device)
         self.limit = reference.saturation_limit(wire, 2)
+        self.workspace = 1 + seed  # the same in all calls, as a bucket has it
         self.copy_source = torch.ones(self.nbytes // 2, dtype=torch.int8, device=device)
         self.copy_target = torch.zeros_like(self.copy_source)
 
@@ -46,7 +47,9 @@ class Buffers:
         self.copy_target.copy_(self.copy_source)
 
     def pack(self) -> None:
-        ops.pack(self.grads, self.wire, self.stats, None, multiplier=MULTIPLIER, limit=self.limit)
+        ops.pack(
+            self.grads, self.wire, self.stats, None, multiplier=MULTIPLIER, limit=self.limit, workspace=self.workspace
+        )
 
     def pack_cat(self) -> None:
         self.wire = torch.cat([grad.reshape(-1) for grad in self.grads]).mul_(MULTIPLIER).to(self.wire.dtype)
@@ -55,7 +58,7 @@ class Buffers:
         torch._foreach_copy_(self._parts(self.wire), torch._foreach_mul(self.grads, MULTIPLIER))
 
     def unpack(self) -> None:
-        ops.unpack(self.wire, self.grads, self.stats)
+        ops.unpack(self.wire, self.grads, self.stats, workspace=self.workspace)
 
     def unpack_split(self) -> None:
         for grad, part in zip(self.grads, self._parts(self.wire.to(torch.float32)), strict=True):

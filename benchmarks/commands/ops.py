@@ -3,6 +3,9 @@
 A sample is the time of one call, as the mean over all input sets, each of them used once. Sets of larger sizes do not
 fit into the cache together; those of the smallest do, as the newest gradients do in training. All methods of a pass use
 the same sets and take turns in an order that changes; "nothing" is what the loop itself costs.
+
+On a GPU a sample is the time of the kernels, which the GPU gets ahead of time, as in training. What the host takes to
+start them is a figure of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +20,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.baselines.passes import COPY, PASSES, WIRES, Buffers, is_right
+from benchmarks.harness.ahead import HostAhead
 from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.options import Device, check_file
 from benchmarks.harness.progress import named, progress_bars
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
 from benchmarks.harness.timing import rounds
-from benchmarks.report.table import Columns, grouped_by, number, print_tables, spread
+from benchmarks.report.table import grouped_by, number, print_tables, spread
 from benchmarks.units import parse_bytes
 from fastsync._checks import check_at_least
 from fastsync.stopwatch import Stopwatch
@@ -34,6 +38,8 @@ LAUNCHES = {
     "cuda": "launches: kernels and copies that one call starts on the GPU, by torch.profiler.",
 }
 """What is counted, by the device's type."""
+LAUNCHES_AHEAD = 500
+"""So many kernels at most are started ahead of a GPU, whose queue takes about a thousand."""
 BYTES_IN_SETS = 256 << 20
 MIN_SETS, MAX_SETS = 2, 64
 
@@ -108,20 +114,29 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
     return [LAUNCHES[device.type]]
 
 
-def measure(name: str, sets: list[Buffers], settings: Mapping[str, Any], device: torch.device) -> list[Record]:
-    """Checks, counts and times all methods of the pass ``name``, one row for each."""
+def measure(
+    name: str, sets: list[Buffers], settings: Mapping[str, Any], device: torch.device, ahead: HostAhead | None = None
+) -> list[Record]:
+    """Checks, counts and times all methods of the pass ``name``, one row for each.
+
+    ``ahead`` is the clock; by default it follows from the device.
+    """
+    if ahead is None and device.type == "cuda":
+        ahead = HostAhead()
     methods = PASSES[name]
     right = {method: is_right(name, methods[method], sets[0]) for method in methods}
     launches = {method: num_launches(partial(methods[method].run, sets[0]), device) for method in methods}
     timed: dict[str, Callable[[Buffers], object]] = {method: methods[method].run for method in methods if right[method]}
     timed[NOTHING] = lambda buffers: None
     samples: dict[str, list[float]] = {method: [] for method in timed}
+    on_host: dict[str, list[float]] = {method: [] for method in timed}
     order = rounds(samples, settings["warmup"] + settings["repetitions"], settings["seed"])
     for turn, names in enumerate(order):
         for method in names:
-            seconds = _time(timed[method], sets, device)
+            seconds, host = _time(timed[method], sets, device, launches.get(method, 0), ahead)
             if turn >= settings["warmup"]:
                 samples[method].append(seconds)
+                on_host[method].append(host)
     right = {method: right[method] and is_right(name, methods[method], sets[-1]) for method in methods}
     medians = {method: quantiles(values)["median"] for method, values in samples.items()}
     where = environment(device)
@@ -130,7 +145,11 @@ def measure(name: str, sets: list[Buffers], settings: Mapping[str, Any], device:
             benchmark="ops",
             method=method,
             settings={**settings, "pass": name},
-            figures={**figures(method, medians, sets[0].nbytes), "launches": launches[method]},
+            figures={
+                **figures(method, medians, sets[0].nbytes),
+                "launches": launches[method],
+                **({"host": quantiles(on_host.get(method, [])).get("median")} if ahead else {}),
+            },
             correct=right[method],
             samples=samples.get(method, []),
             environment=where,
@@ -164,7 +183,9 @@ def report(collected: Collected) -> None:
     """Prints a table for each size and direction."""
     of_pass = [record for name in PASSES for record in collected.records if record.settings["pass"] == name]
     groups = grouped_by(of_pass, lambda record: (record.settings["pass"], record.settings["size"]))
-    print_tables(groups, _title, COLUMNS, (LEGEND, *collected.notes))
+    knows_host = any(record.figures.get("host") is not None for record in of_pass)
+    columns, legend = (COLUMNS | OF_HOST, f"{LEGEND} {LEGEND_OF_HOST}") if knows_host else (COLUMNS, LEGEND)
+    print_tables(groups, _title, columns, (legend, *collected.notes))
 
 
 LEGEND = (
@@ -172,7 +193,7 @@ LEGEND = (
     "the rate of a plain copy of as many bytes. harness: the loop's own time for each call, which is part of every "
     "other figure."
 )
-COLUMNS: Columns = {
+COLUMNS: dict[str, Callable[[Record], str]] = {
     "method": lambda record: record.method,
     "tensors": lambda record: str(record.settings["num_tensors"]),
     "wire": lambda record: record.settings["wire"],
@@ -181,6 +202,11 @@ COLUMNS: Columns = {
     "of copy": lambda record: number(record.figures["of_copy"], ".0%"),
     "launches": lambda record: str(record.figures["launches"]),
     "harness, µs": lambda record: number(record.figures["harness"], ".2f", 1e-6),
+}
+
+LEGEND_OF_HOST = "host: what the host takes to start a call, which is no part of µs."
+OF_HOST: dict[str, Callable[[Record], str]] = {
+    "host, µs": lambda record: number(record.figures.get("host"), ".1f", 1e-6)
 }
 
 
@@ -203,12 +229,24 @@ def _input_sets(nbytes: int, num_tensors: int, wire: str, device: torch.device, 
     return sets
 
 
-def _time(run: Callable[[Buffers], object], sets: list[Buffers], device: torch.device) -> float:
-    stopwatch = Stopwatch(device)
-    with stopwatch:
-        for buffers in sets:
-            run(buffers)
-    return stopwatch.seconds() / len(sets)
+def _time(
+    run: Callable[[Buffers], object],
+    sets: list[Buffers],
+    device: torch.device,
+    num_launches: int,
+    ahead: HostAhead | None,
+) -> tuple[float, float]:
+    """Seconds of a call on the device, and on the host, which are the same without ``ahead``."""
+    if ahead is None:
+        stopwatch = Stopwatch(device)
+        with stopwatch:
+            for buffers in sets:
+                run(buffers)
+        return stopwatch.seconds() / len(sets), stopwatch.seconds() / len(sets)
+    at_once = max(1, LAUNCHES_AHEAD // max(1, num_launches))
+    groups = [sets[i : i + at_once] for i in range(0, len(sets), at_once)]
+    times = [ahead.time([partial(run, buffers) for buffers in group]) for group in groups]
+    return sum(each.device for each in times) / len(sets), sum(each.host for each in times) / len(sets)
 
 
 def _title(record: Record) -> str:

@@ -85,10 +85,10 @@ struct Backward::GraphTask {
 };
 
 void Backward::enter(const std::shared_ptr<Backward>& self) {
-  const int id = current_graph_task();
-  if (self->is_owned_by(id)) {
+  if (self->is_entered()) {
     return;
   }
+  const int id = current_graph_task();
   const auto task = GraphTask::of(id, self->give_up_);
   self->set_owner(task, id);
   // The callback keeps the engine, so that its last owner does not go away inside one of its hooks.

@@ -1,6 +1,7 @@
 // Backward knows which backward ends a sync, and what happens if that backward fails.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -39,6 +40,8 @@ class Backward {
   // Makes the caller the owner for as long as it keeps the result.
   std::shared_ptr<void> own();
 
+  // Whether the graph task that this thread is in is the owner. It takes no lock.
+  bool is_entered() const { return current_graph_task() != kNoGraphTask && owner_graph_task_ == current_graph_task(); }
   // Whether a sync is under way that nobody will end.
   bool is_interrupted() const;
   // Whether a sync is under way that this graph task owns.
@@ -58,8 +61,9 @@ class Backward {
   // No thread holds it while it waits. Threads of several engines ask each other's Backward for the owner. If one of
   // them waited for other ranks meanwhile, ranks whose threads come in different orders would wait for each other.
   mutable std::mutex mutex_;
-  std::weak_ptr<void> owner_;            // expires when the owner goes away
-  int owner_graph_task_ = kNoGraphTask;  // kNoGraphTask for a node or a caller
+  std::weak_ptr<void> owner_;  // expires when the owner goes away
+  // kNoGraphTask for a node or a caller. No two graph tasks have the same number.
+  std::atomic<int> owner_graph_task_ = kNoGraphTask;
 };
 
 }  // namespace fastsync

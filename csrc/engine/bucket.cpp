@@ -7,6 +7,7 @@
 
 #include "passes/aten/passes.h"
 #include "passes/backend.h"
+#include "passes/graph_memory.h"
 #include "sums/all_reduce_sum.h"
 #include "sums/plan.h"
 #include "transport/without_python_objects.h"
@@ -52,6 +53,9 @@ Plan plan_for(const PlanKey& key, Teams& teams) {
 // ---- a sum under way ------------------------------------------------------------------------------------------------
 
 BucketWork::~BucketWork() {
+  if (!unpacked_to_.empty()) {
+    unpacked_.wait();
+  }
   if (sum_) {
     SumWork::abandon(std::move(sum_));
   }
@@ -71,14 +75,42 @@ void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressTh
   }
 }
 
+// The task runs at once, and its errors are for the thread that calls receive.
+void BucketWork::receive_beside(ProgressThread& progress) {
+  unpacked_to_ = sum_->gradients().grads;
+  progress.post(bucket_->device(), [this] {
+    try {
+      finish();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+    unpacked_.set(bucket_->device());
+  });
+}
+
 void BucketWork::receive() {
+  if (unpacked_to_.empty()) {
+    finish();
+    return;
+  }
+  unpacked_.wait();
+  unpacked_to_.clear();
+  use_on_current_stream(side_values());
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
+}
+
+void BucketWork::finish() {
   bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
   bucket_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
 }
 
 void BucketWork::discard() {
-  sum_->gradients().unpack_to_nowhere();
+  if (unpacked_to_.empty()) {
+    sum_->gradients().unpack_to_nowhere();
+  }
   receive();
 }
 
@@ -95,7 +127,7 @@ Bucket::Bucket(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& 
                         teams_.all()->size(), ": ")),
       liveness_(std::move(liveness)),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device_))),
-      workspace_(new_workspace(device_)) {
+      workspace_(std::make_shared<Workspace>(device_)) {
   totals_->kernels = kernels_on(device_.type());
 }
 
@@ -108,11 +140,11 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   if (needs_scale(options.compression)) {
     agree_on_scale(gradients);
   } else if (options.compression.wire != DType::kFloat16) {
-    scale_.reset();  // it does not follow the gradients while another wire is in use
+    has_scale_ = false;  // it does not follow the gradients while another wire is in use
   }
   guard([&] { choose_plan(gradients, options); });
   stopwatch->mark(Mark::kStart);
-  gradients.scale = scale_;
+  gradients.scale = has_scale_ ? scale_ : at::Tensor();
   totals_->numel = numel_of(gradients.grads);
   totals_->num_syncs += 1;
   has_followed_ = true;
@@ -129,6 +161,10 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
     is_half_sent_ = !sum->may_be_sent_again();
     sum->send();
     is_half_sent_ = false;
+    if (is_capturing(device_)) {
+      hold_for_graph(device_,
+                     {scale_, stats_, workspace_->totals(), sum->gradients().residual, memory_for(options).buffer});
+    }
     work->sum_ = std::move(sum);
   });
   stopwatch->mark(Mark::kSent);
@@ -180,7 +216,7 @@ PlanKey Bucket::plan_key(const FlatGradients& gradients, const SendOptions& opti
 // same send, or find out that they cannot share memory.
 void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& options) {
   Teams& teams = options.scatter ? options.scatter->teams : teams_;
-  SumMemory& memory = options.scatter ? options.scatter->memory : memory_;
+  SumMemory& memory = memory_for(options);
   const int64_t num_hosts = teams.hosts().num_nodes;
   PlanKey key = plan_key(gradients, options, teams);
   if (memory.key != key) {
@@ -194,6 +230,7 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
     memory.plan = has_plan ? std::make_shared<const Plan>(plan_for(key, teams)) : nullptr;
     memory.key = key;
     if (!options.scatter) {
+      stats_.select(0, kNumSaturated).zero_();  // because a sum that needs no packing does not write it
       memory.buffer.reset();  // because another plan has left bytes where gaps between gradients must be zero
     }
   }
@@ -205,16 +242,14 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
 }
 
 std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOptions& options) {
-  SumMemory& memory = options.scatter ? options.scatter->memory : memory_;
+  SumMemory& memory = memory_for(options);
   const auto team = team_for(*memory.key, options.scatter ? options.scatter->teams : teams_);
   team->begin(options.step_count, options.scatter ? agreement->number : -1);
   if (memory.plan) {
     return std::make_unique<PlannedSum>(std::move(gradients), memory);
   }
-  const bool is_lossless = !options.compression.wire;  // what is lossless saturates nowhere
-  gradients.multiplier = 1.0 / static_cast<double>(team->size());
-  gradients.limit = saturation_limit(is_lossless ? DType::kFloat64 : gradients.wire_dtype, team->size());
-  return std::make_unique<AllReduceSum>(std::move(gradients), team->group(), memory.buffer, options.in_place);
+  return std::make_unique<AllReduceSum>(std::move(gradients), team->group(), memory.buffer,
+                                        /*is_lossless=*/!options.compression.wire, options.in_place);
 }
 
 // ---- the scale and the statistics -----------------------------------------------------------------------------------
@@ -234,10 +269,19 @@ void Bucket::agree_on_scale(const FlatGradients& gradients) {
   if (gradients.weight.defined()) {
     largest.mul_(gradients.weight);
   }
-  guard([&] { all_reduce(*teams_.all()->group(), device_, {largest}, c10d::ReduceOp::MAX)->wait_for_rows(); });
-  const at::Tensor otherwise =
-      scale_.defined() ? scale_ : at::ones({1}, at::TensorOptions().dtype(at::kFloat).device(device_));
-  scale_ = at::where(largest > 0, aten::power_of_two(aten::scale_exponent_for(largest)), otherwise);
+  guard([&] { all_reduce(*teams_.all()->group(), device_, {{largest, c10d::ReduceOp::MAX}})->wait_for_rows(); });
+  const at::Tensor otherwise = has_scale_ ? scale_ : at::ones_like(largest, at::kFloat);
+  set_scale(at::where(largest > 0, aten::power_of_two(aten::scale_exponent_for(largest)), otherwise));
+}
+
+void Bucket::set_scale(const at::Tensor& scale) {
+  has_scale_ = scale.defined();
+  has_followed_ = false;
+  if (has_scale_ && scale_.defined()) {
+    scale_.copy_(scale);
+  } else if (has_scale_) {
+    scale_ = scale;
+  }
 }
 
 void Bucket::measure(const std::vector<at::Tensor>& grads) {

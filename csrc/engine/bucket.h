@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -87,9 +88,14 @@ class BucketWork {
   // does it.
   static void drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress);
 
+  // Has the engine's own stream receive beside backward, as soon as the sum has come. It is for devices with streams:
+  // on a CPU nothing is unpacked before receive.
+  void receive_beside(ProgressThread& progress);
+
   // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
   void receive();
-  // Does the same, but the gradients stay what they are. The scale follows the means as it does on other ranks.
+  // Does the same, but the gradients stay what they are, unless receive_beside has averaged them. The scale follows the
+  // means as it does on other ranks.
   void discard();
 
   bool has_error_feedback() const { return sum_->gradients().residual.defined(); }
@@ -99,10 +105,22 @@ class BucketWork {
  private:
   friend class Bucket;
 
+  void finish();
+
   std::shared_ptr<Bucket> bucket_;
   std::unique_ptr<SumWork> sum_;
   std::shared_ptr<Stopwatch> stopwatch_;
+
+  // These are set by receive_beside.
+  std::vector<at::Tensor> unpacked_to_;  // the gradients, until the current stream has waited for them
+  StreamMark unpacked_;
+  std::exception_ptr error_;
 };
+
+// Note [Captured steps]
+//   A CUDA graph of a step goes on using the memory of its capture. What the engine then replaces, the graph keeps, see
+//   hold_for_graph. A scale and residuals that are loaded are written where the old ones are, so that replays go on
+//   from them.
 
 // Must be owned by a shared_ptr.
 class Bucket : public std::enable_shared_from_this<Bucket> {
@@ -154,11 +172,8 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
 
   // The scale: the power of two that fp16 values are multiplied with, as one float32 element. Undefined if the next
   // fp16 sync has to find it out.
-  at::Tensor scale() const { return has_lost_scale() ? at::Tensor() : scale_; }
-  void set_scale(at::Tensor scale) {
-    scale_ = std::move(scale);
-    has_followed_ = false;
-  }
+  at::Tensor scale() const { return has_scale_ && !has_lost_scale() ? scale_ : at::Tensor(); }
+  void set_scale(const at::Tensor& scale);
 
   ErrorFeedback& feedback() { return feedback_; }
 
@@ -176,13 +191,14 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   friend class BucketWork;
 
   bool needs_scale(const Compression& compression) const {
-    return compression.wire == DType::kFloat16 && (!scale_.defined() || has_lost_scale());
+    return compression.wire == DType::kFloat16 && (!has_scale_ || has_lost_scale());
   }
   bool has_lost_scale() const;
   void agree_on_scale(const FlatGradients& gradients);
   FlatGradients flatten(std::vector<at::Tensor> grads, const SendOptions& options, const at::Tensor& side_values);
   PlanKey plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const;
   void choose_plan(const FlatGradients& gradients, const SendOptions& options);
+  SumMemory& memory_for(const SendOptions& options) { return options.scatter ? options.scatter->memory : memory_; }
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options);
   void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
 
@@ -194,11 +210,12 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   std::string failure_;  // the beginning of errors
   std::shared_ptr<Liveness> liveness_;
   ErrorFeedback feedback_;
-  at::Tensor scale_;
+  at::Tensor scale_;  // float32 [1], the same memory from step to step, see Note [Captured steps]
+  bool has_scale_ = false;
   bool is_half_sent_ = false;  // whether the newest send failed, and its messages would be taken for the next one's
   bool has_followed_ = false;  // whether the scale has followed a sum since it was set
   at::Tensor stats_;
-  at::Tensor workspace_;
+  std::shared_ptr<Workspace> workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();
 };
 

@@ -102,7 +102,8 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
     }
     future->markCompleted(c10::IValue(buffer));
   };
-  if (is_first && is_last && bucket->device().is_cpu()) {  // backward hides nothing of it, so no thread has to be woken
+  const bool is_alone = is_first && is_last && bucket->device().is_cpu();  // backward hides nothing of it
+  if (is_alone || group_->getSize() == 1) {
     lock.unlock();
     complete();
     return future;

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "passes/backend.h"
+#include "passes/graph_memory.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
 

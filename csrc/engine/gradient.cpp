@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "passes/graph_memory.h"
 #include "transport/progress_thread.h"
 
 namespace fastsync {
@@ -92,6 +93,9 @@ bool Gradient::take_mean(bool exists) {
   const bool is_sum = !parameter_->is_new && parameter_->is_sum(gradient);
   const at::Tensor sum = is_sum ? gradient : std::exchange(parameter_->sum, {});
   const bool adds = exists && sum.defined();
+  if (adds) {
+    hold_for_graph(tensor_.device(), {sum});
+  }
   if (stand_in_.defined()) {
     use_on_current_stream(stand_in_);
     if (adds) {

@@ -137,7 +137,7 @@ void GradientHook::before() {
 
 void GradientHook::after(bool was_given) {
   Accumulator released;
-  {
+  if (state_ == State::kOnAccumulator) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (state_ == State::kOnAccumulator) {
       put_pre_hook();
@@ -145,7 +145,7 @@ void GradientHook::after(bool was_given) {
       std::swap(released, accumulator_);
     }
   }
-  calls_.after(was_given && !parameter_.grad().defined());
+  calls_.after(parameter_, was_given && !parameter_.grad().defined());
 }
 
 void GradientHook::on_pre_hook_destroyed() {

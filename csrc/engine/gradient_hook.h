@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -33,7 +34,7 @@ class GradientHook : public std::enable_shared_from_this<GradientHook> {
     // The call before a gradient is accumulated; may be null.
     std::function<void()> before = nullptr;
     // The call after a gradient has been accumulated. is_gone tells whether .grad is undefined again by then.
-    std::function<void(bool is_gone)> after;
+    std::function<void(const at::Tensor& parameter, bool is_gone)> after;
     // Whether to refuse compiled autograd, which would make none of these calls.
     bool must_run = true;
   };
@@ -73,8 +74,8 @@ class GradientHook : public std::enable_shared_from_this<GradientHook> {
   // No thread holds it while it destroys an accumulator. That may destroy Python hooks, which waits for the GIL.
   // Meanwhile a thread that holds the GIL may register a hook, and wait for this mutex.
   std::mutex mutex_;
-  State state_ = State::kOnParameter;
-  Accumulator accumulator_;  // null in kOnParameter
+  std::atomic<State> state_ = State::kOnParameter;  // changes only under the mutex
+  Accumulator accumulator_;                         // null in kOnParameter
 };
 
 }  // namespace fastsync

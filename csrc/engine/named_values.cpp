@@ -6,7 +6,7 @@
 #include <sstream>
 #include <utility>
 
-#include "passes/backend.h"
+#include "passes/graph_memory.h"
 
 namespace fastsync {
 

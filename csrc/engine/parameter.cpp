@@ -111,9 +111,8 @@ void Parameter::put_sum_back() {
   }
 }
 
-void Parameter::note_gradient() {
-  const at::Tensor parameter = lock();
-  const at::Tensor& gradient = parameter.grad();
+void Parameter::note_gradient(const at::Tensor& tensor) {
+  const at::Tensor& gradient = tensor.grad();
   if (!gradient.defined()) {
     put_sum_back();  // nothing has come
     return;

@@ -35,7 +35,7 @@ struct Parameter {
   // the mark has to be read.
   bool has_own_gradient(bool has_hook) const;
   // Notes that backward has reached the parameter, and the gradient that backward has accumulated, if any.
-  void note_gradient();
+  void note_gradient(const at::Tensor& tensor);
   // Marks the gradient as new, if one has come. It takes part in the step under way, or is left over for the next one.
   void mark_new(bool left_over);
   // Whether a gradient is left over, and nothing has changed it since.

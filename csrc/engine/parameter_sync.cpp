@@ -193,9 +193,8 @@ void ParameterSync::lay_out() {
     tensors.push_back(tensor);
   }
   std::vector<size_t> agreed_order;
-  engine.wait_for_ranks("agreement on the order of gradients", [&] {
-    agreed_order = order_of_rank_0(*engine.group(), order, tensors[order.front()].device());
-  });
+  engine.wait_for_ranks("agreement on the order of gradients",
+                        [&] { agreed_order = order_of_rank_0(*engine.group(), order, device_to_agree_on()); });
   auto buckets = assign_buckets(tensors, agreed_order, bucket_cap_bytes_);
   TORCH_CHECK_VALUE(static_cast<int64_t>(buckets.size()) <= kMaxBuckets, "fastsync: gradients in ", buckets.size(),
                     " buckets, but there may be ", kMaxBuckets, " at most: use a larger bucket_cap_mb");
@@ -230,23 +229,24 @@ void ParameterSync::forget_layout_if_changed(const std::vector<Gradient>& gradie
   }
 }
 
+// It must not depend on which gradient got ready first, because the order in which a CPU's and a GPU's parameters get
+// ready differs from rank to rank, and each device may have a backend of its own.
+c10::Device ParameterSync::device_to_agree_on() const { return context_.parameters.back().lock().device(); }
+
 void ParameterSync::agree(bool init_sync) {
   EngineState& engine = context_.engine;
   Agreement& agreement = *context_.agreement;
-  c10::Device device = c10::kCPU;
   std::ostringstream text;
   text << (agreement.number < 0 ? "a new engine" : c10::str("engine ", agreement.number)) << "\ninit_sync "
        << (init_sync ? "True" : "False") << "\nbucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20)
        << "\nop " << (context_.sums ? "sum" : "mean") << (context_.weight.is_on() ? ", weighted\n" : "\n")
        << context_.buffers.description();
   for (const Parameter& parameter : context_.parameters) {
-    const at::Tensor tensor = parameter.lock();
-    text << parameter.description(tensor);
-    device = tensor.device();
+    text << parameter.description(parameter.lock());
   }
   text << context_.side_values.named.newcomers();
   const int64_t step = step_ ? step_->number() : engine.step();
-  engine.agree(agreement, "agreement", engine.compressions(), step, text.str(), device);
+  engine.agree(agreement, "agreement", engine.compressions(), step, text.str(), device_to_agree_on());
   context_.side_values.named.make_slots();
   if (!step_) {
     engine.liveness().note_rest();

@@ -84,6 +84,7 @@ class ParameterSync {
 
  private:
   bool have_agreed() const { return context_.engine.have_agreed(*context_.agreement, context_.engine.compressions()); }
+  c10::Device device_to_agree_on() const;
   void agree_and_lay_out();
   void lay_out();
   void forget_layout_if_changed(const std::vector<Gradient>& gradients);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "passes/backend.h"
+#include "passes/graph_memory.h"
 
 namespace fastsync {
 
@@ -29,9 +30,7 @@ at::Tensor SideValues::flags_and_stamp(c10::Device device) {
     fixed_on_device_ = to_device(fixed, device);
     fixed_ = std::move(fixed);
   }
-  if (is_capturing(device)) {
-    captured_.push_back(fixed_on_device_);
-  }
+  hold_for_graph(device, {fixed_on_device_});
   return fixed_on_device_;
 }
 

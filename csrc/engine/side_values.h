@@ -38,7 +38,6 @@ class SideValues {
   bool has_new_stamp_ = false;
   std::vector<float> fixed_;  // the flags and the stamp that fixed_on_device_ holds
   at::Tensor fixed_on_device_;
-  std::vector<at::Tensor> captured_;  // vectors that CUDA graphs go on reading
   at::Tensor sums_;
 };
 

@@ -74,7 +74,7 @@ void Step::send_full_buckets() {
     engine().wait_for_ranks(kAddingWeights, [&] { weights_are_here = weights_->has_come(); });
   }
   while (weights_are_here && works_.size() < layout().buckets.size() && may_go_early(works_.size())) {
-    send_next();
+    send_next(/*during_backward=*/true);
   }
 }
 
@@ -118,7 +118,7 @@ void Step::send_rest() {
     engine().wait_for_ranks(kAddingWeights, [&] { weights_->wait(); });
   }
   while (works_.size() < layout().buckets.size()) {
-    send_next();
+    send_next(/*during_backward=*/false);
   }
   if (!has_failed()) {
     state_ = State::kSent;
@@ -148,7 +148,7 @@ void Step::wait_for_gradients(const LayoutBucket& bucket) const {
   }
 }
 
-void Step::send_next() {
+void Step::send_next(bool during_backward) {
   const size_t number = works_.size();
   const LayoutBucket& next = layout().buckets[number];
   Bucket& bucket = *next.bucket;
@@ -183,8 +183,11 @@ void Step::send_next() {
   }
   // When messages arrive, this thread may go on with backward, or wait for another bucket. So the progress thread does
   // what follows. A single bucket at the end of backward is an exception: waking a thread would take longer than doing
-  // it here. After a failure this thread may not come back for long.
-  if (layout().buckets.size() > 1 || has_failed() || !device.is_cpu()) {
+  // it here. After a failure this thread may not come back for long. A device has streams in place of threads, and
+  // unpacks beside backward, too.
+  if (during_backward && !device.is_cpu()) {
+    works_.back()->receive_beside(engine().progress());
+  } else if (layout().buckets.size() > 1 || has_failed() || !device.is_cpu()) {
     BucketWork::drive_later(works_.back(), engine().progress());
   }
 }

@@ -43,7 +43,7 @@ struct StepContext {
 //
 // If backward has failed, or send_rest has thrown, no more gradients come. Then fail is called, and send_rest sends nan
 // for what is left. So the ranks stay in step, and a rank that did not fail is not misled. After that receive leaves
-// the gradients alone.
+// the gradients alone. On a device those of buckets that went early may be means by then.
 //
 // A step owns what is under way. When it is destroyed, it lets go of tensors, streams and works, and no rank waits in
 // vain.
@@ -90,7 +90,7 @@ class Step {
   EngineState& engine() const { return context_.engine; }
   bool have_agreed() const { return engine().have_agreed(*context_.agreement, engine().compressions()); }
   bool may_go_early(size_t bucket) const;
-  void send_next();
+  void send_next(bool during_backward);
   void wait_for_gradients(const LayoutBucket& bucket) const;
   at::Tensor side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads);
   void hand_out();

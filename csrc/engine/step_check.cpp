@@ -11,7 +11,7 @@
 #include <sstream>
 #include <utility>
 
-#include "passes/backend.h"
+#include "passes/graph_memory.h"
 #include "transport/agreement.h"
 
 namespace fastsync {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "passes/backend.h"
+#include "passes/graph_memory.h"
 #include "transport/progress_thread.h"
 
 namespace fastsync {

@@ -6,43 +6,13 @@
 #include <chrono>
 #include <exception>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 
 namespace fastsync {
 
 namespace {
-
-// Note [Order of engines]
-// All ranks must send in one order. The buckets of one engine have an order. The buckets of two engines have none if
-// their gradients get ready side by side. So only the first engine of a sequence sends while backward goes on. At the
-// end of backward the others follow, in the order in which they were attached.
-struct Attached {
-  struct Entry {
-    const Synchronizer* engine;
-    const void* sequence;  // engines of one sequence must call in the same order on all ranks
-    std::weak_ptr<Synchronizer> owner;
-  };
-
-  std::mutex mutex;  // never held while an engine's mutex is taken, nor while an engine may end
-  std::vector<Entry> engines;
-
-  std::vector<std::shared_ptr<Synchronizer>> in_order() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    std::vector<std::shared_ptr<Synchronizer>> alive;
-    for (const Entry& entry : engines) {
-      if (auto owner = entry.owner.lock()) {
-        alive.push_back(std::move(owner));
-      }
-    }
-    return alive;
-  }
-};
-
-Attached& attached() {
-  static auto& attached = *new Attached();  // outlives every engine
-  return attached;
-}
 
 // NCCL asks for one order over all groups. If two ranks begin collectives of two groups in different orders, these may
 // wait for each other on the device.
@@ -51,6 +21,58 @@ constexpr char kSequenceOfAllGroups = 0;
 constexpr auto kInChild = "call detach() in the child";
 
 }  // namespace
+
+// Note [Order of engines]
+// All ranks must send in one order. The buckets of one engine have an order. The buckets of two engines have none if
+// their gradients get ready side by side. So only the first engine of a sequence sends while backward goes on. At the
+// end of backward the others follow, in the order in which they were attached.
+class Synchronizer::Attached {
+ public:
+  static Attached& all() {
+    static auto& all = *new Attached();  // outlives every engine
+    return all;
+  }
+
+  void add(Synchronizer& engine) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    engines_.push_back({&engine, engine.weak_from_this()});
+    note_the_first();
+  }
+
+  void remove(const Synchronizer& engine) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::erase_if(engines_, [&](const Entry& entry) { return entry.engine == &engine; });
+    note_the_first();
+  }
+
+  std::vector<std::shared_ptr<Synchronizer>> in_order() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::shared_ptr<Synchronizer>> alive;
+    for (const Entry& entry : engines_) {
+      if (auto owner = entry.owner.lock()) {
+        alive.push_back(std::move(owner));
+      }
+    }
+    return alive;
+  }
+
+ private:
+  struct Entry {
+    Synchronizer* engine;
+    std::weak_ptr<Synchronizer> owner;
+  };
+
+  // Tells each engine whether it is the first of its sequence, so that no gradient has to take the lock.
+  void note_the_first() {
+    std::set<const void*> seen;
+    for (const Entry& entry : engines_) {
+      entry.engine->is_first_ = seen.insert(entry.engine->sequence_).second;
+    }
+  }
+
+  std::mutex mutex_;  // never held while an engine's mutex is taken, nor while an engine may end
+  std::vector<Entry> engines_;
+};
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                            c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
@@ -80,9 +102,9 @@ void Synchronizer::attach(const std::vector<at::Tensor>& parameters, bool overla
         }
       };
     }
-    calls.after = [weak = weak_from_this(), index](bool is_gone) {
+    calls.after = [weak = weak_from_this(), index](const at::Tensor& parameter, bool is_gone) {
       if (const auto self = weak.lock()) {
-        self->on_gradient(index, is_gone);
+        self->on_gradient(index, parameter, is_gone);
       }
     };
     calls.must_run = overlap;
@@ -91,15 +113,11 @@ void Synchronizer::attach(const std::vector<at::Tensor>& parameters, bool overla
   if (!overlap) {
     return;
   }
-  const std::lock_guard<std::mutex> lock(attached().mutex);
-  attached().engines.push_back({this, sequence_, weak_from_this()});
+  Attached::all().add(*this);
 }
 
 void Synchronizer::take_hooks_off() {
-  {
-    const std::lock_guard<std::mutex> lock(attached().mutex);
-    std::erase_if(attached().engines, [&](const auto& entry) { return entry.engine == this; });
-  }
+  Attached::all().remove(*this);
   hooks_.clear();
 }
 
@@ -142,15 +160,15 @@ void Synchronizer::before_gradient(size_t index) {
   sync_.parameters()[index].put_sum_aside();
 }
 
-void Synchronizer::on_gradient(size_t index, bool is_gone) {
-  if (backward_.is_interrupted()) {
+void Synchronizer::on_gradient(size_t index, const at::Tensor& tensor, bool is_gone) {
+  if (!backward_.is_entered() && backward_.is_interrupted()) {
     check_not_forked(kInChild);
     abandon_interrupted();
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
   Parameter& parameter = sync_.parameters()[index];
-  parameter.note_gradient();
+  parameter.note_gradient(tensor);
   if (!overlaps_) {
     return;
   }
@@ -158,7 +176,9 @@ void Synchronizer::on_gradient(size_t index, bool is_gone) {
                     " was gone as soon as backward had made it, before the ranks could average it. ",
                     "Does an optimizer step inside backward (register_post_accumulate_grad_hook, ",
                     "_apply_optimizer_in_backward)? Ranks would drift apart: step after backward");
-  Backward::enter({shared_from_this(), &backward_});  // first, for a step that nobody owns looks interrupted
+  if (!backward_.is_entered()) {
+    Backward::enter({shared_from_this(), &backward_});  // first, for a step that nobody owns looks interrupted
+  }
   if (!is_enabled_) {
     parameter.mark_new(/*left_over=*/true);
     return;
@@ -168,7 +188,7 @@ void Synchronizer::on_gradient(size_t index, bool is_gone) {
     sync_.begin();
   }
   sync_.mark_ready(index);
-  if (may_send_early()) {
+  if (is_first_) {
     sync_.send_full_buckets();
   }
 }
@@ -178,7 +198,7 @@ void Synchronizer::on_gradient(size_t index, bool is_gone) {
 // engine.
 void Synchronizer::finish(int graph_task) {
   const at::NoGradGuard no_grad;
-  const auto engines = attached().in_order();
+  const auto engines = Attached::all().in_order();
   std::exception_ptr error;
   const auto for_each = [&](const auto& call) {
     for (const auto& engine : engines) {
@@ -212,7 +232,7 @@ void Synchronizer::finish(int graph_task) {
 // here, too.
 void Synchronizer::for_each_interrupted(const std::function<void(Synchronizer&)>& call) {
   const at::NoGradGuard no_grad;
-  for (const auto& engine : attached().in_order()) {
+  for (const auto& engine : Attached::all().in_order()) {
     if (!engine->is_forked() && engine->backward_.is_interrupted()) {
       const std::lock_guard<std::mutex> lock(engine->mutex_);
       if (engine->backward_.is_interrupted()) {  // no other thread has ended it first
@@ -241,15 +261,15 @@ void Synchronizer::abandon_interrupted() {
   for_each_interrupted([](Synchronizer& engine) { engine.sync_.abandon(); });
 }
 
-bool Synchronizer::may_send_early() const {
-  const std::lock_guard<std::mutex> lock(attached().mutex);
-  const auto& engines = attached().engines;
-  const auto first =
-      std::find_if(engines.begin(), engines.end(), [&](const auto& entry) { return entry.sequence == sequence_; });
-  return first != engines.end() && first->engine == this;
-}
-
 // ---- between backwards ----------------------------------------------------------------------------------------------
+
+void Synchronizer::abandon_step() {
+  TORCH_CHECK(current_graph_task() == kNoGraphTask,
+              "fastsync: abandon_step() was called inside a backward; call it after");
+  check_not_forked(kInChild);
+  wait_for_backward("abandon_step()");
+  abandon_interrupted();
+}
 
 void Synchronizer::synchronize() {
   TORCH_CHECK(current_graph_task() == kNoGraphTask,

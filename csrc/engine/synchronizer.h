@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -43,15 +44,20 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   // Averages every gradient that there is. On a CPU it waits, on CUDA the current stream waits.
   void synchronize();
 
+  // Ends the step of a backward that has failed, if there is one. It sends what other ranks wait for, and takes part in
+  // what they send.
+  void abandon_step();
+
   // Ends the interrupted steps of all engines. On a CPU it waits for other ranks. Inside a backward it does nothing.
   void end_interrupted() override;
 
  private:
+  class Attached;
+
   void before_gradient(size_t index);
-  void on_gradient(size_t index, bool is_gone);
+  void on_gradient(size_t index, const at::Tensor& parameter, bool is_gone);
   void take_hooks_off();
   void wait_for_backward(const char* caller) const;
-  bool may_send_early() const;
 
   static void for_each_interrupted(const std::function<void(Synchronizer&)>& call);
   static void send_leftovers();
@@ -60,8 +66,9 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
 
   ParameterSync sync_;
   const bool is_on_cpu_;
-  const void* const sequence_;                        // see Note [Order of engines] in synchronizer.cpp
-  Backward backward_;                                 // the owner of the step under way
+  const void* const sequence_;          // engines of one sequence must call in the same order on all ranks
+  std::atomic<bool> is_first_ = false;  // whether it is the first of them, see Note [Order of engines]
+  Backward backward_;                   // the owner of the step under way
   std::vector<std::shared_ptr<GradientHook>> hooks_;  // one for each parameter, while attached
   bool overlaps_ = false;                             // whether hooks send gradients while backward goes on
   bool is_enabled_ = true;

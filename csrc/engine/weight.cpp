@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "passes/backend.h"
+#include "passes/graph_memory.h"
 #include "transport/without_python_objects.h"
 
 namespace fastsync {
@@ -25,7 +25,7 @@ WeightSum::WeightSum(const Weight& weight, bool sums, c10d::ProcessGroup& group,
     numbers[1 + group.getRank()] = weight.is_active() ? 1.0 : 0.0;
   }
   total_ = on_host.to(device, /*non_blocking=*/true);
-  reduction_ = all_reduce(group, device, {total_});
+  reduction_ = all_reduce(group, device, {{total_}});
 }
 
 bool WeightSum::has_come() {

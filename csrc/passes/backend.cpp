@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -16,10 +15,9 @@
 #include <utility>
 
 #include "passes/aten/passes.h"
+#include "passes/workspace.h"
 
 #ifdef FASTSYNC_WITH_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -84,48 +82,6 @@ std::vector<Segment> lay_out(at::TensorList grads, DType wire, at::TensorList re
 
 float* data_or_null(const at::Tensor& scale) { return scale.defined() ? scale.data_ptr<float>() : nullptr; }
 
-at::Tensor new_workspace(c10::Device device) {
-  if (device.is_cpu()) {
-    return {};
-  }
-  return at::zeros({cuda::kWorkspaceBytes}, at::TensorOptions().dtype(at::kByte).device(device));
-}
-
-namespace {
-
-// Whether the stream is being captured. Always false if this version of torch cannot tell without CUDA's headers.
-template <class Stream>
-[[maybe_unused]] bool is_recording(const Stream& stream) {
-  if constexpr (requires { stream.is_capturing(); }) {
-    return stream.is_capturing();
-  }
-  return false;
-}
-
-}  // namespace
-
-bool is_capturing(c10::Device device) {
-#ifdef FASTSYNC_WITH_CUDA
-  if (device.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(device);
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  }
-#endif
-  return !device.is_cpu() && is_recording(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-}
-
-at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c10::Device device) {
-  const auto options = at::TensorOptions().dtype(dtype).device(device);
-  if (!device.is_cpu()) {
-    kept.reset();
-    return at::zeros({numel}, options);
-  }
-  if (!kept.defined() || kept.scalar_type() != dtype || kept.numel() != numel) {
-    kept = at::zeros({numel}, options);
-  }
-  return kept;
-}
-
 // On a CPU it calls memcpy, because copy_ takes longer than packing the gradients of a small policy.
 void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count) {
   if (!buffer.is_cpu()) {
@@ -156,7 +112,8 @@ std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& all_passe
     decltype(all) built;
     built[static_cast<size_t>(c10::kCPU)] = {&cpu::pack, &cpu::unpack, &cpu::reduce};
 #ifdef FASTSYNC_WITH_CUDA
-    built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::reduce};
+    built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::reduce, &cuda::chunk_size,
+                                              &cuda::upload};
 #endif
     return built;
   }();
@@ -189,15 +146,20 @@ std::atomic<bool>& takes_aten_everywhere() {
 
 // Runs the device's own pass, or the pass by PyTorch's operators.
 template <class Args>
-void run(void (*Passes::*fused)(const Args&, void*, void*), void (*generic)(const Args&, c10::Device), const Args& args,
-         c10::Device device, const at::Tensor& workspace = {}) {
+void run(void (*Passes::*fused)(const Args&, const Scratch&, void*), void (*generic)(const Args&, c10::Device),
+         const Args& args, c10::Device device, [[maybe_unused]] Workspace* workspace = nullptr) {
   const c10::DeviceGuard guard(device);
   const Passes* const passes = takes_aten_everywhere() ? nullptr : fused_passes(device.type());
-  if (passes != nullptr) {
-    (passes->*fused)(args, workspace.defined() ? workspace.data_ptr() : nullptr, current_stream(device));
-  } else {
-    generic(args, device);
+  if (passes == nullptr) {
+    return generic(args, device);
   }
+  void* const stream = current_stream(device);
+  Scratch scratch;
+  if constexpr (requires { args.segments; }) {
+    scratch = workspace->prepare(*passes, {args.segments, static_cast<size_t>(args.num_segments)}, args.grad_dtype,
+                                 args.wire_dtype, stream);
+  }
+  (passes->*fused)(args, scratch, stream);
 }
 
 }  // namespace
@@ -215,12 +177,12 @@ std::string kernels_on(c10::DeviceType type) {
 
 void use_kernels(const std::string& name) { takes_aten_everywhere() = is_aten(name); }
 
-void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace) {
-  run(&Passes::pack, &aten::pack, args, device, workspace);
+void run_pack(const PackArgs& args, c10::Device device, Workspace& workspace) {
+  run(&Passes::pack, &aten::pack, args, device, &workspace);
 }
 
-void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace) {
-  run(&Passes::unpack, &aten::unpack, args, device, workspace);
+void run_unpack(const UnpackArgs& args, c10::Device device, Workspace& workspace) {
+  run(&Passes::unpack, &aten::unpack, args, device, &workspace);
 }
 
 void run_reduce(const ReduceArgs& args, c10::Device device) { run(&Passes::reduce, &aten::reduce, args, device); }

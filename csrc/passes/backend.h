@@ -13,6 +13,8 @@
 
 namespace fastsync {
 
+class Workspace;
+
 // Whether gradients may have the dtype: float32, float64, float16 or bfloat16.
 bool is_supported(at::ScalarType dtype);
 // Returns the type of a gradient or of a wire. For uint8, the bytes of blocks, it is kInt8.
@@ -36,17 +38,6 @@ int64_t alignment_of(DType wire, size_t num_gradients);
 // Returns the memory of a bucket's scale; null if the scale is undefined.
 float* data_or_null(const at::Tensor& scale);
 
-// Makes scratch memory for the passes over one bucket: zeros on CUDA, undefined on a CPU, which needs none.
-at::Tensor new_workspace(c10::Device device);
-
-// Whether a CUDA graph is being captured on the current stream of the device.
-bool is_capturing(c10::Device device);
-
-// Returns a buffer to send from, whose bytes are zeros or what was packed there before. On a CPU it is `kept` if that
-// fits, because new memory costs page faults. On other devices it is always a new buffer, so that idle buckets hold no
-// memory. There the allocator takes cached memory for it.
-at::Tensor send_buffer(at::Tensor& kept, int64_t numel, at::ScalarType dtype, c10::Device device);
-
 // Copies the bytes of a few float32 values into a buffer of bytes, `count` times, at distances of `stride` bytes.
 void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offset, int64_t stride, int64_t count);
 
@@ -59,9 +50,12 @@ const double* readable(const at::Tensor& tensor);
 // The passes of a backend, as pack_unpack.h describes them. `stream` is the native handle of the stream that they run
 // on.
 struct Passes {
-  void (*pack)(const PackArgs&, void* workspace, void* stream);
-  void (*unpack)(const UnpackArgs&, void* workspace, void* stream);
-  void (*reduce)(const ReduceArgs&, void* workspace, void* stream);
+  void (*pack)(const PackArgs&, const Scratch&, void* stream);
+  void (*unpack)(const UnpackArgs&, const Scratch&, void* stream);
+  void (*reduce)(const ReduceArgs&, const Scratch&, void* stream);
+  // See cuda::chunk_size and cuda::upload; null if the backend wants no chunks on the device.
+  int64_t (*chunk_size)(int64_t num_segments, DType grad, DType wire) = nullptr;
+  void (*upload)(const Segment* chunks, int64_t num_chunks, Segment* to, void* stream) = nullptr;
 };
 
 // Sets the passes for a device that is neither a CPU nor CUDA.
@@ -77,8 +71,8 @@ std::string kernels_on(c10::DeviceType type);
 void use_kernels(const std::string& name);
 
 // These run the passes on the device's current stream.
-void run_pack(const PackArgs& args, c10::Device device, const at::Tensor& workspace);
-void run_unpack(const UnpackArgs& args, c10::Device device, const at::Tensor& workspace);
+void run_pack(const PackArgs& args, c10::Device device, Workspace& workspace);
+void run_unpack(const UnpackArgs& args, c10::Device device, Workspace& workspace);
 void run_reduce(const ReduceArgs& args, c10::Device device);
 
 }  // namespace fastsync

@@ -12,8 +12,8 @@
 namespace fastsync {
 
 // A segment is a gradient, or a contiguous range of one, and its place on the wire. On a wire of blocks it begins a new
-// block, and zeros fill up its last block.
-struct Segment {
+// block, and zeros fill up its last block. A GPU reads it at once, because it is aligned.
+struct alignas(16) Segment {
   void* data;
   int64_t numel;
   int64_t offset;  // where it begins on the wire, in values
@@ -21,6 +21,11 @@ struct Segment {
   // has.
   void* residual = nullptr;
 };
+
+// Returns the number of values from the segment's end to the next multiple of the alignment.
+FASTSYNC_HOST_DEVICE int64_t gap_behind(const Segment& segment, int64_t alignment) {
+  return (alignment - (segment.offset + segment.numel) % alignment) % alignment;
+}
 
 // The statistics of a bucket, as indices into a row of doubles. Doubles hold counts up to 2^53 exactly.
 enum Stat : int { kSumOfSquares, kNumNonfinite, kNumSaturated, kMaxMagnitude, kNumStats };
@@ -51,8 +56,9 @@ struct Position {
 //     residual[i] = value - decode(wire[offset + i]) / (multiplier * bucket_scale)
 // Products and sums are in Compute<G>, in this order. Without residuals the weight is a factor of the multiplier. With
 // a weight of 0 the gradient counts as 0, even if it is inf or nan. A residual stays as it was if its value on the
-// wire, or another value of the same block, is not finite. Memory between the segments on the wire stays as it is. The
-// pass writes stats[kNumSaturated]. The wire may be the gradients' own memory if both have one type.
+// wire, or another value of the same block, is not finite. With a gap_alignment, zeros follow each segment up to the
+// next multiple of it. All other memory between the segments on the wire stays as it is. The pass writes
+// stats[kNumSaturated]. The wire may be the gradients' own memory if both have one type.
 struct PackArgs {
   const Segment* segments;
   int64_t num_segments;
@@ -65,6 +71,7 @@ struct PackArgs {
   double* stats;              // on the gradients' device
   Position position = {};
   const double* weight = nullptr;  // on the gradients' device; null means 1
+  int64_t gap_alignment = 1;       // in values; for wires of single values
 };
 
 // Unpack adds up wires to gradients:
@@ -219,24 +226,37 @@ C limit_on(double limit) {
   return static_cast<C>(std::fmin(limit, kEncodingLimit<W>));
 }
 
+// What a call of pack or unpack is lent of a device's memory. Two calls that share it must not overlap.
+struct Scratch {
+  void* totals = nullptr;           // of cuda::kTotalsBytes; zero before its first use, and after each call
+  const Segment* chunks = nullptr;  // the call's segments, cut into chunks, if the backend wants them on the device
+  int64_t num_chunks = 0;
+};
+
 // The passes of our two backends. Only CUDA takes scratch memory and a stream, which is a cudaStream_t.
 namespace cpu {
-void pack(const PackArgs& args, void* workspace, void* stream);
-void unpack(const UnpackArgs& args, void* workspace, void* stream);
-void reduce(const ReduceArgs& args, void* workspace, void* stream);
+void pack(const PackArgs& args, const Scratch& scratch, void* stream);
+void unpack(const UnpackArgs& args, const Scratch& scratch, void* stream);
+void reduce(const ReduceArgs& args, const Scratch& scratch, void* stream);
 }  // namespace cpu
 
 namespace cuda {
 
-// kWorkspaceBytes is the size of a bucket's scratch memory on the device. The memory must be zero before its first use,
-// and kernels leave it ready for the next use. Two launches that share it must not overlap. reduce needs none.
+// The blocks of a launch add up their statistics in this memory.
 constexpr int64_t kMaxBlocks = 2048;
-constexpr int64_t kWorkspaceBytes = (1 + 4 * kMaxBlocks) * 8;
+constexpr int64_t kTotalsBytes = (1 + 4 * kMaxBlocks) * 8;
+
+// Returns the largest size of the chunks that a call wants on the device, or 0 if it wants none there.
+int64_t chunk_size(int64_t num_segments, DType grad, DType wire);
 
 // These throw std::runtime_error with CUDA's message if a launch fails.
-void pack(const PackArgs& args, void* workspace, void* stream);
-void unpack(const UnpackArgs& args, void* workspace, void* stream);
-void reduce(const ReduceArgs& args, void* workspace, void* stream);
+
+// Writes chunks to the device's memory. They travel as a kernel's arguments. So the host's memory is free at once, and
+// a CUDA graph has a copy of its own.
+void upload(const Segment* chunks, int64_t num_chunks, Segment* to, void* stream);
+void pack(const PackArgs& args, const Scratch& scratch, void* stream);
+void unpack(const UnpackArgs& args, const Scratch& scratch, void* stream);
+void reduce(const ReduceArgs& args, const Scratch& scratch, void* stream);
 }  // namespace cuda
 
 }  // namespace fastsync

@@ -18,9 +18,11 @@ namespace fastsync {
 // collective of their own.
 class AllReduceSum final : public SumWork {
  public:
-  // `kept` is the memory of the sum before, and is made anew if it does not fit. With in_place, a single gradient of
-  // the wire's dtype is summed in its own memory, which nobody else may use meanwhile.
-  AllReduceSum(FlatGradients gradients, c10::intrusive_ptr<c10d::ProcessGroup> group, at::Tensor& kept, bool in_place);
+  // `kept` is the memory of the sum before, and is made anew if it does not fit. With is_lossless, the wire holds every
+  // gradient as it is. With in_place, a single gradient of the wire's dtype is summed in its own memory, which nobody
+  // else may use meanwhile.
+  AllReduceSum(FlatGradients gradients, c10::intrusive_ptr<c10d::ProcessGroup> group, at::Tensor& kept,
+               bool is_lossless, bool in_place);
 
   void send() override;
   bool may_be_sent_again() const override { return true; }
@@ -29,8 +31,12 @@ class AllReduceSum final : public SumWork {
 
  private:
   std::vector<Range> all_values() const { return {{0, gradients_.num_values, /*offset=*/0}}; }
+  bool has_one_rank() const { return group_->getSize() == 1; }
+  bool needs_no_packing() const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const bool is_lossless_;
+  const bool is_in_place_;
   const int64_t num_bytes_;   // the size of the gradients on the wire
   bool carries_side_values_;  // whether side values travel behind the gradients
   std::unique_ptr<Transfer> transfer_;

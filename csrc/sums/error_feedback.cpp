@@ -54,8 +54,27 @@ void ErrorFeedback::take_back(size_t index) {
 std::vector<at::Tensor> ErrorFeedback::residuals() const { return flat_clones(residuals_); }
 
 void ErrorFeedback::set_residuals(const std::vector<at::Tensor>& residuals) {
-  *this = ErrorFeedback();
-  residuals_ = flat_clones(residuals);
+  before_.clear();
+  if (!fit(residuals)) {
+    *this = ErrorFeedback();
+    residuals_ = flat_clones(residuals);
+    return;
+  }
+  for (size_t i = 0; i < residuals_.size(); ++i) {
+    if (residuals[i].defined()) {
+      residuals_[i].copy_(residuals[i].reshape(residuals_[i].sizes()));
+    } else {
+      residuals_[i].zero_();
+    }
+  }
+}
+
+// Whether the residuals can be written to the memory of those that there are.
+bool ErrorFeedback::fit(const std::vector<at::Tensor>& residuals) const {
+  return memory_.defined() && residuals.size() == residuals_.size() &&
+         std::equal(residuals.begin(), residuals.end(), residuals_.begin(), [&](const auto& one, const auto& other) {
+           return !one.defined() || (one.numel() == other.numel() && one.options().type_equal(memory_.options()));
+         });
 }
 
 }  // namespace fastsync

@@ -23,6 +23,7 @@ class ErrorFeedback {
   // Returns a residual for each gradient, flat, in the order of its indices and not of its memory. A residual is
   // undefined if nothing is kept.
   std::vector<at::Tensor> residuals() const;
+  // Writes them to the memory of those that there are, if they fit.
   void set_residuals(const std::vector<at::Tensor>& residuals);
 
   // Puts back a stand-in's residual from before the newest sum. It is for gradients that no rank has, whose result is
@@ -31,6 +32,7 @@ class ErrorFeedback {
 
  private:
   void lay_out(const FlatGradients& gradients);
+  bool fit(const std::vector<at::Tensor>& residuals) const;
 
   std::vector<at::Tensor> residuals_;  // by gradient; undefined if nothing is kept
   at::Tensor memory_;                  // holds all residuals, laid out as gradients on the wire; undefined before lend

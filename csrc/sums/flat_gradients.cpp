@@ -63,13 +63,27 @@ void FlatGradients::unpack_to_nowhere() {
 }
 
 void FlatGradients::pack(const std::vector<Range>& ranges, DType dtype, void* wire, Position position) const {
+  pack(cut(segments, ranges, grad_dtype), dtype, wire, position, /*gap_alignment=*/1);
+}
+
+void FlatGradients::pack_all(void* wire) const { pack(segments, wire_dtype, wire, Position(), alignment); }
+
+void FlatGradients::pack(const std::vector<Segment>& from, DType dtype, void* wire, Position position,
+                         int64_t gap_alignment) const {
   RECORD_FUNCTION("fastsync::pack", {});
-  const std::vector<Segment> from = cut(segments, ranges, grad_dtype);
-  PackArgs args{from.data(),         static_cast<int64_t>(from.size()), grad_dtype, dtype, wire, multiplier, limit,
-                data_or_null(scale), stats.data_ptr<double>()};
-  args.position = position;
-  args.weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr;
-  run_pack(args, device, workspace);
+  run_pack({.segments = from.data(),
+            .num_segments = static_cast<int64_t>(from.size()),
+            .grad_dtype = grad_dtype,
+            .wire_dtype = dtype,
+            .wire = wire,
+            .multiplier = multiplier,
+            .limit = limit,
+            .bucket_scale = data_or_null(scale),
+            .stats = stats.data_ptr<double>(),
+            .position = position,
+            .weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr,
+            .gap_alignment = gap_alignment},
+           device, *workspace);
 }
 
 void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride,
@@ -80,7 +94,7 @@ void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, i
                                       : cut(segments, ranges, grad_dtype);
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
               stats.data_ptr<double>(), num_wires, stride, factor, position, 1.0 / mean_factor},
-             device, workspace);
+             device, *workspace);
 }
 
 ReduceArgs FlatGradients::reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel,

@@ -6,9 +6,11 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "passes/backend.h"
+#include "passes/workspace.h"
 
 namespace fastsync {
 
@@ -35,12 +37,12 @@ struct FlatGradients {
   std::vector<at::Tensor> nowhere;  // after unpack_to_nowhere, takes the results
   DType grad_dtype;
   DType wire_dtype;
-  int64_t alignment;              // each gradient begins at a multiple of it on the wire, in values
-  std::vector<Segment> segments;  // the gradients, one after the other
-  int64_t num_values;             // how many values the gradients take on the wire, with the gaps between them
-  at::Tensor scale;               // the bucket's scale; undefined if there is none
-  at::Tensor stats;               // the bucket's statistics, float64 [kNumStats]
-  at::Tensor workspace;           // see new_workspace
+  int64_t alignment;                     // each gradient begins at a multiple of it on the wire, in values
+  std::vector<Segment> segments;         // the gradients, one after the other
+  int64_t num_values;                    // how many values the gradients take on the wire, with the gaps between them
+  at::Tensor scale;                      // the bucket's scale; undefined if there is none
+  at::Tensor stats;                      // the bucket's statistics, float64 [kNumStats]
+  std::shared_ptr<Workspace> workspace;  // the bucket's
   at::Tensor side_values;    // float32, on the device, summed over the ranks as they are; undefined if there are none
   at::Tensor output;         // takes a reduce-scatter's result in place of the gradients; else undefined
   double mean_factor = 1.0;  // the result is the mean times this
@@ -59,6 +61,8 @@ struct FlatGradients {
 
   // Packs these ranges of the gradients' values into the wire, with this dtype.
   void pack(const std::vector<Range>& ranges, DType dtype, void* wire, Position position) const;
+  // Packs all values, and zeros between the gradients.
+  void pack_all(void* wire) const;
   // Adds up the wires, each value times the factor, and unpacks the sums to these ranges of the gradients' values, or
   // of the output's.
   void unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride, double factor,
@@ -66,6 +70,9 @@ struct FlatGradients {
   // Makes the arguments of run_reduce, which adds up the rows, each times the factor, and encodes the sum for the wire.
   ReduceArgs reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
                          double factor) const;
+
+ private:
+  void pack(const std::vector<Segment>& from, DType dtype, void* wire, Position position, int64_t gap_alignment) const;
 };
 
 }  // namespace fastsync

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "passes/backend.h"
+#include "passes/graph_memory.h"
 #include "transport/without_python_objects.h"
 
 namespace fastsync {

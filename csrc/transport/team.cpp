@@ -1,6 +1,6 @@
 #include "transport/team.h"
 
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -10,6 +10,7 @@
 #include <numeric>
 #include <utility>
 
+#include "passes/graph_memory.h"
 #include "transport/progress_thread.h"
 #include "transport/without_python_objects.h"
 
@@ -149,28 +150,41 @@ void Transfer::wait_for_rows() {
 
 void Transfer::wait_until_sent() { wait_for(departures_); }
 
-std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device device,
-                                     const std::vector<at::Tensor>& buffers, c10d::ReduceOp::RedOpType op) {
-  if (device.is_cpu() && group.getSize() == 1) {
-    return std::make_unique<Transfer>();  // Gloo would wake a thread for nothing
+std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device device, const std::vector<Reduced>& all) {
+  if (group.getSize() == 1) {
+    return std::make_unique<Transfer>();
   }
-  c10d::AllreduceOptions options;
-  options.reduceOp = op;
   Transfer::Works works;
   int64_t sent_bytes = 0;
   const auto post = [&] {
-    for (const at::Tensor& buffer : buffers) {
-      sent_bytes += static_cast<int64_t>(buffer.nbytes());
-      std::vector<at::Tensor> tensors{buffer};
+    for (const Reduced& each : all) {
+      c10d::AllreduceOptions options;
+      options.reduceOp = each.op;
+      sent_bytes += static_cast<int64_t>(each.buffer.nbytes());
+      std::vector<at::Tensor> tensors{each.buffer};
       works.push_back(group.allreduce(tensors, options));
     }
   };
-  if (buffers.size() > 1 && group.getBackend(device.type())->supportsCoalescing()) {
+  if (all.size() > 1 && group.getBackend(device.type())->supportsCoalescing()) {
     coalesced(group, device, works, post);
   } else {
     post();
   }
   return std::make_unique<Transfer>(std::move(works), sent_bytes);
+}
+
+bool averages_by_factors(c10d::ProcessGroup& group, c10::Device device) {
+  const std::string name = group.getBackend(device.type())->getBackendName();
+  return name == "nccl" || name == "nccl2";
+}
+
+// While a CUDA graph is captured, memory has to come from the graph's own pool.
+at::Tensor new_buffer(c10d::ProcessGroup& group, int64_t bytes, c10::Device device) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  const auto backend = device.is_cpu() ? nullptr : group.getBackend(device.type());
+  return backend && backend->supportsTensorAlloc(device.index()) && !is_capturing(device)
+             ? backend->allocateTensor(bytes, options)
+             : at::empty({bytes}, options);
 }
 
 Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::vector<int64_t> ranks)
@@ -183,9 +197,7 @@ Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std
   TORCH_INTERNAL_ASSERT(rank_ < size(), "rank ", group_->getRank(), " is not in its team");
 }
 
-at::Tensor Team::allocate(int64_t bytes) {
-  return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
-}
+at::Tensor Team::allocate(int64_t bytes) { return new_buffer(*group_, bytes, device_).zero_(); }
 
 // The first message is the one to the next rank, so that not all ranks send to the same rank first.
 std::unique_ptr<Transfer> Team::messages(const at::Tensor& buffer, const Rows& from, const Rows& to, bool same_to_all,

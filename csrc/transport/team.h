@@ -60,11 +60,22 @@ class Transfer {
   int64_t sent_bytes_ = 0;
 };
 
-// Has the process group add up buffers over all its ranks. Several buffers are one launch if the backend can do that,
-// and else one collective each.
-std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device device,
-                                     const std::vector<at::Tensor>& buffers,
-                                     c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM);
+// A buffer that ranks reduce, and how.
+struct Reduced {
+  at::Tensor buffer;
+  c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
+};
+
+// Has the process group reduce buffers over all its ranks. Several buffers are one launch if the backend can do that,
+// and else one collective each. With one rank there is nothing to do.
+std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device device, const std::vector<Reduced>& all);
+
+// Whether ReduceOp::AVG multiplies each rank's value by 1/n, rounded to the value's dtype, before it adds. NCCL does.
+bool averages_by_factors(c10d::ProcessGroup& group, c10::Device device);
+
+// Returns memory to send from and receive into, with any content. It is the backend's own if the backend lends some,
+// which it may send without a copy.
+at::Tensor new_buffer(c10d::ProcessGroup& group, int64_t bytes, c10::Device device);
 
 // The least size of a chunk on a CPU, in bytes. A chunk travels by itself, so that one chunk is packed while another
 // one travels. It is so large that the number of messages costs nothing. On CUDA a bucket is one chunk, because NCCL

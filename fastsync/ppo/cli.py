@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -126,7 +127,7 @@ def train_rank(settings: Settings) -> str | None:
     Returns:
         The name of the signal that stopped the training early, or None.
     """
-    with process_group(settings.timeout) as device:
+    with process_group(settings.timeout, backend=settings.backend) as device:
         # All ranks take rank 0's settings, because only rank 0 has to see the run's folder.
         shared_settings = [settings]
         torch.distributed.broadcast_object_list(shared_settings)
@@ -151,6 +152,19 @@ class Launch(Arguments):
             raise ValueError(
                 f"resume={self.settings.resume!r}: launcher='ray' resumes with resume='auto' only; set run_name"
             )
+
+
+def check_device(settings: Settings, num_ranks: int = 1) -> None:
+    """Checks that this machine has GPUs for so many ranks if they are to compute on GPUs.
+
+    Raises:
+        ValueError: there are too few. Ranks may share GPUs only if NCCL_MULTI_RANK_GPU_ENABLE is 1.
+    """
+    num_gpus = torch.cuda.device_count()
+    needed = 1 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else num_ranks
+    if settings.device == "cuda" and num_gpus < needed:
+        found = f"torch sees {num_gpus} GPU(s) here, and each of {num_ranks} rank(s) takes one"
+        raise ValueError(f"device='cuda': {found}; start fewer ranks, or set device to 'cpu' or 'auto'")
 
 
 def check_environment(settings: Settings) -> None:
@@ -204,6 +218,8 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
     if settings.run_name is None and settings.resume != "auto":
         # The name includes the time of this start, so that restarted ranks find the run.
         settings = replace(settings, run_name=default_run_name(settings, time.time()))
+    if options.launcher == "torchrun":
+        check_device(settings, options.nproc)
     check_environment(settings)
     check_run(settings, options.nproc)
     if options.max_restarts and settings.resume is None:
@@ -250,8 +266,10 @@ def _launch_on_ray(options: Launch, settings: Settings, work: Callable[[Settings
     except ImportError:
         raise ValueError(f"launcher='ray' needs Ray: {install_command('ray')}") from None
     settings = replace(settings, runs_dir=str(Path(settings.runs_dir).absolute()), resume="auto")
+    use_gpu = None if settings.device == "auto" else settings.device == "cuda"
+    limits: dict[str, Any] = {"max_restarts": options.max_restarts, "timeout": settings.timeout}
     try:
-        launch_on_ray(work, options.nproc, settings, max_restarts=options.max_restarts, timeout=settings.timeout)
+        launch_on_ray(work, options.nproc, settings, use_gpu=use_gpu, **limits)
     except TrainingFailedError as error:
         print(f"fastsync train: {error}", file=sys.stderr)
         return 1

@@ -48,12 +48,15 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
     """Opens a training's session for a ``with`` block. Every rank must call it.
 
     Raises:
-        ValueError: the environment is not supported, the run folder exists already, or the run cannot be resumed.
+        ValueError: the environment is not supported, the run folder exists already, or the run cannot be resumed. Or
+            the device is not of the settings' kind.
     """
+    if device is not None and settings.device not in ("auto", device.type):
+        raise ValueError(f"device={str(device)!r}, but the settings have device={settings.device!r}; leave one out")
     with ExitStack() as stack:
         if "OMP_NUM_THREADS" not in os.environ:  # as under torchrun: more threads gain nothing on small networks
             torch.set_num_threads(1)
-        chosen = stack.enter_context(process_group(settings.timeout))
+        chosen = stack.enter_context(process_group(settings.timeout, backend=settings.backend))
         opened = [stack.enter_context(open_run(settings, dist.get_world_size())) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(opened)
         assert opened[0] is not None

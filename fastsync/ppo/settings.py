@@ -61,6 +61,9 @@ class RunSettings:
     """Compression of gradients or of weight changes: none, bf16, fp16, int8 or int4. Options follow a plus sign, such
     as int8+ef for error feedback. auto measures and chooses."""
     bucket_cap_mb: float = 25.0  # MiB of gradients that are sent together. Smaller buckets are sent earlier.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What ranks compute on: cpu, which send by Gloo, or cuda, a GPU for each, by NCCL. auto takes GPUs if rank 0 sees
+    one for each rank of its machine."""
     precision: Precision = "fp32"  # Precision of the computation. bf16 and fp16 use autocast, fp16 also a GradScaler.
     fused: bool = True
     """On CPUs use fused operators in place of code that you have not changed. --no-fused: only plain PyTorch."""
@@ -95,6 +98,12 @@ class RunSettings:
             raise ValueError(f"eval_env={self.eval_env!r} needs eval_interval, such as 50000 environment steps")
         if self.sync == "gradients" and self.sync_every != 1:
             raise ValueError(f"sync_every={self.sync_every} is for weights; set sync to 'diloco' or 'local_sgd', too")
+
+    @property
+    def backend(self) -> Literal["gloo", "nccl"] | None:
+        """The backend of ``process_group`` that has ranks compute on ``device``; None if it may choose."""
+        backends: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
+        return backends.get(self.device)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the settings as plain data."""

@@ -27,6 +27,8 @@ REFUSED = {
     "scaling --report FILE": "is a file",
     "link --rate fast": "rate=fast: expected a number and a unit",
     "link --ranks-per-host 3": "ranks_per_host=3 must divide ranks=4",
+    "stream --nproc 1": "nproc=1 must be at least 2: one rank waits for another that is late",
+    "stream --methods no_sync": "methods: 'no_sync' is none of ddp",
     "ppo --nproc 4": "4 ranks: this machine has 2 cores",
     "predict FILE --world-sizes 1": "1 must be 2 or more",
     "predict FILE --picture nowhere/picture.png": "there is no folder nowhere",

@@ -40,6 +40,7 @@ void set_descending(bool is_descending);
 
 void wait_for_block(std::source_location where);
 unsigned max_over_warp(unsigned mask, unsigned value, std::source_location where);
+unsigned from_lane_above(unsigned mask, unsigned value, unsigned distance, std::source_location where);
 
 }  // namespace emulator
 
@@ -49,8 +50,15 @@ inline void __syncthreads(source_location where = source_location::current()) { 
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value, source_location where = source_location::current()) {
   return emulator::max_over_warp(mask, value, where);
 }
+inline unsigned __shfl_down_sync(unsigned mask, unsigned value, unsigned distance,
+                                 source_location where = source_location::current()) {
+  return emulator::from_lane_above(mask, value, distance, where);
+}
 inline void __threadfence() {}
-inline unsigned atomicAdd(unsigned* address, unsigned value) { return std::exchange(*address, *address + value); }
+template <class T>
+T atomicAdd(T* address, T value) {
+  return std::exchange(*address, *address + value);
+}
 
 // A nan gives way to a number, as on the device.
 template <class T>

@@ -1,5 +1,6 @@
 // Runs the threads of a block by turns on one thread of the host: each until it waits for others or leaves.
 #include <ucontext.h>
+#include <array>
 #include <csetjmp>
 #include <cstdint>
 #include <memory>
@@ -20,8 +21,9 @@ enum class State { kRuns, kWaitsForBlock, kWaitsForWarp, kLeft };
 struct Fiber {
   State state;
   source_location where;  // it waits
-  unsigned mask;          // of the lanes that it waits for, and what it brings and gets
+  unsigned mask;          // of the lanes that it waits for, what it brings, and what all of them have brought
   unsigned value;
+  std::array<unsigned, kWarp> values;
   bool has_begun = false;
   jmp_buf resume;
   ucontext_t begin;
@@ -105,18 +107,27 @@ bool is_complete(unsigned thread) {
 
 void release_lanes(unsigned thread) {
   const unsigned mask = fibers[thread]->mask;
-  unsigned largest = 0;
+  std::array<unsigned, kWarp> values{};
   std::vector<Fiber*> lanes;
   for (unsigned lane = 0; lane < kWarp; ++lane) {
     if ((mask >> lane & 1) != 0) {
       lanes.push_back(fibers[thread / kWarp * kWarp + lane].get());
-      largest = std::max(largest, lanes.back()->value);
+      values[lane] = lanes.back()->value;
     }
   }
   for (Fiber* lane : lanes) {
-    lane->value = largest;
+    lane->values = values;
     lane->state = State::kRuns;
   }
+}
+
+// Returns what the lanes have brought; zero for those that are not in the mask.
+const std::array<unsigned, kWarp>& exchange_over_warp(unsigned mask, unsigned value, source_location where) {
+  current().where = where;
+  current().mask = mask;
+  current().value = value;
+  hand_over(State::kWaitsForWarp);
+  return current().values;
 }
 
 bool release_warps() {
@@ -194,11 +205,22 @@ void wait_for_block(source_location where) {
 }
 
 unsigned max_over_warp(unsigned mask, unsigned value, source_location where) {
-  current().where = where;
-  current().mask = mask;
-  current().value = value;
-  hand_over(State::kWaitsForWarp);
-  return current().value;
+  const auto& values = exchange_over_warp(mask, value, where);
+  return *std::max_element(values.begin(), values.end());
+}
+
+// The last lanes have none above them, and keep their own values.
+unsigned from_lane_above(unsigned mask, unsigned value, unsigned distance, source_location where) {
+  const auto& values = exchange_over_warp(mask, value, where);
+  const unsigned lane = threadIdx.x % kWarp + distance;
+  if (lane >= kWarp) {
+    return value;
+  }
+  if ((mask >> lane & 1) == 0) {
+    fail("lane " + std::to_string(lane) + " brings no value at " + where.file_name() + ":" +
+         std::to_string(where.line()));
+  }
+  return values[lane];
 }
 
 cudaError_t launch(dim3 grid, dim3 block, size_t argument_bytes, const std::function<void()>& call) {

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.distributed import dist_mean, dist_sum, process_group
+from fastsync.distributed import dist_mean, dist_sum, group_of_this_rank, process_group
 from tests.ppo.test_launch_torchrun import free_port
 from tests.ranks import on_ranks
 
@@ -122,6 +122,7 @@ def test_two_ranks_and_one_gpu_train_on_the_cpu(rank: int, world_size: int, port
         assert (device.type, dist.get_backend()) == ("cpu", "gloo")
     expected = "all ranks train on the CPU: rank 0 sees 1 GPU(s) for the 2 ranks of its machine."
     assert [expected in str(each.message) for each in told] == [True] * (rank == 0)
+    assert all("--device cpu" in str(each.message) and "--device cuda" in str(each.message) for each in told)
     assert all(each.filename == __file__ for each in told)
     _for_run_ranks_to_end()
 
@@ -195,11 +196,36 @@ def test_a_second_group_in_the_same_store_waits_for_a_choice_of_its_own(monkeypa
 def test_backends_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for backend, message in (
-        ("nccl", "^backend: NCCL needs GPUs, and rank 0 sees none; pass backend='gloo'"),
+        ("nccl", "^backend: NCCL needs GPUs, and rank 0 sees none; pass backend='gloo' .*--device cpu"),
         ("mpi", "^backend: expected 'nccl', 'gloo' or None, got 'mpi'$"),
     ):
         with pytest.raises(ValueError, match=message), process_group(timeout=10, backend=backend):  # type: ignore[arg-type]
             pass
+
+
+# Backends of torch 2.15 that are NCCL.
+NCCLS = pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl2", "cuda:nccl-legacy"])
+
+
+@NCCLS
+def test_an_open_group_of_any_nccl_is_used_on_the_gpu_it_is_bound_to(one_rank: None, backends: str) -> None:
+    with (
+        mock.patch("torch.distributed.get_backend_config", return_value=backends),
+        mock.patch("torch.cuda.current_device", return_value=1),
+    ):
+        with process_group(timeout=10, backend="nccl") as device:
+            assert str(device) == "cuda:1"
+        dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda", 2)
+        with process_group(timeout=10, backend="nccl") as device:
+            assert str(device) == "cuda:2"
+
+
+def test_a_group_of_this_rank_is_bound_to_the_gpu_that_it_is_for(one_rank: None) -> None:
+    device, group = torch.device("cuda", 3), dist.distributed_c10d._get_default_group()
+    with mock.patch("torch.distributed.new_group", return_value=group) as new:
+        assert group_of_this_rank(device) is group
+    expected = {"backend": "nccl", "use_local_synchronization": True, "device_id": device}
+    assert new.call_args == mock.call([0], **expected)
 
 
 # ---- check_consistency ----------------------------------------------------------------------------------------------

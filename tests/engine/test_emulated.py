@@ -21,6 +21,14 @@ __global__ void orderly(unsigned* out) {
   const unsigned of_warp = __reduce_max_sync(0xFFFFFFFFU, of_other);
   out[blockIdx.x * blockDim.x + threadIdx.x] = of_other * 100 + of_warp;
 }
+__global__ void shuffles(unsigned* out) {
+  out[blockIdx.x * blockDim.x + threadIdx.x] = __shfl_down_sync(0xFFFFFFFFU, threadIdx.x, 3);
+}
+__global__ void lacks_a_lane(unsigned* out) {
+  if (threadIdx.x < 8) {
+    out[threadIdx.x] = __shfl_down_sync(0xFFU, threadIdx.x, 4);
+  }
+}
 __global__ void leaves(unsigned*) {
   if (threadIdx.x != 40) {
     __syncthreads();
@@ -56,6 +64,8 @@ extern "C" __attribute__((visibility("default"))) const char* run(const char* ke
   void* arguments[] = {&out};
   emulator::set_descending(descending);
   KERNEL(orderly)
+  KERNEL(shuffles)
+  KERNEL(lacks_a_lane)
   KERNEL(leaves)
   KERNEL(parts)
   KERNEL(misaligned)
@@ -91,11 +101,19 @@ def test_barriers_and_warps_wait_for_all(library: ctypes.CDLL, descending: bool)
 
 
 @pytest.mark.parametrize("descending", [False, True])
+def test_lanes_get_the_values_of_those_above_them(library: ctypes.CDLL, descending: bool) -> None:
+    said, out = run(library, "shuffles", 1, descending)
+    assert said == ""
+    assert out == [i + 3 if i % 32 < 29 else i for i in range(64)]
+
+
+@pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize(
     ("kernel", "complaint"),
     [
         ("leaves", "but thread 40 has left"),
         ("parts", "but thread 32 waits at"),
+        ("lacks_a_lane", "brings no value at"),
         ("misaligned", "misaligned address at"),
         ("beyond", "index 64 out of bounds at"),
     ],

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 import fastsync
 from fastsync import doctor
@@ -203,6 +204,31 @@ def test_what_a_machine_lacks_is_named(say: Doctor, monkeypatch: pytest.MonkeyPa
     limits = _limits(say.of(1))
     assert "NCCL: this torch has none; use Gloo" in limits
     assert "this torch has no Gloo" in limits
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "chosen", "which"),
+    [
+        ("2.14.1+cu130", None, ", by torch's nccl-legacy"),
+        ("2.14.1+cu130", "1", ", by torch's nccl2"),
+        ("2.15.0+cu132", None, ", by torch's nccl2"),
+        ("2.15.0+cu132", "0", ", by torch's nccl-legacy"),
+        ("2.13.0", None, ""),
+    ],
+)
+def test_doctor_tells_which_nccl_torch_takes(
+    torch_version: str, chosen: str | None, which: str, say: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(torch_version))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.delattr(dist, "ProcessGroupNCCL2", raising=False)
+    if which:
+        monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    if chosen:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", chosen)
+    assert f"  nccl                   2.30.7{which}\n" in say.of(0)
 
 
 def _has_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

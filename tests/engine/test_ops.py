@@ -87,6 +87,35 @@ def all_patterns(dtype: torch.dtype) -> Tensor:
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
 
 
+# ---- tables of segments on a device ----
+
+
+@pytest.mark.gpu
+def test_a_captured_call_and_those_beside_it_have_tables_of_their_own() -> None:
+    """The calls of one bucket, whose gradients lie elsewhere in the graph than beside it."""
+    grads, wires = {}, {}
+    for where in ("captured", "beside"):
+        grads[where] = [torch.zeros(100 + i, device="cuda") for i in range(30)]
+        wires[where] = torch.zeros(sum(grad.numel() for grad in grads[where]), device="cuda")
+    stats = new_stats("cuda")
+
+    def pack(where: str) -> None:
+        ops.pack(grads[where], wires[where], stats, workspace=1000)
+
+    def check(where: str) -> None:
+        assert_bitwise_equal(wires[where], torch.cat(grads[where]))
+
+    pack("beside")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pack("captured")
+    for value in range(3):
+        for where, run in (("captured", graph.replay), ("beside", lambda: pack("beside"))):
+            torch._foreach_add_(grads[where], value + 1.0)
+            run()
+            check(where)
+
+
 # ---- against the reference ------------------------------------------------------------------------------------------
 
 
@@ -145,7 +174,7 @@ def test_sizes_of_which_a_gpus_blocks_have_several_chunks(wire_dtype: torch.dtyp
 @in_either_order
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_more_gradients_than_a_large_model_has(operator: str, device: str) -> None:
-    gradients = tuple(Gradient((n % 7, n % 50), offset=n % 3) for n in range(1000))
+    gradients = tuple(Gradient((n % 7, n % 50), offset=n % 3) for n in range(1300))  # a table that comes in two parts
     bucket = Bucket(gradients, wire_dtype=torch.float16, scale_exponent=2, limit=9.0, values="mostly_ordinary")
     check_against_reference(operator, bucket, device)
 
@@ -295,6 +324,22 @@ def test_every_rounding(wire_dtype: torch.dtype, piece: int, device: str) -> Non
     wire = torch.empty(len(values), dtype=wire_dtype, device=device)
     ops.pack(values.to(device).split(piece), wire, new_stats(device))
     assert_bitwise_equal(wire, values.to(wire_dtype))
+
+
+@in_either_order
+@pytest.mark.parametrize("wire_dtype", [*HALVES, torch.float32])
+def test_gaps_between_aligned_gradients_become_zeros(wire_dtype: torch.dtype, device: str) -> None:
+    """Whatever the memory held before. A gap of none, of one value, of all but one, and after more than a chunk."""
+    alignment = 8
+    values = torch.randn(sum(numels := (8, 7, 1, CHUNK + 9)), generator=torch.Generator().manual_seed(1))
+    aligned = [-(-numel // alignment) * alignment for numel in numels]
+    wire = torch.full((sum(aligned) + alignment,), torch.nan, dtype=wire_dtype, device=device)
+    stats = new_stats(device)
+    ops.pack(values.to(device).split(numels), wire, stats, alignment=alignment)
+    for grad, sent in zip(values.split(numels), wire[:-alignment].cpu().split(aligned), strict=True):
+        padded = torch.nn.functional.pad(grad, (0, len(sent) - len(grad)))
+        assert_bitwise_equal(sent, padded.to(wire_dtype))
+    assert wire[-alignment:].isnan().all()
 
 
 @in_either_order
@@ -475,6 +520,30 @@ def _pass_over_ends(said: Path) -> None:
 
 def test_nothing_is_read_beyond_the_end_of_a_tensor(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_pass_over_ends, args=(tmp_path / "said",))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "said").read_text()
+
+
+def _unpack_what_may_not_be_written(said: Path) -> None:
+    for dtype, numel in itertools.product(GRAD_DTYPES, (300, 3 * CHUNK + 5)):
+        said.write_text(f"{dtype}, {numel} values")
+        grad = _at_the_end_of_a_page(numel, dtype)
+        grad.copy_(torch.randn(numel, generator=torch.Generator().manual_seed(1)))
+        page = grad.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        length = grad.data_ptr() + grad.nbytes - page
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(page), length, mmap.PROT_READ) == 0
+        stats, expected = new_stats(), new_stats()
+        ops.unpack(grad, [grad], stats, torch.tensor(1.0))
+        reference.measure([grad], expected)
+        assert_same_stats(stats, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"], indirect=True)
+def test_gradients_that_unpacking_leaves_as_they_are_are_only_read(device: str, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(
+        target=_unpack_what_may_not_be_written, args=(tmp_path / "said",)
+    )
     process.start()
     process.join()
     assert process.exitcode == 0, (tmp_path / "said").read_text()

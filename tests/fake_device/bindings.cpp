@@ -27,6 +27,10 @@ PYBIND11_MODULE(fake_device, m) {
   m.def("take_violations", &fake_device::take_violations);
   m.def("take_host_waits", &fake_device::take_host_waits);
   m.def("allocated_bytes", &fake_device::allocated_bytes);
+  m.def("begin_capture", &fake_device::begin_capture);
+  m.def("end_capture", &fake_device::end_capture);
+  m.def("replay", &fake_device::replay, py::arg("graph"));
+  m.def("take_uploads", &fake_device::take_uploads);
   m.def("passes_over", &passes_over, py::arg("of_cpu"));
 
   py::class_<fake_device::Group, c10d::Backend, c10::intrusive_ptr<fake_device::Group>>(m, "Group")
@@ -34,5 +38,6 @@ PYBIND11_MODULE(fake_device, m) {
       .def("fail_after", &fake_device::Group::fail_after, py::arg("calls"))
       .def("is_open", &fake_device::Group::is_open)
       .def("run_at_once", &fake_device::Group::run_at_once)
+      .def("num_lent", &fake_device::Group::num_lent)
       .def("kept_bytes", &fake_device::Group::kept_bytes);
 }

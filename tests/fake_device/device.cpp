@@ -79,6 +79,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       fake_device::block(*static_cast<Event*>(event), stream);
     }
   }
+  // Not `override`: torch 2.11 does not ask.
+  bool isStreamCapturing(const c10::Stream& /*stream*/) const { return is_capturing(); }
   bool queryEvent(void* event) const override { return event == nullptr || query(*static_cast<Event*>(event)); }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {

@@ -28,6 +28,14 @@ struct Block {
   size_t stream;               // in whose pool it belongs
   std::set<size_t> recorded;   // record_stream's: it returns there once these have done what they have been given
   std::vector<Access> newest;  // what no later access makes superfluous
+  int64_t number;              // how many blocks were allocated before
+};
+
+// An access of a graph that was captured, to memory from before the capture.
+struct Captured {
+  const char* data;
+  int64_t block;  // its number
+  std::string name;
 };
 
 struct World {
@@ -37,6 +45,10 @@ struct World {
   std::map<const char*, Block> blocks;
   std::deque<std::pair<char*, size_t>> freed;  // kept from reuse for a while, so that whoever still uses them is found
   size_t freed_bytes = 0;
+  int64_t num_allocated = 0;
+  bool is_capturing = false;
+  int64_t first_of_graph = 0;  // the number of the first block that is allocated in the capture under way
+  std::vector<std::vector<Captured>> graphs;
   std::vector<std::string> violations;
   std::vector<std::string> host_waits;
 };
@@ -129,6 +141,9 @@ void run(const c10::Stream& stream, const std::string& name, const std::vector<T
     const auto* begin = static_cast<const char*>(each.data);
     if (Block* block = block_of(now, begin)) {
       touch(now, *block, {begin, begin + each.bytes, each.is_written, index, clock[index], name}, clock);
+      if (now.is_capturing && block->number < now.first_of_graph) {
+        now.graphs.back().push_back({begin, block->number, name});
+      }
     } else {
       report_to(now, c10::str("stray: ", name, " on ", name_of(index), each.is_written ? " writes" : " reads",
                               " memory that is not the device's, or not any more"));
@@ -156,6 +171,9 @@ void wait_on_host(const Clock& clock, const std::string& why) {
   const std::lock_guard<std::mutex> lock(now.mutex);
   join(now.host, clock);
   now.host_waits.push_back(why);
+  if (now.is_capturing) {
+    report_to(now, c10::str("capture: the host waits for ", why, ", which ends a capture with an error"));
+  }
 }
 
 void wait_on_host(const c10::Stream& stream, const std::string& why) {
@@ -168,6 +186,9 @@ bool query(const Event& event) {
   World& now = world();
   const std::lock_guard<std::mutex> lock(now.mutex);
   join(now.host, event.clock);
+  if (now.is_capturing) {
+    report_to(now, "capture: an event is queried, which ends a capture with an error");
+  }
   return true;
 }
 
@@ -181,7 +202,7 @@ void* allocate(size_t bytes, const c10::Stream& stream) {
   const size_t index = index_of(stream);
   // Whoever had it before was on this stream: others have to wait for what this stream has been given so far.
   const Access allocation{data, data + bytes, true, index, clock_of(now, index)[index], "allocation"};
-  now.blocks[data] = {bytes, index, {}, {allocation}};
+  now.blocks[data] = {bytes, index, {}, {allocation}, now.num_allocated++};
   return data;
 }
 
@@ -227,6 +248,40 @@ size_t allocated_bytes() {
     bytes += block.bytes;
   }
   return bytes;
+}
+
+// ---- graphs ---------------------------------------------------------------------------------------------------------
+
+void begin_capture() {
+  World& now = world();
+  const std::lock_guard<std::mutex> lock(now.mutex);
+  now.is_capturing = true;
+  now.first_of_graph = now.num_allocated;
+  now.graphs.emplace_back();
+}
+
+int64_t end_capture() {
+  World& now = world();
+  const std::lock_guard<std::mutex> lock(now.mutex);
+  now.is_capturing = false;
+  return static_cast<int64_t>(now.graphs.size()) - 1;
+}
+
+bool is_capturing() {
+  World& now = world();
+  const std::lock_guard<std::mutex> lock(now.mutex);
+  return now.is_capturing;
+}
+
+void replay(int64_t graph) {
+  World& now = world();
+  const std::lock_guard<std::mutex> lock(now.mutex);
+  for (const Captured& access : now.graphs.at(graph)) {
+    const Block* const block = block_of(now, access.data);
+    if (block == nullptr || block->number != access.block) {
+      report_to(now, c10::str("replay: ", access.name, " touches memory that was let go since the capture"));
+    }
+  }
 }
 
 // ---- what was found -------------------------------------------------------------------------------------------------

@@ -49,6 +49,15 @@ void free(void* data) noexcept;
 void record_stream(const void* data, const c10::Stream& stream);
 size_t allocated_bytes();
 
+// From begin_capture to end_capture all streams are captured. Work still runs at once, and is noted as well. The result
+// is the graph's number.
+void begin_capture();
+int64_t end_capture();
+bool is_capturing();
+// Whoever replays a graph touches the same memory again. It reports memory that was let go since, unless that was
+// allocated while the graph was captured: such memory is the graph's own.
+void replay(int64_t graph);
+
 void report(std::string violation);
 // What was found since the last call: races, memory let go too early, misuse.
 std::vector<std::string> take_violations();

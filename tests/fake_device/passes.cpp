@@ -1,5 +1,7 @@
 #include "passes.h"
 
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -47,8 +49,38 @@ class Touches {
   std::vector<Touch> all_;
 };
 
-void pack(const PackArgs& args, void* workspace, void* /*stream*/) {
+// As few as make the tests' models have tables on the device.
+constexpr int64_t kFewSegments = 1;
+constexpr int64_t kChunkSize = 256;
+
+int64_t chunk_size(int64_t num_segments, DType /*grad*/, DType /*wire*/) {
+  return num_segments > kFewSegments ? kChunkSize : 0;
+}
+
+int64_t num_uploads = 0;
+
+void upload(const Segment* chunks, int64_t num_chunks, Segment* to, void* /*stream*/) {
+  num_uploads += 1;
   Touches touches;
+  touches.writes(to, num_chunks * sizeof(Segment));
+  touches.run("upload");
+  std::copy_n(chunks, num_chunks, to);
+}
+
+// Returns the arguments with the chunks that are on the device in place of the segments. The pass reads them.
+template <class Args>
+Args with_chunks(Args args, const Scratch& scratch, Touches& touches) {
+  if (scratch.chunks != nullptr) {
+    touches.reads(scratch.chunks, scratch.num_chunks * sizeof(Segment));
+    args.segments = scratch.chunks;
+    args.num_segments = scratch.num_chunks;
+  }
+  return args;
+}
+
+void pack(const PackArgs& given, const Scratch& scratch, void* /*stream*/) {
+  Touches touches;
+  const PackArgs args = with_chunks(given, scratch, touches);
   for (int64_t i = 0; i < args.num_segments; ++i) {
     const Segment& segment = args.segments[i];
     touches.reads(segment.data, bytes_of(segment.numel, args.grad_dtype));
@@ -61,13 +93,14 @@ void pack(const PackArgs& args, void* workspace, void* /*stream*/) {
   touches.reads(args.bucket_scale, sizeof(float));
   touches.reads(args.weight, sizeof(double));
   touches.writes(args.stats, kNumStats * sizeof(double));
-  touches.writes(workspace, cuda::kWorkspaceBytes);
+  touches.writes(scratch.totals, cuda::kTotalsBytes);
   touches.run("pack");
-  of_cpu.pack(args, nullptr, nullptr);
+  of_cpu.pack(args, {}, nullptr);
 }
 
-void unpack(const UnpackArgs& args, void* workspace, void* /*stream*/) {
+void unpack(const UnpackArgs& given, const Scratch& scratch, void* /*stream*/) {
   Touches touches;
+  const UnpackArgs args = with_chunks(given, scratch, touches);
   for (int64_t wire = 0; wire < args.num_wires; ++wire) {
     for (int64_t i = 0; i < args.num_segments; ++i) {
       touches.wire(static_cast<const char*>(args.wire) + wire * args.stride_bytes, args.segments[i], args.wire_dtype,
@@ -79,12 +112,12 @@ void unpack(const UnpackArgs& args, void* workspace, void* /*stream*/) {
   }
   touches.writes(args.bucket_scale, sizeof(float));
   touches.writes(args.stats, kNumStats * sizeof(double));
-  touches.writes(workspace, cuda::kWorkspaceBytes);
+  touches.writes(scratch.totals, cuda::kTotalsBytes);
   touches.run("unpack");
-  of_cpu.unpack(args, nullptr, nullptr);
+  of_cpu.unpack(args, {}, nullptr);
 }
 
-void reduce(const ReduceArgs& args, void* /*workspace*/, void* /*stream*/) {
+void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/) {
   Touches touches;
   for (int64_t wire = 0; wire < args.num_wires; ++wire) {
     touches.reads(static_cast<const char*>(args.wire) + wire * args.stride_bytes,
@@ -94,13 +127,15 @@ void reduce(const ReduceArgs& args, void* /*workspace*/, void* /*stream*/) {
   touches.reads(args.bucket_scale, sizeof(float));
   touches.writes(args.residual, bytes_of(args.numel, compute_dtype(args.grad_dtype)));
   touches.run("reduce");
-  of_cpu.reduce(args, nullptr, nullptr);
+  of_cpu.reduce(args, {}, nullptr);
 }
 
 }  // namespace
 
+int64_t take_uploads() { return std::exchange(num_uploads, 0); }
+
 const Passes& passes_over(const Passes& cpu) {
-  static const Passes passes{&pack, &unpack, &reduce};
+  static const Passes passes{&pack, &unpack, &reduce, &chunk_size, &upload};
   of_cpu = cpu;
   return passes;
 }

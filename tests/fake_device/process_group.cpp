@@ -169,10 +169,23 @@ Group::Work Group::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opt
   });
 }
 
+at::Tensor Group::allocateTensor(long size, at::TensorOptions options) {
+  num_lent_ += 1;
+  return at::empty({size}, options);
+}
+
+// For AVG each rank's value is multiplied by 1/n before the sum, as NCCL does.
 Group::Work Group::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   return give("allreduce", {}, tensors, options.asyncOp, [this, tensors, options] {
     auto host = on_host(tensors);
-    return gloo_->allreduce(host, options);
+    auto on_gloo = options;
+    if (options.reduceOp == c10d::ReduceOp::AVG) {
+      on_gloo.reduceOp = c10d::ReduceOp::SUM;
+      for (at::Tensor& each : host) {
+        each.mul_(1.0 / size_);
+      }
+    }
+    return gloo_->allreduce(host, on_gloo);
   });
 }
 

@@ -6,6 +6,7 @@
 #include <c10/core/Stream.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -27,7 +28,10 @@ class Group : public c10d::Backend {
 
   Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size);
 
-  const std::string getBackendName() const override { return "fake_device"; }
+  // Its rules are NCCL's, so the engine is to treat it as NCCL.
+  const std::string getBackendName() const override { return "nccl"; }
+  bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   Work endCoalescing() override;
@@ -47,6 +51,8 @@ class Group : public c10d::Backend {
   // From now on calls inside a group run as those outside do, and what endCoalescing returns waits for nothing: as
   // collectives of torch 2.14's ProcessGroupNCCL2 and of torchcomms do.
   void run_at_once() { runs_at_once_ = true; }
+  // How many tensors the group has lent.
+  int64_t num_lent() const { return num_lent_; }
   // Of tensors that the group still keeps because nobody has waited.
   int64_t kept_bytes();
 
@@ -73,6 +79,7 @@ class Group : public c10d::Backend {
   bool has_failed_ = false;
   bool runs_at_once_ = false;
   int64_t calls_until_failure_ = -1;
+  std::atomic<int64_t> num_lent_ = 0;
   std::vector<Given> queued_;
   std::vector<Work> under_way_;  // on Gloo, of calls that have run inside a group
   std::mutex mutex_;             // guards what follows

@@ -91,6 +91,11 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
         (["--num-minibatches", "3"], "num_minibatches=3 does not divide the 1024 rows"),
         (["--env", "NoSuchEnv-v0"], "env='NoSuchEnv-v0' cannot be made"),
         (["--run-name", "taken"], "the run folder runs/taken exists already; choose another run_name"),
+        (
+            ["--device", "cuda", "--nproc", "2"],
+            "device='cuda': torch sees 1 GPU(s) here, and each of 2 rank(s) takes one; start fewer ranks, or set",
+        ),
+        (["--device", "gpu"], "gpu"),
         (["--resume", "step-1.pt"], "the checkpoint step-1.pt is damaged"),
         (["--resume", "text.pt"], "resume='text.pt' is neither 'auto' nor a checkpoint"),
     ],
@@ -103,6 +108,7 @@ def test_bad_arguments_are_refused_before_ranks_are_launched(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "step-1.pt").touch()
     (tmp_path / "text.pt").write_text("no checkpoint")
@@ -127,6 +133,10 @@ def test_a_rank_that_is_started_by_others_refuses_with_one_sentence(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("python -m fastsync.train: resume='nowhere' is neither 'auto' nor a checkpoint")
     assert not trained
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train_main(["--device", "cuda"])
+    assert "device='cuda': torch sees 0 GPU(s) here" in capsys.readouterr().err
     # One of them says it for all, and torchrun ends the others.
     monkeypatch.setenv("RANK", "1")
     train_main(["--resume", "nowhere"])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from fastsync.integrations.ray import launch_on_ray
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import load_checkpoint
@@ -54,3 +57,24 @@ def test_the_trainer_goes_on_from_its_last_checkpoint_when_a_worker_dies(
     killer.join()
     assert figures(run)[:1] == seen  # with their times: it has not begun anew
     assert load_checkpoint(max((run / "checkpoints").glob("step-*.pt"))).step >= 100_000
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "use_gpu", "backend"),
+    [(2, None, "nccl"), (1, None, "gloo"), (2, False, "gloo"), (2, True, "nccl"), (1, True, None)],
+)
+def test_workers_take_the_device_that_is_asked_for(
+    num_gpus: int, use_gpu: bool | None, backend: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """With something in the place of Ray."""
+    ray = mock.MagicMock()
+    ray.cluster_resources.return_value = {"CPU": 8.0, "GPU": float(num_gpus)}
+    for name in ("ray", "ray.train", "ray.train.torch"):
+        monkeypatch.setitem(sys.modules, name, ray)
+    if backend is None:
+        with pytest.raises(ValueError, match=r"Ray's cluster has 1 GPUs, for 2 ranks; .*--device auto"):
+            launch_on_ray(print, 2, use_gpu=use_gpu)
+        return
+    launch_on_ray(print, 2, use_gpu=use_gpu)
+    assert ray.TorchConfig.call_args.kwargs["backend"] == backend
+    ray.ScalingConfig.assert_called_once_with(num_workers=2, use_gpu=backend == "nccl")

@@ -28,7 +28,7 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
         num_minibatches=3, num_micro_batches=2, gamma=0.5, gae_lambda=0.25, clip_coef=1e-10, anneal_clip=True,
         clip_value_loss=True, norm_advantages=False, norm_observations=True, norm_rewards=True, ent_coef=0.0,
         vf_coef=1.0, max_grad_norm=float("inf"), target_kl=1e20, compression="fp16",
-        precision="bf16", timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
+        device="cpu", precision="bf16", timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
         keep_checkpoints=1, resume="null", wandb_project="on", policy="c:D", log_info=("x", "y"), fused=False,
         sync="diloco", sync_every=3, bucket_cap_mb=0.5, env_kwargs={"a": [1, {"b": None}], "c": True, "d": "x y"},
         quiet=True, eval_interval=9, eval_episodes=4, eval_env="d:e",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastsync.ppo.cli import train_rank
 from fastsync.ppo.ppo import Settings, train
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from fastsync.ppo.runs.metrics import TrainResult
@@ -186,3 +189,21 @@ def test_a_training_in_fp16_ends_when_grad_scaler_has_no_scale_left(tmp_path: Pa
     )
     with pytest.raises(RankError, match=r"of rank 0 in update \d+ are not finite"):
         run_ranks(train_each, 1, {"nan": settings})
+
+
+@pytest.mark.parametrize(("device", "backend"), [("auto", None), ("cpu", "gloo"), ("cuda", "nccl")])
+@pytest.mark.parametrize("opens", ["cli.process_group", "session.process_group"])
+def test_the_device_of_the_settings_decides_the_backend(
+    device: Any, backend: str | None, opens: str, monkeypatch: pytest.MonkeyPatch
+):
+    settings = Settings(device=device, timeout=7.0)
+    open_group = mock.Mock(side_effect=RuntimeError("no further"))
+    monkeypatch.setattr(f"fastsync.ppo.{opens}", open_group)
+    with pytest.raises(RuntimeError, match="no further"):
+        (train_rank if opens.startswith("cli") else train)(settings)
+    open_group.assert_called_once_with(7.0, backend=backend)
+
+
+def test_the_device_of_the_settings_is_no_other_than_the_one_that_is_passed():
+    with pytest.raises(ValueError, match="device='cpu', but the settings have device='cuda'; leave one out"):
+        train(Settings(device="cuda"), torch.device("cpu"))

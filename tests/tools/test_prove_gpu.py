@@ -2,36 +2,136 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import sys
 import time
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tyro
+from _pytest.mark import KeywordMatcher
+from _pytest.mark.expression import Expression
 
 from tests.forked import state_of, until
 from tools import prove_gpu
-from tools.prove_gpu import ROOT, Command, all_parts, main, run
+from tools.prove_gpu import ROOT, Command, Part, all_parts, keep_rows, main, rehearsed, run
 
 pytestmark = pytest.mark.end_to_end
 
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where files go. There is a GPU."""
+    """Where files go. There is a GPU, and nothing is missing."""
     monkeypatch.setattr(prove_gpu, "OUT", tmp_path / "out")
-    monkeypatch.setattr(prove_gpu, "machine", lambda: ("NVIDIA H200", "torch 2.11.0+cu130, CUDA 13.0"))
+    monkeypatch.setattr(prove_gpu, "WHEELS", tmp_path / "wheels")
+    monkeypatch.setattr(prove_gpu, "INSTALLED", tmp_path / "installed")
+    monkeypatch.setattr(prove_gpu, "machine", lambda: ("NVIDIA H200", "9.0", "torch 2.11.0+cu130, CUDA 13.0"))
+    monkeypatch.setattr(prove_gpu, "needs", list)
     return tmp_path / "out"
 
 
-def test_every_gpu_test_is_in_a_part(request: pytest.FixtureRequest) -> None:
+def selects(command: Command, item: pytest.Item) -> bool:
+    """Whether it runs this test."""
+    words = list(command.words)
+    if f"tests/{item.path.relative_to(ROOT / 'tests')}" not in words:
+        return False
+    keywords = words[words.index("-k") + 1]
+    return Expression.compile(keywords).evaluate(KeywordMatcher.from_item(item))
+
+
+def test_every_gpu_test_is_in_one_part(request: pytest.FixtureRequest) -> None:
     """Of those that this session has collected: all of them, as CI runs it."""
-    run_by = {name: " ".join(map(str, each)) for name, each in all_parts().items()}
+    parts = all_parts()
     for item in request.session.items:
         if item.get_closest_marker("gpu"):
-            part = run_by["captured"] if "captur" in item.name else run_by["tests"] + run_by["ranks"]
-            assert f"{item.path.relative_to(ROOT)} " in part
-    assert run_by["generic"].count("FASTSYNC_KERNELS=aten ") == run_by["tests"].count(" -m gpu ")
+            of_parts = ["operators", "steps", "captured", "ranks", "tests", "generic"]
+            by = [name for name in of_parts for each in parts[name].commands if selects(each, item)]
+            assert [name for name in by if name != "generic"] or by == ["generic"], item
+            assert len(set(by) - {"generic"}) <= 1, item
+    assert parts["generic"].commands[1].environment["FASTSYNC_KERNELS"] == "aten"
+
+
+def test_the_benchmarks_take_these_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(prove_gpu, "OUT", ROOT)
+    commands = [each for part in all_parts().values() for each in part.commands if each.rows]
+    assert [each.words[3] for each in commands] == ["ops", "sync", "sync", "stream", "ppo"]
+    for each in commands:
+        module = importlib.import_module(f"benchmarks.commands.{each.words[3]}")
+        tyro.cli(module.Options, args=list(each.words[4:]))
+
+
+@pytest.mark.timeout(500)
+def test_a_rehearsal_runs_what_goes_without_a_gpu(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are as it is in their parts: tests are collected, of which there are some."""
+    parts = {name: all_parts()[name] for name in ("captured", "stream")}
+    assert main(["--rehearse"], parts) == 0, (out / "figures.log").read_text()
+    assert [path.name for path in sorted(out.iterdir())] == ["figures.log", "rows.json", "summary.txt", "tests.log"]
+    assert {row["benchmark"] for row in json.loads((out / "rows.json").read_text())} == {"stream"}
+    captured, stream, *_ = [line[18:] for line in (out / "summary.txt").read_text().splitlines()][1:]
+    assert re.fullmatch(r"captured   passed    +\d+ s  5/\d+ tests collected.*", captured)
+    assert re.search(r"fastsync.attach/none +│ +no │", stream)
+    kept = {name: [" ".join(each.words) for each in rehearsed(part).commands] for name, part in all_parts().items()}
+    assert [words for words in kept["build"] if "setup.py" in words or "rm" in words] == []
+    assert not any("cuda" in words or "share-gpus" in words for name in ("ops", "sync", "ppo") for words in kept[name])
+
+
+def test_rows_of_all_benchmarks_are_in_one_file(out: Path) -> None:
+    out.mkdir()
+    for number in (1, 2):
+        (out / "part.json").write_text(f'[\n{{"figure": {number}}}\n]\n')
+        keep_rows(Command((), 1.0, rows=out / "part.json"))
+    keep_rows(Command((), 1.0, rows=out / "part.json"))  # a benchmark that has none
+    assert json.loads((out / "rows.json").read_text()) == [{"figure": 1}, {"figure": 2}]
+    assert [path.name for path in out.iterdir()] == ["rows.json"]
+
+
+def test_wheels_that_were_brought_along_are_for_what_it_starts(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = out.parent / "wheels/brought-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("brought.py", "ALONG = 'yes'")
+        archive.writestr("brought-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
+        archive.writestr(
+            "brought-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("brought-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    command = Command((sys.executable, "-c", "import brought; print(brought.ALONG, 1, 'passed in 2.00s')"), 60)
+    assert main([], {"tests": Part("tests", 60, [command])}) == 0, (out / "build.log").read_text()
+
+
+def test_what_is_missing_is_named_with_the_command_that_fetches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("tyro", "scipy") else found(name))
+    missing, command, _ = prove_gpu.needs()
+    assert missing.startswith("missing here: tyro, scipy. ")
+    assert command.endswith(" -d build/wheels tyro docstring-parser typeguard scipy")
+
+
+def test_parts_for_which_no_time_is_left_are_named(out: Path) -> None:
+    def part(code: str) -> Part:
+        return Part("tests", 60, [Command((sys.executable, "-c", code), 60)], least=1.0)
+
+    sleep = "import time; time.sleep(60)"
+    assert main(["--minutes", "0.05"], {"slow": part(sleep), "next": part("")}) == 4
+    lines = [line[18:] for line in (out / "summary.txt").read_text().splitlines()]
+    assert re.fullmatch(r"slow +CUT SHORT +\d+ s  ", lines[1])
+    assert re.fullmatch(r"next +LEFT OUT +0 s  -?\d+ s were left of 0.05 minutes", lines[2])
+    assert re.fullmatch(r"prove-gpu: 1 CUT SHORT, 1 LEFT OUT, in \d+ s", lines[3])
+    assert (
+        main(
+            ["--minutes", "0.05"],
+            {"broken": replace(part(sleep), commands=[*part("1/0").commands, *part(sleep).commands])},
+        )
+        == 1
+    )
 
 
 def test_at_its_limit_a_command_ends_with_what_it_started_and_what_it_printed_is_kept(tmp_path: Path) -> None:
@@ -44,9 +144,15 @@ def test_at_its_limit_a_command_ends_with_what_it_started_and_what_it_printed_is
         until(lambda child=int(child): not state_of(child), "the end of what it had started")
 
 
+def test_a_tool_that_is_not_installed_fails_its_part(out: Path) -> None:
+    assert main([], {"sanitizer": Part("sanitizer", 60, [Command(("no-such-tool",), 60)])}) == 1
+    assert "sanitizer  FAILED" in (out / "summary.txt").read_text()
+    assert "No such file or directory: 'no-such-tool'" in (out / "summary.txt").read_text()
+
+
 def test_one_failure_stops_neither_its_part_nor_the_next(out: Path) -> None:
-    def part(limit: float, *codes: str) -> list[Command]:
-        return [Command((sys.executable, "-c", code), limit) for code in codes]
+    def part(limit: float, *codes: str) -> Part:
+        return Part("tests", 100, [Command((sys.executable, "-c", code), limit) for code in codes])
 
     parts = {
         "tests": part(60, "raise SystemExit('broken')", "print(3, 'passed,', 1, 'skipped in 2.00s')"),
@@ -56,8 +162,9 @@ def test_one_failure_stops_neither_its_part_nor_the_next(out: Path) -> None:
     assert main([], parts) == 1
     assert main(["build"], parts) == 0
     head, *lines = [line[18:] for line in (out / "summary.txt").read_text().splitlines()]
-    assert head == "prove-gpu: NVIDIA H200, torch 2.11.0+cu130, CUDA 13.0"
-    found = [re.match(r"(\w+) +(.+?) +\d+ s  (.*)", line) for line in lines]
+    assert re.fullmatch(r"prove-gpu: NVIDIA H200, torch 2.11.0\+cu130, CUDA 13.0, \d+ cores", head)
+    found = [re.match(r"(\w+) +(.+?) +\d+ s  (.*)", line) for line in lines if not line.startswith("prove-gpu")]
     failed, late = ("tests", "FAILED", "3 passed, 1 skipped"), ("ranks", "TIMED OUT", "2 failed")
     built = ("build", "passed", "kernels on cuda        fused CUDA")
-    assert [match and match.groups() for match in found] == [failed, late, built, None, built]
+    assert [match and match.groups() for match in found] == [failed, late, built, built]
+    assert re.fullmatch(r"prove-gpu: 1 FAILED, 1 TIMED OUT, 1 passed, in \d+ s", lines[3])

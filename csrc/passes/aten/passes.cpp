@@ -281,6 +281,11 @@ void pack(const PackArgs& args, c10::Device device) {
     factor = factor.mul(weight);
   }
   const at::Tensor scaled = clamped(values.mul(factor), values, limit_of(args.wire_dtype, args.limit), num_saturated);
+  if (args.gap_alignment > 1) {
+    const Segment& last = args.segments[args.num_segments - 1];
+    const int64_t numel = last.offset + last.numel + gap_behind(last, args.gap_alignment);
+    over(args.wire, {numel}, scalar_type_of(args.wire_dtype), device).zero_();
+  }
   const at::Tensor encoded = encode(scaled, args.wire_dtype);
   copy_into(segments.on_wire(args.wire, args.wire_dtype), encoded);
   if (residual.defined()) {

@@ -65,10 +65,10 @@ Tally for_each_chunk(const Segment* segments, int64_t num_segments, c10::functio
   return total;
 }
 
-void pack(const PackArgs& args, void* /*workspace*/, void* /*stream*/) { FASTSYNC_BEST(pack(args)); }
+void pack(const PackArgs& args, const Scratch& /*scratch*/, void* /*stream*/) { FASTSYNC_BEST(pack(args)); }
 
-void unpack(const UnpackArgs& args, void* /*workspace*/, void* /*stream*/) { FASTSYNC_BEST(unpack(args)); }
+void unpack(const UnpackArgs& args, const Scratch& /*scratch*/, void* /*stream*/) { FASTSYNC_BEST(unpack(args)); }
 
-void reduce(const ReduceArgs& args, void* /*workspace*/, void* /*stream*/) { FASTSYNC_BEST(reduce(args)); }
+void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/) { FASTSYNC_BEST(reduce(args)); }
 
 }  // namespace fastsync::cpu

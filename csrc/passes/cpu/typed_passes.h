@@ -17,6 +17,12 @@ void pack_typed(const PackArgs& args) {
     return pack_chunk<W>(chunk.data<const G>(), chunk.residual<C>(), chunk.length, multiplier,
                          limit_on<W, C>(args.limit), weight, args.wire, chunk.offset());
   });
+  for (const Segment* segment = args.segments; segment < args.segments + args.num_segments; ++segment) {
+    if constexpr (!kIsBlock<W>) {
+      W* const end = unit_at<W>(args.wire, segment->offset + segment->numel);
+      std::fill_n(end, gap_behind(*segment, args.gap_alignment), W{});
+    }
+  }
   args.stats[kNumSaturated] =
       (args.position.is_first ? 0.0 : args.stats[kNumSaturated]) + static_cast<double>(tally.num_saturated);
 }

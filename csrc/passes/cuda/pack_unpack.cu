@@ -1,6 +1,6 @@
-// The passes on a GPU. One launch serves the segments of a call, whose table is a kernel argument. In this file a block
-// is a block of threads, unless it is said to be a wire's. The launch's blocks share out the chunks. The last block to
-// finish adds up the statistics of all blocks, so that these cost no launch.
+// The passes on a GPU. One launch serves the segments of a call. In this file a block is a block of threads, unless it
+// is said to be a wire's. The launch's blocks share out the chunks of the segments. The last block to finish adds up
+// the statistics of all blocks, so that these cost no launch.
 #include "passes/pack_unpack.h"
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@
 
 #include "passes/cuda/chunk_table.h"
 #include "passes/cuda/passes.cuh"
-#include "passes/cuda/totals.cuh"
+#include "passes/cuda/sums.cuh"
 
 namespace fastsync::cuda {
 namespace {
@@ -20,7 +20,6 @@ namespace {
 // The number of blocks does not depend on the device. It determines the order of sums, and all GPUs are to give the
 // same statistics. kBlocksAtOnce blocks fit on an H100 SXM or an H200 at once. On an H100, large calls were faster with
 // more blocks, of at least kMinChunks chunks each.
-constexpr int kThreads = 256;
 constexpr int kMinBlocksPerMultiprocessor = 4;
 constexpr int64_t kBlocksAtOnce = 512;
 constexpr int64_t kMinChunks = 4;
@@ -37,15 +36,14 @@ constexpr int kChunk = kThreads * kVectors<Pass> * Pass::kWidth;
 // writes what another one reads. The order of the sums does not depend on where in memory the values lie. A whole chunk
 // has full length, and its gradients and its first wire are aligned.
 template <bool kWhole, class Pass>
-__device__ void convert_chunk(const Pass& pass, const Segment& segment, const Chunk& chunk,
-                              typename Pass::Total& total) {
+__device__ void convert_chunk(const Pass& pass, const Segment& chunk, typename Pass::Total& total) {
   static_assert(kChunk<Pass> % Pass::kUnit == 0);
-  const auto length = static_cast<int>(chunk.length);
+  const auto length = static_cast<int>(chunk.numel);
   const auto index_at = [](int v) { return (v * kThreads + static_cast<int>(threadIdx.x)) * Pass::kWidth; };
   const auto num_valid_at = [&](int v) {
     return kWhole ? Pass::kWidth : max(0, min(Pass::kWidth, length - index_at(v)));
   };
-  const auto slice_at = [&](int v) { return Slice{segment, chunk.begin + index_at(v), num_valid_at(v), kWhole}; };
+  const auto slice_at = [&](int v) { return Slice{chunk, index_at(v), num_valid_at(v), kWhole}; };
   const auto takes_part = [&](int v) { return kWhole || index_at(v) / Pass::kUnit * Pass::kUnit < length; };
   typename Pass::Loaded loaded[kVectors<Pass>];
 #pragma unroll
@@ -66,7 +64,7 @@ __device__ void convert_chunk(const Pass& pass, const Segment& segment, const Ch
     }
   }
   add_batch(batch, total, [&](auto& thread_total) {
-    const auto* const gradient = static_cast<const typename Pass::Gradient*>(segment.data) + chunk.begin;
+    const auto* const gradient = static_cast<const typename Pass::Gradient*>(chunk.data);
     for (int v = 0; v < kVectors<Pass>; ++v) {
       thread_total.add_values(gradient + index_at(v), num_valid_at(v));
     }
@@ -75,147 +73,138 @@ __device__ void convert_chunk(const Pass& pass, const Segment& segment, const Ch
 
 // ---- one launch -----------------------------------------------------------------------------------------------------
 
-// The table of one launch, which is a kernel argument. Buckets of ordinary size have fewer gradients than this.
-constexpr int kMaxSegments = 160;
-using LaunchTable = ChunkTable<kMaxSegments>;
-
-template <class Total>
-struct Workspace {
-  unsigned num_finished;
-  Total block_totals[kMaxBlocks];
-};
-
-// Adds up over the block's threads, in a fixed order, and returns the result to thread 0. Between two calls the block
-// has to synchronise.
-template <class Total>
-__device__ Total add_over_block(const Total& own) {
-  __shared__ Total totals[kThreads];
-  totals[threadIdx.x] = own;
-  for (unsigned num_left = kThreads / 2; num_left > 0; num_left /= 2) {
-    __syncthreads();
-    if (threadIdx.x < num_left) {
-      totals[threadIdx.x].add(totals[threadIdx.x + num_left]);
-    }
-  }
-  return totals[threadIdx.x];
-}
-
-// Stores this block's total. Returns true to the block that finds the totals of all others. Synchronises the block.
-template <class Total>
-__device__ bool is_last_block(const Total& block_total, Workspace<Total>& workspace) {
-  __shared__ bool is_last;
-  if (threadIdx.x == 0) {
-    workspace.block_totals[blockIdx.x] = block_total;
-    __threadfence();  // the total is seen before the count ...
-    is_last = atomicAdd(&workspace.num_finished, 1U) == gridDim.x - 1;
-    __threadfence();  // ... and a block that sees the whole count sees all totals
-  }
-  __syncthreads();
-  return is_last;
-}
-
-template <class Pass, class Total>
-__device__ void add_to_stats(const Pass& pass, const Total& thread_total, Workspace<Total>& workspace,
-                             Position position) {
-  if (!is_last_block(add_over_block(thread_total), workspace)) {
-    return;
-  }
-  Total sum{};
-  for (unsigned block = threadIdx.x; block < gridDim.x; block += kThreads) {
-    sum.add(workspace.block_totals[block]);
-  }
-  sum = add_over_block(sum);
-  if (threadIdx.x == 0) {  // every block has read the scale by now
-    sum.add_to(pass.stats, position.is_first);
-    if constexpr (requires { pass.move_on(); }) {
-      if (position.is_last) {
-        pass.move_on();
-      }
-    }
-    workspace.num_finished = 0;
-  }
-}
-
 template <class Pass>
 __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
-    run_pass(const LaunchTable __grid_constant__ table, const Pass pass, Workspace<typename Pass::Total>* workspace,
+    run_pass(const ChunkTable __grid_constant__ table, const Pass pass, BlockTotals<typename Pass::Total>* shared,
              Position position) {
   using Total = typename Pass::Total;
   Total total{};
   const Pass scaled = pass.with_scale();
-  const int64_t end = table.num_chunks() * (blockIdx.x + 1) / gridDim.x;
-  int64_t index = table.num_chunks() * blockIdx.x / gridDim.x;
-  for (Chunk chunk = table.find(index, kChunk<Pass>); index < end; ++index) {
-    const Segment& segment = table.segments[chunk.segment];
-    if (chunk.length == kChunk<Pass> && pass.is_aligned(segment)) {
-      convert_chunk<true>(scaled, segment, chunk, total);
+  for (int64_t index = blockIdx.x; index < table.num_chunks; index += gridDim.x) {
+    const Segment chunk = table.at(index, kChunk<Pass>, sizeof(typename Pass::Gradient), sizeof(typename Pass::C));
+    if (chunk.numel == kChunk<Pass> && pass.is_aligned(chunk)) {
+      convert_chunk<true>(scaled, chunk, total);
     } else {
-      convert_chunk<false>(scaled, segment, chunk, total);
+      convert_chunk<false>(scaled, chunk, total);
     }
-    chunk = table.next(chunk, kChunk<Pass>);
+    if constexpr (requires { pass.fill_gap(chunk); }) {
+      pass.fill_gap(chunk);
+    }
   }
   if constexpr (!std::is_same_v<Total, Nothing>) {
-    add_to_stats(pass, total, *workspace, position);
+    if (write_stats(total, *shared, pass.stats, position.is_first) && position.is_last) {
+      pass.move_on();  // every block has read the scale by now
+    }
   }
 }
 
-template <class Pass>
-void launch(LaunchTable& table, Position position, Pass pass, void* workspace, void* stream) {
-  const int64_t num_at_once = std::clamp<int64_t>(table.num_chunks(), 1, kBlocksAtOnce);
-  const int64_t num_blocks = std::clamp(table.num_chunks() / kMinChunks, num_at_once, kMaxBlocks);
-  void* arguments[] = {&table, &pass, &workspace, &position};
-  const cudaError_t error = cudaLaunchKernel(run_pass<Pass>, dim3(static_cast<unsigned>(num_blocks)), dim3(kThreads),
-                                             arguments, 0, static_cast<cudaStream_t>(stream));
+void check(cudaError_t error, const char* kernel, int64_t num_blocks) {
   if (error != cudaSuccess) {
     cudaGetLastError();  // clears the error, which is thrown here
-    throw std::runtime_error(std::string("fastsync: launching ") + Pass::kName + " on " + std::to_string(num_blocks) +
+    throw std::runtime_error(std::string("fastsync: launching ") + kernel + " on " + std::to_string(num_blocks) +
                              " blocks failed: " + cudaGetErrorString(error));
   }
 }
 
+// Launches even without chunks, because a pass writes statistics.
 template <class Pass>
-void run(const Segment* segments, int64_t num_segments, Position position, const Pass& pass, void* workspace,
-         void* stream) {
-  static_assert(sizeof(Workspace<typename Pass::Total>) <= kWorkspaceBytes);
-  LaunchTable table{};
-  for (const Segment* segment = segments; segment < segments + num_segments; ++segment) {
-    if (segment->numel == 0) {
-      continue;
-    }
-    if (table.num_segments == kMaxSegments) {
-      launch(table, Position{position.is_first, false}, pass, workspace, stream);
-      table = {};
-      position.is_first = false;
-    }
-    table.add(*segment, kChunk<Pass>);
+void launch(ChunkTable table, Position position, Pass pass, void* totals, void* stream) {
+  static_assert(sizeof(BlockTotals<typename Pass::Total>) <= kTotalsBytes);
+  const int64_t num_at_once = std::clamp<int64_t>(table.num_chunks, 1, kBlocksAtOnce);
+  const int64_t num_blocks = std::clamp(table.num_chunks / kMinChunks, num_at_once, kMaxBlocks);
+  void* arguments[] = {&table, &pass, &totals, &position};
+  check(cudaLaunchKernel(run_pass<Pass>, dim3(static_cast<unsigned>(num_blocks)), dim3(kThreads), arguments, 0,
+                         static_cast<cudaStream_t>(stream)),
+        Pass::kName, num_blocks);
+}
+
+template <class Args, class Pass>
+void run(const Args& args, const Pass& pass, const Scratch& scratch, void* stream) {
+  launch(scratch.chunks != nullptr ? ChunkTable::of_many(scratch.chunks, scratch.num_chunks)
+                                   : ChunkTable::of_few(args.segments, args.num_segments, kChunk<Pass>),
+         args.position, pass, scratch.totals, stream);
+}
+
+// ---- the table of many segments -------------------------------------------------------------------------------------
+
+// Arguments of a kernel may take up to 32,764 bytes. Blocks are small, so that many multiprocessors read them together.
+constexpr int kChunksAtOnce = 1000;
+constexpr int kUploadThreads = 8;
+
+template <int kLength>
+struct Part {
+  Segment chunks[kLength];
+};
+
+template <int kLength>
+__global__ void store_part(const Part<kLength> __grid_constant__ part, int num_chunks, Segment* to) {
+  const int i = static_cast<int>(blockIdx.x) * kUploadThreads + static_cast<int>(threadIdx.x);
+  if (i < num_chunks) {
+    to[i] = part.chunks[i];
   }
-  launch(table, position, pass, workspace, stream);  // even without segments, because it writes statistics
+}
+
+template <int kLength>
+void upload_part(const Segment* chunks, int num_chunks, Segment* to, void* stream) {
+  Part<kLength> part;
+  std::copy_n(chunks, num_chunks, part.chunks);
+  const int num_blocks = (num_chunks + kUploadThreads - 1) / kUploadThreads;
+  void* arguments[] = {&part, &num_chunks, &to};
+  check(cudaLaunchKernel(store_part<kLength>, dim3(static_cast<unsigned>(num_blocks)), dim3(kUploadThreads), arguments,
+                         0, static_cast<cudaStream_t>(stream)),
+        "upload", num_blocks);
 }
 
 }  // namespace
 
-void pack(const PackArgs& args, void* workspace, void* stream) {
+int64_t chunk_size(int64_t num_segments, DType grad, DType wire) {
+  int64_t size = 0;
+  if (num_segments > kFewSegments) {
+    dispatch_wire(grad, wire, [&](auto g, auto w) {
+      using G = decltype(g);
+      using W = decltype(w);
+      static_assert(kChunk<Pack<G, W>> == kChunk<Unpack<G, W>>);
+      size = kChunk<Pack<G, W>>;
+    });
+  }
+  return size;
+}
+
+void upload(const Segment* chunks, int64_t num_chunks, Segment* to, void* stream) {
+  constexpr int kFewChunks = kChunksAtOnce / 8;  // the host copies all arguments, used or not
+  for (int64_t begin = 0; begin < num_chunks; begin += kChunksAtOnce) {
+    const auto length = static_cast<int>(std::min<int64_t>(num_chunks - begin, kChunksAtOnce));
+    if (length <= kFewChunks) {
+      upload_part<kFewChunks>(chunks + begin, length, to + begin, stream);
+    } else {
+      upload_part<kChunksAtOnce>(chunks + begin, length, to + begin, stream);
+    }
+  }
+}
+
+void pack(const PackArgs& args, const Scratch& scratch, void* stream) {
   dispatch_wire(args.grad_dtype, args.wire_dtype, [&](auto grad, auto wire) {
     using C = Compute<decltype(grad)>;
     using W = decltype(wire);
-    const Pack<decltype(grad), W> pass{static_cast<W*>(args.wire),      args.bucket_scale,          args.weight,
-                                       static_cast<C>(args.multiplier), limit_on<W, C>(args.limit), args.stats};
-    run(args.segments, args.num_segments, args.position, pass, workspace, stream);
+    const Pack<decltype(grad), W> pass{
+        static_cast<W*>(args.wire), args.bucket_scale, args.weight,       static_cast<C>(args.multiplier),
+        limit_on<W, C>(args.limit), args.stats,        args.gap_alignment};
+    run(args, pass, scratch, stream);
   });
 }
 
-void unpack(const UnpackArgs& args, void* workspace, void* stream) {
+void unpack(const UnpackArgs& args, const Scratch& scratch, void* stream) {
   dispatch_wire(args.grad_dtype, args.wire_dtype, [&](auto grad, auto wire) {
     using Pass = Unpack<decltype(grad), decltype(wire)>;
     const Pass pass{{args.wire, args.num_wires, args.stride_bytes, static_cast<typename Pass::C>(args.multiplier)},
                     args.bucket_scale,
                     args.stats,
                     args.scale_share};
-    run(args.segments, args.num_segments, args.position, pass, workspace, stream);
+    run(args, pass, scratch, stream);
   });
 }
 
-void reduce(const ReduceArgs& args, void* workspace, void* stream) {
+void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* stream) {
   if (args.numel == 0) {
     return;
   }
@@ -229,7 +218,7 @@ void reduce(const ReduceArgs& args, void* workspace, void* stream) {
         args.bucket_scale,
         static_cast<C>(args.residual_share)};
     const Segment all{nullptr, args.numel, 0, args.residual};
-    run(&all, 1, Position{}, pass, workspace, stream);
+    launch(ChunkTable::of_few(&all, 1, kChunk<decltype(pass)>), Position{}, pass, nullptr, stream);
   });
 }
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "passes/cuda/totals.cuh"
 #include "passes/cuda/vectors.cuh"
@@ -11,11 +12,11 @@
 
 namespace fastsync::cuda {
 
-// A slice is the range of a segment that one thread has at a time: num_valid values from the index on. In a whole chunk
+// A slice is the range of a chunk that one thread has at a time: num_valid values from the index on. In a whole chunk
 // all values are valid, and the gradients and the first wire are aligned. Residuals and further wires need not be.
 struct Slice {
-  const Segment& segment;
-  int64_t index;
+  const Segment& chunk;
+  int index;
   int num_valid;
   bool is_whole;
 };
@@ -35,10 +36,10 @@ __device__ C weight_or_one(const double* weight) {
 
 template <class C, int kWidth>
 __device__ void add_residual(const Slice& at, C scale, C (&values)[kWidth]) {
-  if (at.segment.residual == nullptr) {
+  if (at.chunk.residual == nullptr) {
     return;
   }
-  const auto kept = Encoded<C, kWidth>::load(static_cast<const C*>(at.segment.residual), at.index, at.num_valid);
+  const auto kept = Encoded<C, kWidth>::load(static_cast<const C*>(at.chunk.residual), at.index, at.num_valid);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     values[i] += kept.vector.values[i] * scale;
@@ -49,7 +50,7 @@ __device__ void add_residual(const Slice& at, C scale, C (&values)[kWidth]) {
 template <class W, class C, int kWidth>
 __device__ void keep_loss(const Slice& at, const C (&values)[kWidth], const Encoded<W, kWidth>& sent, C multiplier,
                           C factor) {
-  C* const kept = static_cast<C*>(at.segment.residual);
+  C* const kept = static_cast<C*>(at.chunk.residual);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     const C decoded = sent.template decoded<C>(i);
@@ -59,9 +60,12 @@ __device__ void keep_loss(const Slice& at, const C (&values)[kWidth], const Enco
   }
 }
 
-// Adds up the wires' values, each times the multiplier.
+// Adds up the wires' values, each times the multiplier, from the first wire to the last. It loads several wires before
+// it adds the first of them, so that they wait for memory together.
 template <class C, class W, int kWidth>
 struct Sum {
+  static constexpr int kLoadedTogether = 2;  // more do not fit into registers
+
   const void* first_wire;
   int64_t num_wires;
   int64_t stride_bytes;
@@ -81,11 +85,22 @@ struct Sum {
     for (int i = 0; i < kWidth; ++i) {
       sums[i] = first.template decoded<C>(i) * multiplier;
     }
-    for (int64_t wire = 1; wire < num_wires; ++wire) {
-      const auto next = load(wire, index, num_valid);
+    for (int64_t wire = 1; wire < num_wires; wire += kLoadedTogether) {
+      Encoded<W, kWidth> next[kLoadedTogether];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        sums[i] += next.template decoded<C>(i) * multiplier;
+      for (int w = 0; w < kLoadedTogether; ++w) {
+        if (wire + w < num_wires) {
+          next[w] = load(wire + w, index, num_valid);
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < kLoadedTogether; ++w) {
+        if (wire + w < num_wires) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) {
+            sums[i] += next[w].template decoded<C>(i) * multiplier;
+          }
+        }
       }
     }
   }
@@ -107,6 +122,7 @@ struct Pack {
   C multiplier;
   C limit;
   double* stats;
+  int64_t gap_alignment;
   C own_weight = C(1);
 
   __device__ Pack with_scale() const {
@@ -116,17 +132,17 @@ struct Pack {
     return scaled;
   }
 
-  __device__ bool is_aligned(const Segment& segment) const {
-    return Loaded::is_aligned(static_cast<const G*>(segment.data)) &&
-           Encoded<W, kWidth>::is_aligned(unit_at<W>(wire, segment.offset));
+  __device__ bool is_aligned(const Segment& chunk) const {
+    return Loaded::is_aligned(static_cast<const G*>(chunk.data)) &&
+           Encoded<W, kWidth>::is_aligned(unit_at<W>(wire, chunk.offset));
   }
 
   __device__ Loaded load(const Slice& at) const {
-    return Loaded::load(static_cast<const G*>(at.segment.data), at.index, at.num_valid, at.is_whole);
+    return Loaded::load(static_cast<const G*>(at.chunk.data), at.index, at.num_valid, at.is_whole);
   }
 
   __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
-    const C factor = at.segment.residual != nullptr ? own_weight : C(1);  // else encode multiplies with the weight
+    const C factor = at.chunk.residual != nullptr ? own_weight : C(1);  // else encode multiplies with the weight
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       values[i] = own_weight == C(0) ? C(0) : loaded.template decoded<C>(i) * factor;
@@ -135,7 +151,7 @@ struct Pack {
   }
 
   __device__ void encode(const Slice& at, const C (&values)[kWidth], Total& total) const {
-    const C factor = at.segment.residual != nullptr ? multiplier : multiplier * own_weight;
+    const C factor = at.chunk.residual != nullptr ? multiplier : multiplier * own_weight;
     C scaled[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -144,11 +160,23 @@ struct Pack {
       total.count += saturated;
     }
     const auto sent = Encoded<W, kWidth>::from(scaled);
-    sent.store(wire, at.segment.offset + at.index, at.num_valid, at.is_whole);
-    if (at.segment.residual != nullptr) {
+    sent.store(wire, at.chunk.offset + at.index, at.num_valid, at.is_whole);
+    if (at.chunk.residual != nullptr) {
       keep_loss(at, values, sent, C(1) / factor, C(1));
     }
   }
+
+  // All threads of a block call it. Only the last chunk of a segment has a gap behind it, because a chunk's size is a
+  // multiple of the alignment.
+  __device__ void fill_gap(const Segment& chunk) const {
+    if constexpr (!kIsBlock<W>) {
+      for (int64_t i = threadIdx.x; i < gap_behind(chunk, gap_alignment); i += blockDim.x) {
+        wire[chunk.offset + chunk.numel + i] = W{};
+      }
+    }
+  }
+
+  __device__ void move_on() const {}
 };
 
 template <class G, class W>
@@ -166,23 +194,25 @@ struct Unpack {
   double* stats;
   double scale_share;
   C inverse = C(1);
+  bool is_identity = false;  // whether gradients get the bits that their wire has
 
   __device__ Unpack with_scale() const {
     Unpack scaled = *this;
     scaled.inverse = C(1) / scale_or_one<C>(bucket_scale);
+    scaled.is_identity = std::is_same_v<G, W> && sum.num_wires == 1 && sum.multiplier == C(1) && scaled.inverse == C(1);
     return scaled;
   }
 
-  __device__ bool is_aligned(const Segment& segment) const {
-    return Encoded<G, kWidth>::is_aligned(static_cast<const G*>(segment.data)) && sum.is_aligned(segment.offset);
+  __device__ bool is_aligned(const Segment& chunk) const {
+    return Encoded<G, kWidth>::is_aligned(static_cast<const G*>(chunk.data)) && sum.is_aligned(chunk.offset);
   }
 
   __device__ Loaded load(const Slice& at) const {
-    return sum.load(0, at.segment.offset + at.index, at.num_valid, at.is_whole);
+    return sum.load(0, at.chunk.offset + at.index, at.num_valid, at.is_whole);
   }
 
   __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
-    sum.add_up(loaded, at.segment.offset + at.index, at.num_valid, values);
+    sum.add_up(loaded, at.chunk.offset + at.index, at.num_valid, values);
   }
 
   __device__ void encode(const Slice& at, const C (&values)[kWidth], Total::Batch& batch) const {
@@ -197,7 +227,10 @@ struct Unpack {
         batch.num_saturated += saturated;
       }
     }
-    gradients.store(static_cast<G*>(at.segment.data), at.index, at.num_valid, at.is_whole);
+    const bool stays = is_identity && unit_at<W>(sum.first_wire, at.chunk.offset) == at.chunk.data;
+    if (!stays) {
+      gradients.store(static_cast<G*>(at.chunk.data), at.index, at.num_valid, at.is_whole);
+    }
   }
 
   __device__ void move_on() const {
@@ -231,14 +264,16 @@ struct Reduce {
     return scaled;
   }
 
-  __device__ bool is_aligned(const Segment& /*segment*/) const {
+  __device__ bool is_aligned(const Segment& /*chunk*/) const {
     return Encoded<Out, kWidth>::is_aligned(out) && sum.is_aligned(0);
   }
 
-  __device__ Loaded load(const Slice& at) const { return sum.load(0, at.index, at.num_valid, at.is_whole); }
+  __device__ Loaded load(const Slice& at) const {
+    return sum.load(0, at.chunk.offset + at.index, at.num_valid, at.is_whole);
+  }
 
   __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
-    sum.add_up(loaded, at.index, at.num_valid, values);
+    sum.add_up(loaded, at.chunk.offset + at.index, at.num_valid, values);
     add_residual(at, scale, values);
   }
 
@@ -250,8 +285,8 @@ struct Reduce {
       within[i] = scale_and_clamp(values[i], C(1), limit, saturated);
     }
     const auto sent = Encoded<Out, kWidth>::from(within);
-    sent.store(out, at.index, at.num_valid, at.is_whole);
-    if (at.segment.residual != nullptr) {
+    sent.store(out, at.chunk.offset + at.index, at.num_valid, at.is_whole);
+    if (at.chunk.residual != nullptr) {
       keep_loss(at, values, sent, C(1), C(1) / scale);
     }
   }

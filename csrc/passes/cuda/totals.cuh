@@ -15,13 +15,9 @@ struct Nothing {
 // Totals also lie in shared memory, where no constructor runs. So they have none, and Total{} is zero.
 struct Saturations {
   using Batch = Saturations;
-  int64_t count;
+  unsigned count;  // the values of one block are far fewer than 2^32
 
   __device__ void add(const Saturations& other) { count += other.count; }
-
-  __device__ void add_to(double* stats, bool is_first) const {
-    stats[kNumSaturated] = (is_first ? 0.0 : stats[kNumSaturated]) + static_cast<double>(count);
-  }
 };
 
 // Adds up the squares of at most 32 values that a thread has at once. It adds in float, because converting to double
@@ -47,12 +43,14 @@ struct FloatSquares {
   }
 };
 
-template <class C>
+// The counts of one block fit into 32 bits, and those of a launch into int64_t.
+template <class C, class Count = unsigned>
 struct Squares {
   using Batch = std::conditional_t<std::is_same_v<C, double>, Squares, FloatSquares>;
+  using OfLaunch = Squares<C, int64_t>;
   double sum;
-  int64_t num_nonfinite;
-  int64_t num_saturated;
+  Count num_nonfinite;
+  Count num_saturated;
   C largest;
 
   __device__ void add_value(C value) {
@@ -78,7 +76,8 @@ struct Squares {
     num_saturated += batch.num_saturated;
   }
 
-  __device__ void add(const Squares& other) {
+  template <class OtherCount>
+  __device__ void add(const Squares<C, OtherCount>& other) {
     sum += other.sum;
     num_nonfinite += other.num_nonfinite;
     num_saturated += other.num_saturated;

@@ -1,0 +1,77 @@
+#include "passes/workspace.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+#include "passes/cuda/chunk_table.h"
+#include "passes/graph_memory.h"
+
+namespace fastsync {
+
+namespace {
+
+// A step has a table for packing and one for unpacking. There are as many for gradients that take turns between two
+// places in memory.
+constexpr size_t kMaxTables = 4;
+
+bool is_same(const Segment& one, const Segment& other) {
+  return one.data == other.data && one.numel == other.numel && one.offset == other.offset &&
+         one.residual == other.residual;
+}
+
+}  // namespace
+
+Workspace::Workspace(c10::Device device) : device_(device) {
+  if (!device.is_cpu()) {
+    totals_ = at::zeros({cuda::kTotalsBytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  }
+}
+
+Scratch Workspace::prepare(const Passes& passes, c10::ArrayRef<Segment> segments, DType grad, DType wire,
+                           void* stream) {
+  Scratch scratch{totals_.defined() ? totals_.data_ptr() : nullptr};
+  const int64_t chunk_size =
+      passes.chunk_size != nullptr ? passes.chunk_size(static_cast<int64_t>(segments.size()), grad, wire) : 0;
+  if (chunk_size == 0) {
+    return scratch;
+  }
+  Table* table = find(segments, chunk_size);
+  if (table->segments.empty()) {
+    const auto chunks = cuda::cut_into_chunks(segments.data(), segments.size(), chunk_size, grad);
+    table->num_chunks = static_cast<int64_t>(chunks.size());
+    table->chunks = at::empty({static_cast<int64_t>(sizeof(Segment)) * table->num_chunks},
+                              at::TensorOptions().dtype(at::kByte).device(device_));
+    passes.upload(chunks.data(), table->num_chunks, static_cast<Segment*>(table->chunks.data_ptr()), stream);
+    table->segments = segments.vec();
+  }
+  scratch.chunks = static_cast<const Segment*>(table->chunks.data_ptr());
+  scratch.num_chunks = table->num_chunks;
+  return scratch;
+}
+
+// A graph repeats the kernel that writes its table, in the graph's own memory. So whatever runs between two replays,
+// the graph and the steps beside it find their own tables.
+Workspace::Table* Workspace::find(c10::ArrayRef<Segment> segments, int64_t chunk_size) {
+  if (is_capturing(device_)) {
+    captured_ = Table();
+    return &captured_;
+  }
+  const c10::StreamId stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).id();
+  const auto found = std::find_if(tables_.begin(), tables_.end(), [&](const Table& table) {
+    return table.chunk_size == chunk_size && table.stream == stream &&
+           std::equal(table.segments.begin(), table.segments.end(), segments.begin(), segments.end(), &is_same);
+  });
+  if (found != tables_.end()) {
+    std::rotate(found, found + 1, tables_.end());
+    return &tables_.back();
+  }
+  if (tables_.size() == kMaxTables) {
+    tables_.erase(tables_.begin());
+  }
+  return &tables_.emplace_back(Table{.segments = {}, .chunk_size = chunk_size, .stream = stream});
+}
+
+}  // namespace fastsync

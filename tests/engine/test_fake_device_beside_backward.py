@@ -1,0 +1,169 @@
+"""What of a sync runs beside backward on a device, and what does not run at all, on the fake device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import fastsync
+from tests import fake_device
+from tests.bitwise import assert_bitwise_equal
+from tests.engine.attached import Fallible
+from tests.engine.stderr import NO_TIMES, expected_on_stderr
+from tests.fake_device import DEVICE, backend_of, watched
+from tests.models import Given, random_grads
+
+SHAPES = [(7, 33), (300,), (513, 7)]
+SMALL_BUCKETS = 1e-3
+PACK, UNPACK = "fastsync::pack", "fastsync::unpack"
+NUM_STEPS = 3
+
+
+def grads_on(device: str, rank: int) -> list[Tensor]:
+    return [grad.to(device) for grad in random_grads(rank, 1, SHAPES, torch.float32)]
+
+
+def new_model() -> Given:
+    return Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
+
+
+def passes_of_a_step(model: nn.Module, grads: list[Tensor]) -> list[str]:
+    """In the order in which they began, after steps that make the ranks agree."""
+    for _ in range(NUM_STEPS):
+        model.zero_grad()
+        model(grads).backward()
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(grads).backward()
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name in (PACK, UNPACK)]
+
+
+def _unpacks_beside_backward(rank: int, world_size: int) -> None:
+    group = fake_device.new_group()
+    for compression in ("none", "fp16", "int8"):
+        with watched():
+            model = new_model()
+            fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+            passes = passes_of_a_step(model, grads_on(DEVICE, rank))
+            assert passes.count(PACK) == passes.count(UNPACK) == len(SHAPES)
+            assert passes.index(UNPACK) < len(passes) - 1 - passes[::-1].index(PACK), passes
+
+
+def test_a_bucket_is_unpacked_before_the_last_one_is_packed() -> None:
+    fake_device.run_ranks(_unpacks_beside_backward, 2)
+
+
+def _hooks_without_packing(rank: int, world_size: int) -> None:
+    """NCCL multiplies by 1/n as it adds, so only the statistics are left to do."""
+    group = fake_device.new_group()
+    with expected_on_stderr(NO_TIMES), watched():
+        ddp = DistributedDataParallel(new_model(), process_group=group, bucket_cap_mb=SMALL_BUCKETS)
+        hook = fastsync.register_comm_hook(ddp, process_group=group)
+        passes = passes_of_a_step(ddp, grads_on(DEVICE, rank))
+        assert PACK not in passes
+        assert UNPACK in passes
+        means = [torch.stack(grads).div(world_size).sum(0) for grads in zip(*all_grads(world_size), strict=True)]
+        for parameter, mean in zip(ddp.parameters(), means, strict=True):
+            assert parameter.grad is not None
+            assert_bitwise_equal(parameter.grad, mean)
+        hook.compression = "bf16"  # whose saturated values are counted
+        ddp([grad * 3e38 for grad in grads_on(DEVICE, rank)]).backward()
+        assert hook.grad_stats().num_saturated.item() > 0
+        hook.compression = "none"
+        ddp.zero_grad()
+        ddp(grads_on(DEVICE, rank)).backward()
+        assert hook.grad_stats().num_saturated.item() == 0
+
+
+def all_grads(world_size: int) -> list[list[Tensor]]:
+    return [grads_on("cpu", rank) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_hook_at_full_width_packs_nothing(world_size: int) -> None:
+    fake_device.run_ranks(_hooks_without_packing, world_size)
+
+
+def _takes_memory_of_the_group(rank: int, world_size: int) -> None:
+    group = fake_device.new_group()
+    for compression in ("none", "fp16", "int8"):
+        model = new_model()
+        fastsync.attach(model, compression, process_group=group)
+        before = backend_of(group).num_lent()
+        passes_of_a_step(model, grads_on(DEVICE, rank))
+        assert backend_of(group).num_lent() > before
+
+
+def test_wires_lie_in_memory_that_the_group_lends() -> None:
+    fake_device.run_ranks(_takes_memory_of_the_group, 2)
+
+
+class OnTwoDevices(nn.Module):
+    """Two branches, of which one is on a CPU. The one that is used last gets its gradients first."""
+
+    def __init__(self, is_cpu_first: bool) -> None:
+        super().__init__()
+        self.on_cpu = nn.Linear(3, 3)
+        self.on_device = nn.Linear(3, 3).to(DEVICE)
+        self._is_cpu_first = is_cpu_first
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self._is_cpu_first:
+            there = self.on_device(inputs.to(DEVICE)).cpu()
+            return self.on_cpu(there + 1)
+        here = self.on_cpu(inputs).to(DEVICE)
+        return self.on_device(here + 1).cpu()
+
+
+def _agrees_on_two_devices(rank: int, world_size: int) -> None:
+    fake_device.load()
+    group = dist.new_group(backend=f"cpu:gloo,{DEVICE}:{DEVICE}")
+    torch.manual_seed(0)
+    model = OnTwoDevices(is_cpu_first=rank == 0)
+    with watched():
+        fastsync.attach(model, process_group=group)
+        for _ in range(NUM_STEPS):
+            model.zero_grad()
+            model(torch.ones(2, 3) * rank).square().sum().backward()
+        averages = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([average.flatten() for average in averages])
+    others = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(others, flat)
+    for other in others:
+        assert_bitwise_equal(other, flat)
+
+
+def test_ranks_whose_gradients_get_ready_on_different_devices_first() -> None:
+    fake_device.run_ranks(_agrees_on_two_devices, 2)
+
+
+def _pairs_up_after_a_failure(rank: int, world_size: int) -> None:
+    """The other rank gets nan, and the flags meet each other, not a bucket."""
+    group = fake_device.new_group()
+    model = Fallible().to(DEVICE)
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+    inputs = torch.ones(16, 32, device=DEVICE)
+    for step in range(NUM_STEPS * 2):
+        model.zero_grad()
+        model.fails = rank == 0 and step % 2 == 1
+        ok = torch.ones(1, device=DEVICE)
+        try:
+            model(inputs).square().mean().backward()
+        except ArithmeticError:
+            ok.zero_()
+        sync.abandon_step()
+        dist.all_reduce(ok, op=dist.ReduceOp.MIN, group=group)
+        assert ok.item() == (0 if step % 2 else 1)
+        if rank == 1:
+            finite = [parameter.grad.isfinite().all().item() for parameter in model.parameters()]
+            assert all(finite) == (step % 2 == 0)
+    assert sync.stats().num_steps == NUM_STEPS * 2
+
+
+def test_collectives_of_ones_own_after_a_failed_backward() -> None:
+    fake_device.run_ranks(_pairs_up_after_a_failure, 2)

@@ -1,0 +1,131 @@
+"""Steps that a graph captures, on the fake device: what a replay touches is still there, whatever came in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fastsync
+from fastsync import Compression
+from tests import fake_device
+from tests.bitwise import assert_bitwise_equal
+from tests.fake_device import DEVICE, watched
+from tests.models import Given, random_grads
+
+SHAPES = [(7, 33), (300,), (513, 7)]
+SMALL_BUCKETS = 1e-3
+WIRES = [
+    Compression(),
+    Compression("fp16"),
+    Compression("fp16", reduce="fp32", algorithm="two_shot", error_feedback=True),
+    Compression("int8", algorithm="two_shot", error_feedback=True),
+]
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.Stream, "is_capturing"), reason="this torch asks no device for it")
+
+
+class Training:
+    """A model, and the gradients that each of its steps has."""
+
+    def __init__(self, rank: int, compression: Compression, group: dist.ProcessGroup) -> None:
+        self.model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
+        self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+        self._grads = [grad.to(DEVICE) for grad in random_grads(rank, 1, SHAPES, torch.float32)]
+        self._rank = rank
+
+    def step(self) -> None:
+        self.model.zero_grad(set_to_none=False)
+        self.model(self._grads).backward()
+
+    def captured(self) -> int:
+        """The number of the graph of one step."""
+        extension = fake_device.load()
+        extension.begin_capture()
+        try:
+            self.step()
+        finally:
+            graph = extension.end_capture()
+        return int(graph)
+
+
+def _load_state(training: Training) -> None:
+    training.sync.load_state_dict(training.sync.state_dict())
+
+
+def _set_compression(training: Training) -> None:
+    training.sync.compression = "bf16"
+    training.step()
+
+
+def _set_weight(training: Training) -> None:
+    training.sync.set_weight(2.0)
+    training.step()
+
+
+def _piggyback(training: Training) -> None:
+    training.sync.piggyback("loss", torch.ones(3, device=DEVICE))
+    training.step()
+
+
+def _freeze(training: Training) -> None:
+    next(training.model.parameters()).requires_grad_(False)
+    training.step()
+
+
+def _detach(training: Training) -> None:
+    training.sync.detach()
+    del training.sync
+
+
+CHANGES: list[Callable[[Training], None]] = [_load_state, _set_compression, _set_weight, _piggyback, _freeze, _detach]
+
+
+def _replays_after(rank: int, world_size: int, change: Callable[[Training], None]) -> None:
+    group = fake_device.new_group()
+    for compression in WIRES:
+        with watched():
+            training = Training(rank, compression, group)
+            for _ in range(3):
+                training.step()
+            graph = training.captured()
+            fake_device.load().replay(graph)
+            change(training)
+            fake_device.load().replay(graph)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_replay_touches_outlives_changes_of_the_engine(change: Callable[[Training], None]) -> None:
+    fake_device.run_ranks(partial(_replays_after, change=change), 2)
+
+
+def scales_and_residuals(state: dict[str, Any]) -> dict[str, Tensor | float]:
+    return {**state["scales"], **{f"residual of {name}": each for name, each in state["residuals"].items()}}
+
+
+def _takes_over_what_is_loaded(rank: int, world_size: int) -> None:
+    """The graph keeps its memory, so a state that lay anywhere else would take more."""
+    group = fake_device.new_group()
+    allocated_bytes = fake_device.load().allocated_bytes
+    for compression in WIRES[1:]:
+        training = Training(rank, compression, group)
+        for _ in range(3):
+            training.step()
+        state = training.sync.state_dict()
+        expected = {name: torch.as_tensor(each).clone() for name, each in scales_and_residuals(state).items()}
+        training.captured()
+        training.step()
+        before = allocated_bytes()
+        training.sync.load_state_dict(state)
+        assert allocated_bytes() == before
+        for name, each in scales_and_residuals(training.sync.state_dict()).items():
+            assert_bitwise_equal(torch.as_tensor(each), expected[name], f"{compression}: {name}")
+
+
+def test_a_loaded_state_is_written_in_place() -> None:
+    fake_device.run_ranks(_takes_over_what_is_loaded, 2)
