@@ -49,6 +49,7 @@ wheel: build
 
 train: $(VENV)/.train build
 	$(BIN)/fastsync train --env CartPole-v1 --nproc 2
+	@$(BIN)/fastsync plot
 
 # Each process begins with neighbours, which share what is dear to make; one that has done takes tests of another.
 test: CHOSEN := not slow and not end_to_end
@@ -164,7 +165,9 @@ $(VENV)/.built: $(CSRC) setup.py tools/compile.py $(VENV)/.torch
 	$(BIN)/python setup.py build_ext --inplace
 	touch $@
 
-# What training takes, and what development takes beyond that. pip builds the extension too, but finds its objects made.
+# What `make train` takes, and what development takes beyond that. pip builds the extension too, but finds its objects made.
+$(VENV)/.train: EXTRAS = train,plot
+$(VENV)/.dev: EXTRAS = dev
 $(VENV)/.train $(VENV)/.dev: pyproject.toml setup.py constraints.txt $(VENV)/.torch | $(VENV)/.built
-	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$(subst .,,$(@F))]'
+	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@

@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "launch", help="write the file by which Slurm, Kubernetes or SkyPilot starts ranks", add_help=False
     )
     commands.add_parser("eval", help="play episodes with a trained policy", add_help=False)
+    commands.add_parser("plot", help="draw learning curves of runs", add_help=False)
     commands.add_parser("doctor", help="tell what works on this machine, and what does not")
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Words after the subcommand belong to it, even if they look like options of this parser.
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str, arguments: Sequence[str]) -> int:
     """Runs a subcommand that reads its own options. It tells a user's mistake in one sentence."""
     try:
-        main = {"train": _train, "launch": _launch, "eval": _eval}[command]()
+        main = {"train": _train, "launch": _launch, "eval": _eval, "plot": _plot}[command]()
     except ImportError as error:  # the extension is not built
         sys.exit(f"fastsync {command}: {error}")
     try:
@@ -75,6 +76,15 @@ def _eval() -> Callable[[Sequence[str]], int]:
     from .ppo import evaluate
 
     return evaluate.main
+
+
+def _plot() -> Callable[[Sequence[str]], int]:
+    from .train import require_extra
+
+    require_extra()
+    from .ppo import plot
+
+    return plot.main
 
 
 def _launch() -> Callable[[Sequence[str]], int]:

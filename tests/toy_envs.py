@@ -61,6 +61,22 @@ class Continuous(Countdown):
     action_space = spaces.Box(np.array([-1.0, -np.inf]), np.array([np.inf, 2.0]), dtype=np.float64)
 
 
+class Wide(Countdown):
+    action_space = spaces.Box(
+        np.array([-1.0, 0.0, -np.inf, 0.0]), np.array([1.0, 1000.0, np.inf, 1e-3]), dtype=np.float64
+    )
+
+
+class Hundreds(Countdown):
+    action_space = spaces.Box(-300.0, 300.0, (2,))
+
+
+def at_level(index: int, first: int = 0) -> gymnasium.Env[Any, Any]:
+    """Observes the level, which is its number plus an argument."""
+    env = Countdown()
+    return gymnasium.wrappers.TransformObservation(env, lambda seen: seen * 0 + index + first, env.observation_space)
+
+
 class FromFive(Countdown):
     action_space = spaces.Discrete(3, start=5)
 
@@ -139,10 +155,61 @@ class Payout(gymnasium.Env[Any, Any]):
         return np.full(2, 0.5, np.float32), reward, self.row == 5, False, {}
 
 
-class NanReward(Countdown):
+class HugeReward(Countdown):
+    """Pays what float32 cannot hold."""
+
     def step(self, action: Any):
         observation, _, terminated, truncated, info = super().step(action)
-        return observation, float("nan"), terminated, truncated, info
+        return observation, 1e39, terminated, truncated, info
+
+
+class Clocked(Countdown):
+    """Observes the seconds since 1970, and what is left."""
+
+    def look(self) -> Any:
+        return np.array([1.7e9 + self.noise, self.remaining, self.length])
+
+
+class Faulty(Countdown):
+    """Is wrong in its second step as the class says."""
+
+    def step(self, action: Any):
+        observation, reward, *rest = super().step(action)
+        if self.length - self.remaining == 2:
+            observation, reward = self.spoil(observation, reward)
+        return observation, reward, *rest
+
+    def spoil(self, observation: Any, reward: Any) -> tuple[Any, Any]:
+        raise KeyError("of my own")
+
+
+class WrongShape(Faulty):
+    def spoil(self, observation: Any, reward: Any) -> tuple[Any, Any]:
+        return observation[:2], reward
+
+
+class WrongDtype(Faulty):
+    def spoil(self, observation: Any, reward: Any) -> tuple[Any, Any]:
+        return observation.astype(np.complex64), reward
+
+
+class NoReward(Faulty):
+    def spoil(self, observation: Any, reward: Any) -> tuple[Any, Any]:
+        return observation, None
+
+
+class NanRewardLater(Faulty):
+    def spoil(self, observation: Any, reward: Any) -> tuple[Any, Any]:
+        return observation, np.float32("nan")
+
+
+class FaultyReset(Countdown):
+    """Is wrong in its third episode."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.past = getattr(self, "past", 0) + 1
+        observation, info = super().reset(seed=seed, options=options)
+        return (observation if self.past < 3 else [observation, [1]]), info
 
 
 class BrokenOnRanks(Countdown):
@@ -266,3 +333,98 @@ class ForgetsItsSeed(Countdown):
 class Endless(Countdown):
     def step(self, action: Any):
         return self.look(), 1.0, False, False, {}
+
+
+class Seeing(Countdown):
+    """Two images, one of them with channels last and in a Dict in the Dict, and other kinds of numbers."""
+
+    observation_space = spaces.Dict(
+        near=spaces.Box(0, 255, (2, 36, 40), dtype=np.uint8),
+        kind=spaces.Discrete(4),
+        far=spaces.Dict(
+            camera=spaces.Box(0, 255, (40, 36, 3), dtype=np.uint8), where=spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        ),
+        small=spaces.Box(0, 255, (1, 2, 3), dtype=np.uint8),
+    )
+
+    def look(self) -> Any:
+        return {
+            "near": np.arange(2 * 36 * 40, dtype=np.uint8).reshape(2, 36, 40),
+            "kind": self.length % 4,
+            "far": {
+                "camera": np.arange(40 * 36 * 3).reshape(40, 36, 3).astype(np.uint8),
+                "where": np.array([100 + self.noise, self.remaining], np.float32),
+            },
+            "small": np.full((1, 2, 3), self.remaining, np.uint8),
+        }
+
+
+class OneForbidden(Countdown):
+    """Forbids one action in each step, and fails if it is taken. ``info`` says which."""
+
+    num_choices = 3
+
+    def reset(self, **given: Any):
+        observation, _ = super().reset(**given)
+        return observation, {"action_mask": self.mask()}
+
+    def step(self, action: Any):
+        assert self.mask()[action], f"{action} is forbidden"
+        observation, reward, *ended, _ = super().step(action)
+        return observation, reward, *ended, {"action_mask": self.mask()} if self.remaining else {}
+
+    def mask(self) -> Any:
+        mask = np.ones(self.num_choices, np.int8)
+        mask[self.remaining % self.num_choices] = 0
+        return mask
+
+
+class InDict(OneForbidden):
+    """The mask is a part of the observation, as PettingZoo has it."""
+
+    observation_space = spaces.Dict(
+        observation=Countdown.observation_space, action_mask=spaces.Box(0, 1, (3,), np.int8)
+    )
+
+    def step(self, action: Any):
+        return *super().step(action)[:4], {}
+
+    def look(self) -> Any:
+        return {"observation": super().look(), "action_mask": self.mask()}
+
+
+class SeveralForbidden(Countdown):
+    """Of two choices, each with a mask."""
+
+    action_space = spaces.MultiDiscrete([2, 3])
+
+    def reset(self, **given: Any):
+        observation, _ = super().reset(**given)
+        return observation, {"action_mask": self.mask()}
+
+    def step(self, action: Any):
+        assert all(mask[chosen] for mask, chosen in zip(self.mask(), action, strict=True))
+        observation, reward, *ended, _ = super().step(action)
+        return observation, reward, *ended, {"action_mask": self.mask()}
+
+    def mask(self) -> Any:
+        second = np.ones(3, np.int8)
+        second[self.remaining % 3] = 0
+        return np.array([1, self.remaining % 2], np.int8), second
+
+
+class SeesAndMayNot(OneForbidden):
+    """An image alone, and a mask."""
+
+    observation_space = spaces.Box(0, 255, (1, 36, 36), np.uint8)
+
+    def look(self) -> Any:
+        return np.full((1, 36, 36), self.remaining, np.uint8)
+
+
+class WrongMask(OneForbidden):
+    num_choices = 4
+
+
+class WrongDict(InDict):
+    action_space = spaces.Discrete(2)

@@ -13,6 +13,7 @@ from ..doctor import load
 
 if TYPE_CHECKING:
     from .batches import Batch
+    from .evaluate import load_policy
     from .policies import ActorCritic, Policy, hidden_layers
     from .ppo import Evaluated, Settings, estimate_advantages, ppo_loss, train
 
@@ -20,8 +21,8 @@ load("_C")
 load("_ppo")
 
 __all__ = [
-    "ActorCritic", "Batch", "Evaluated", "Policy", "Settings", "estimate_advantages", "hidden_layers", "ppo_loss",
-    "train",
+    "ActorCritic", "Batch", "Evaluated", "Policy", "Settings", "estimate_advantages", "hidden_layers", "load_policy",
+    "ppo_loss", "train",
 ]  # fmt: skip
 
 
@@ -30,4 +31,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = {"ActorCritic": "policies", "Batch": "batches", "Policy": "policies", "hidden_layers": "policies"}
+    home |= {"load_policy": "evaluate"}
     return getattr(import_module(f"{__name__}.{home.get(name, 'ppo')}"), name)

@@ -1,17 +1,14 @@
-"""The rows of a rollout: buffers for them, and minibatches of them."""
+"""The rows of a rollout: memory for them, and minibatches of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .envs.interface import Array, Environments
-from .policies import Policy
+from .envs.interface import Array
 from .random_streams import RandomStreams
 
 EXTREME = 1e4
@@ -19,91 +16,68 @@ EXTREME = 1e4
 weight of 0 must not overflow, even in 16 bits."""
 
 
-class Buffers:
-    """Memory for a rollout of T steps of N environments, allocated once."""
+class Rows:
+    """A tensor [T, ...] that is written row by row, with views of its rows made once.
 
-    def __init__(self, num_steps: int, environments: Environments, policy: Policy, device: torch.device) -> None:
-        distribution, num_envs = policy.distribution, environments.num_envs
-        self._first_index = environments.first_index
-        shape = environments.single_observation_space.shape
-        assert shape is not None
+    Attributes:
+        tensor: the tensor.
+    """
 
-        def rows(number: int, *shape: int, dtype: torch.dtype = policy.dtype) -> Tensor:
-            return torch.empty(number, num_envs, *shape, dtype=dtype, device=device)
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._rows = tensor.unbind()
+        self._array = tensor.numpy() if tensor.device.type == "cpu" else None  # in the same memory
 
-        action_dtype = policy.dtype if distribution.dtype.is_floating_point else distribution.dtype
-        # The last row of observations and of values is the first of the next rollout.
-        self.observations = rows(num_steps + 1, *shape, dtype=policy.observation_dtype)
-        self.actions = rows(num_steps, *distribution.shape, dtype=action_dtype)
-        self.outputs = rows(num_steps, distribution.num_outputs)
-        self.values = rows(num_steps + 1)
-        self.rewards = np.empty((num_steps, num_envs))
-        self._flags = np.empty((3, num_steps, num_envs), dtype=np.bool_)
-        self.terminated, self.done, self.valid = self._flags
-        # Views of each row, made once.
-        self.rows = list(zip(self.outputs.unbind(), self.values[:-1].unbind(), strict=True))
-        self._observations, self._actions = self.observations.unbind(), self.actions.unbind()
-        # Arrays in the same memory, on CPUs.
-        self._arrays = (self.observations.numpy(), self.actions.numpy()) if device.type == "cpu" else None
+    def __getitem__(self, row: int) -> Tensor:
+        return self._rows[row]
 
-    def observe(self, row: int, observations: Array) -> Tensor:
-        """Keeps the observations [N, *observation_shape] before a step, and returns them on the device."""
-        if self._arrays is None:
-            self._observations[row].copy_(torch.from_numpy(observations))
+    def write(self, row: int, array: Array) -> Tensor:
+        """Writes an array into a row, and returns the row."""
+        if self._array is None:
+            self._rows[row].copy_(torch.from_numpy(array))
         else:  # numpy is three times as fast
-            self._arrays[0][row] = observations
-        return self._observations[row]
+            self._array[row] = array
+        return self._rows[row]
 
-    def act(self, row: int, actions: Tensor) -> Array:
-        """Keeps the actions [N, *action_shape] of a step, and returns them as an array."""
-        kept = self._actions[row].copy_(actions)
-        array: Array = kept.cpu().numpy() if self._arrays is None else self._arrays[1][row]
+    def array(self, row: int) -> Array:
+        """Returns a row as an array."""
+        array: Array = self._rows[row].cpu().numpy() if self._array is None else self._array[row]
         return array
 
-    def blank_unused(self) -> None:
-        """Writes zeros into rows that do not count if they hold nan, inf or extreme values.
 
-        The value of a terminated episode's last observation is not needed. If a simulation has failed, the observation
-        may have any values. But nan times a weight of 0 is nan, and the square of a large number overflows.
+def blank_unused(
+    observations: Tensor, values: Tensor, outputs: Tensor, actions: Tensor, *, terminated: Tensor, done: Tensor,
+    valid: Tensor, first_index: int,
+) -> None:  # fmt: skip
+    """Writes zeros into rows of a rollout that do not count if they hold nan, inf or extreme values.
 
-        Raises:
-            RuntimeError: a truncated episode ends with such an observation, whose value is needed.
-        """
-        columns = [each for each in (self.observations, self.outputs, self.values) if each.is_floating_point()]
-        extremes = torch.stack([extreme for column in columns for extreme in torch.aminmax(column)])
-        if (extremes.abs() <= EXTREME).all():  # the usual case, in one pass; not with nan
-            return
-        terminated, done, valid = torch.from_numpy(self._flags).to(self.values.device).unbind()
-        is_finite = self.observations[1:].isfinite().flatten(2).all(-1)  # [T, N]
-        for index in (done & ~terminated & ~is_finite).any(0).nonzero()[:, 0].tolist():
-            raise RuntimeError(
-                f"environment {self._first_index + index} has truncated an episode whose last observation is not "
-                "finite, and PPO needs its value, because such an episode would have gone on: return terminated=True "
-                "where a simulation has failed, or a finite observation"
-            )
-        is_usual = (self.observations.abs() <= EXTREME).flatten(2).all(-1) & (self.values.abs() <= EXTREME)
-        is_usual[:-1] &= (self.outputs.abs() <= EXTREME).all(-1)
-        is_blank = ~is_usual & torch.cat([~valid[:1], terminated])  # [T + 1, N]
-        self.observations[is_blank], self.values[is_blank] = 0, 0
-        self.outputs[is_blank[:-1]], self.actions[is_blank[:-1]] = 0, 0
+    The value of a terminated episode's last observation is not needed. If a simulation has failed, the observation
+    may have any values. But nan times a weight of 0 is nan, and the square of a large number overflows.
 
-    def columns(self) -> dict[str, Any]:
-        """Returns columns of ``ppo.Rollout`` [T, N, ...] by name, on the device."""
-        rewards = torch.from_numpy(self.rewards).to(self.values.device, self.values.dtype)
-        flags = torch.from_numpy(self._flags).to(self.values.device).unbind()
-        return {
-            "observations": self.observations[:-1], "actions": self.actions, "values": self.values[:-1],
-            "rewards": rewards, **dict(zip(("terminated", "done", "valid"), flags, strict=True)),
-        }  # fmt: skip
+    Args:
+        observations, values: [T + 1, N, ...]; the last row follows the rollout.
+        outputs, actions, terminated, done, valid: [T, N, ...].
+        first_index: number of the first environment.
 
-
-def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_minibatches: int) -> Tensor:
-    """Returns the weight of each row in its minibatch's loss, which is a sum of weighted rows.
-
-    Weights are those of a mean over the average number of valid rows in a minibatch. So each valid row of each rank
-    counts the same, even if a minibatch or a rank has more restarts than others. Without valid rows all are 0.
+    Raises:
+        RuntimeError: a truncated episode ends with such an observation, whose value is needed.
     """
-    return valid * (world_size * num_minibatches / num_valid.clamp(min=1))
+    columns = [each for each in (observations, outputs, values) if each.is_floating_point()]
+    extremes = torch.stack([extreme for column in columns for extreme in torch.aminmax(column)])
+    if (extremes.abs() <= EXTREME).all():  # the usual case, in one pass; not with nan
+        return
+    is_finite = observations[1:].isfinite().flatten(2).all(-1)  # [T, N]
+    for index in (done & ~terminated & ~is_finite).any(0).nonzero()[:, 0].tolist():
+        raise RuntimeError(
+            f"environment {first_index + index} has truncated an episode whose last observation is not "
+            "finite, and PPO needs its value, because such an episode would have gone on: return terminated=True "
+            "where a simulation has failed, or a finite observation"
+        )
+    is_usual = (observations.abs() <= EXTREME).flatten(2).all(-1) & (values.abs() <= EXTREME)
+    is_usual[:-1] &= (outputs.abs() <= EXTREME).all(-1)
+    is_blank = ~is_usual & torch.cat([~valid[:1], terminated])  # [T + 1, N]
+    observations[is_blank], values[is_blank] = 0, 0
+    outputs[is_blank[:-1]], actions[is_blank[:-1]] = 0, 0
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed
 import tyro
@@ -30,8 +30,8 @@ from ..doctor import install_command
 from ..integrations.ray import launch_on_ray
 from ..launch.torchrun import launch_ranks
 from .envs.make import make_one
-from .envs.spaces import random_actions
-from .policies import in_eval_mode, make_policy
+from .evaluation import Evaluator
+from .policies import try_policy
 from .ppo import Settings, train
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
@@ -40,6 +40,32 @@ from .whole_numbers import WHOLE_NUMBERS
 
 STOPPED = 128 + 15
 """Exit status of a training that saved and ended because of a signal. Shells give this status for SIGTERM."""
+
+SYNONYMS = {
+    "--lr": "--learning-rate",
+    "--env-id": "--env",
+    "--total-timesteps": "--total-steps",
+    "--n-envs": "--num-envs",
+    "--n-steps": "--num-steps",
+    "--n-epochs": "--num-epochs",
+    "--update-epochs": "--num-epochs",
+    "--nproc-per-node": "--nproc",
+}
+"""Options of CleanRL, Stable-Baselines3 and torchrun, and ours that mean the same."""
+_AFTERWARDS = "a training shows nothing but figures; afterwards `fastsync eval RUN {}` {}"
+ELSEWHERE = {
+    "--render": _AFTERWARDS.format("--render", "plays the policy in a window"),
+    **dict.fromkeys(
+        ("--capture-video", "--video"), _AFTERWARDS.format("--video FOLDER", "writes videos of the policy")
+    ),
+    "--track": "name a project of Weights & Biases, by --wandb-project",
+}
+"""What to use in place of options that a training does not have."""
+ONE_RANK = (
+    "this command is one rank; `fastsync train --nproc N` starts N, and so does "
+    "`torchrun --nproc-per-node N -m fastsync.train`"
+)
+"""What to use in place of --nproc where it starts nothing."""
 
 Command = TypeVar("Command")
 
@@ -52,7 +78,9 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         prog: the name of the command, for messages.
         arguments: the words after it; by default those of this process.
     """
-    words = sys.argv[1:] if arguments is None else arguments
+    starts_ranks = "nproc" in {option.name for option in fields(command)}  # type: ignore[arg-type]
+    elsewhere = ELSEWHERE if starts_ranks else ELSEWHERE | {"--nproc": ONE_RANK}
+    words = understood(prog, sys.argv[1:] if arguments is None else arguments, elsewhere)
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     config = finder.parse_known_args(words)[0].config
@@ -62,8 +90,25 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)
     # The last value of an option wins.
-    words = [*file_options, *words]
+    words = [*understood(prog, file_options, elsewhere), *words]
     return tyro.cli(command, prog=prog, args=words, config=(tyro.conf.OmitArgPrefixes,), registry=WHOLE_NUMBERS)
+
+
+def understood(prog: str, words: Sequence[str], elsewhere: Mapping[str, str]) -> list[str]:
+    """Puts our names of options in place of those that other trainers have.
+
+    An option of ``elsewhere`` belongs to another command. It ends the process with its message.
+    """
+    known = []
+    for word in words:
+        option, equals, value = word.partition("=")
+        name = option.replace("_", "-")
+        name = SYNONYMS.get(name, name)
+        if name in elsewhere:
+            print(f"{prog}: {option}: {elsewhere[name]}", file=sys.stderr)
+            sys.exit(2)
+        known.append(f"{name}{equals}{value}" if name in SYNONYMS.values() else word)
+    return known
 
 
 @dataclass(frozen=True)
@@ -129,32 +174,29 @@ def check_environment(settings: Settings) -> None:
         ValueError: the environment, the policy or an extra is missing or does not suit.
     """
     check_wandb(settings.wandb_project)
+    rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
     with make_one(settings) as environments:
+        if settings.eval_env is not None:
+            Evaluator(settings, 0, 1, environments).check()
         spaces = environments.single_observation_space, environments.single_action_space
-        try:
+        with _playing(settings):
             observations = torch.from_numpy(environments.reset())
-            environments.step(random_actions(spaces[1], 1, np.random.default_rng(0)))
-        except Exception as error:  # any error of the user's environment
-            raise ValueError(
-                f"env={settings.env!r} cannot be played: {type(error).__name__}: {error}; reset(seed=...) must return "
-                "(observation, info), step(action) must return (observation, reward, terminated, truncated, info), and "
-                "observations must belong to observation_space"
-            ) from error
+        actions = try_policy(settings, *spaces, observations, rows_per_pass)
+        with _playing(settings):
+            environments.step(actions.numpy())
+
+
+@contextmanager
+def _playing(settings: Settings) -> Iterator[None]:
+    """Names the environment in errors that it raises inside a ``with`` block."""
     try:
-        policy = make_policy(settings, *spaces)
-        with in_eval_mode(policy):
-            outputs, values = policy(observations.to(policy.observation_dtype))
-    except ValueError:
-        raise
-    except Exception as error:  # any error of the user's class
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"policy={settings.policy!r} cannot be used: {reason}") from error
-    expected = (1, policy.distribution.num_outputs)
-    if (outputs.shape, values.shape) != (expected, (1,)):
+        yield
+    except Exception as error:  # any error of the user's environment
         raise ValueError(
-            f"policy={settings.policy!r} computes outputs {tuple(outputs.shape)} and values {tuple(values.shape)} of "
-            f"one observation; they must be {expected} and (1,): check the last layers of actor and critic"
-        )
+            f"env={settings.env!r} cannot be played: {type(error).__name__}: {error}; reset(seed=...) must return "
+            "(observation, info), step(action) must return (observation, reward, terminated, truncated, info), and "
+            "observations must belong to observation_space"
+        ) from error
 
 
 def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank) -> int:
@@ -182,6 +224,8 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
     check_run(settings, options.nproc)
     if options.max_restarts and settings.resume is None:
         settings = replace(settings, resume="auto")  # for restarted ranks
+    if sys.stderr.isatty() and not settings.quiet:  # for they take seconds before they show anything
+        print(f"fastsync train: starting {options.nproc} {'rank' if options.nproc == 1 else 'ranks'}", file=sys.stderr)
     if options.launcher == "ray":
         return _launch_on_ray(options, settings, work)
     # torchrun's messages about signals and failed ranks would repeat what is printed below.

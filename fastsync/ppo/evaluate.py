@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import gymnasium
 import numpy as np
-import torch
 import tyro
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import RecordVideo
 
 from .._checks import check_at_least
-from .envs.interface import Environments, Episode, seed_globals
-from .envs.lookup import find_env, notes_on
-from .envs.vector import EpisodeRecorder, RecordedEnvironments
-from .policies import Policy, in_eval_mode, make_policy
+from ..doctor import install_command
+from .envs.interface import Environments
+from .envs.lookup import Env
+from .evaluation import MAX_STEPS, make_players, play
+from .policies import Policy, make_policy
 from .ppo import Settings
-from .runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
+from .runs.checkpoints import BEST, Checkpoint, CheckpointFolder, is_checkpoint_file, load_checkpoint
 from .runs.folder import CHECKPOINTS
 from .runs.metrics import returns_of
 from .whole_numbers import WHOLE_NUMBERS
-
-UNSEEN = 2**31
-"""Number of the evaluation's environment. No training environment has it, so the episodes are new."""
-
-PROGRESS_SECONDS = 10.0
-"""The seconds between messages about the progress."""
 
 LISTED = 5
 """The most runs that a message names."""
@@ -40,14 +36,19 @@ LISTED = 5
 class Evaluate:
     """Play episodes with a trained policy, by its likeliest actions, and print their mean return."""
 
-    checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")] = None
-    """A checkpoint, or the folder of a run, which stands for its newest checkpoint. Without it the runs are listed."""
+    checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
+    """The folder of a run, which stands for its best checkpoint, or a checkpoint. Without it the runs are listed."""
+    newest: bool = False  # Play the newest checkpoint of the run, and not the best.
     episodes: int = 10  # Number of episodes.
     seed: int = 0  # Seeds episodes.
-    max_steps: int = 100_000  # Steps after which a running episode is cut. It counts with its return so far.
+    max_steps: int = MAX_STEPS  # Steps after which a running episode is cut. It counts with its return so far.
+    render: bool = False  # Show the episodes in a window.
+    video: str | None = None  # Folder to write a video of each episode to, as mp4.
 
     def __post_init__(self) -> None:
         check_at_least(self, episodes=1, seed=0, max_steps=1)
+        if self.render and self.video is not None:
+            raise ValueError("render and video exclude each other: an environment draws in a window, or into a file")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,27 +58,34 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0, or 1 if the checkpoint is damaged.
 
     Raises:
-        ValueError: no checkpoint is named or found, or its environment cannot be made.
+        ValueError: no checkpoint is named or found, its environment or policy cannot be made, or a package is missing.
     """
     options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments, registry=WHOLE_NUMBERS)
     if options.checkpoint is None:
-        raise ValueError(f"say which run to play; {_runs_here()}")
+        raise ValueError(f"say which run to play; {runs_here('eval')}")
+    path = Path(options.checkpoint)
     try:
-        checkpoint = find_checkpoint(Path(options.checkpoint))
+        file, checkpoint = find_checkpoint(path, newest=options.newest)
     except RuntimeError as error:
         _say(str(error))
         return 1
-    with make_environment(checkpoint, seed=options.seed) as environment:
+    mode = "rgb_array" if options.video else "human" if options.render else None
+    with make_environment(
+        checkpoint, path, seed=options.seed, render_mode=mode, video=options.video
+    ) as environment:  # fmt: skip
         for sentence in environment.notes:
             _say(sentence)
-        policy = load_policy(checkpoint, environment)
+        policy = restore_policy(checkpoint, path, environment)
         episodes = play(policy, environment, options.episodes, max_steps=options.max_steps, say=_say)
     returns, name = np.array(returns_of(episodes)), "episode" if len(episodes) == 1 else "episodes"
     length = np.mean([episode.length for episode in episodes])
+    which = f"after {checkpoint.step:,} steps{', the best checkpoint' if file.name == BEST else ''}"
     print(
-        f"{checkpoint.settings['env']} after {checkpoint.step:,} steps, likeliest actions: return {returns.mean():.2f} "
+        f"{checkpoint.settings['env']} {which}, likeliest actions: return {returns.mean():.2f} "
         f"± {returns.std():.2f} over {len(episodes)} {name} of {length:.1f} steps"
     )
+    if options.video:
+        print(f"videos: {options.video}")
     return 0
 
 
@@ -85,57 +93,115 @@ def _say(sentence: str) -> None:
     print(f"fastsync eval: {sentence}", file=sys.stderr)
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint file, or the newest good one in the folder of a run.
+def load_policy(run_or_checkpoint: str | Path, *, newest: bool = False) -> Policy:
+    """Loads a trained policy onto the CPU, in eval mode. Its method ``act`` chooses actions.
+
+    Args:
+        run_or_checkpoint: the folder of a run, such as ``runs/NAME``, or a checkpoint in it.
+        newest: take the newest checkpoint of the run, and not the best.
+
+    Raises:
+        ValueError: there is no checkpoint, or its environment or policy cannot be made here.
+        RuntimeError: the checkpoint is damaged.
+    """
+    path = Path(run_or_checkpoint)
+    _, checkpoint = find_checkpoint(path, newest=newest)
+    with make_environment(checkpoint, path, seed=0) as environment:
+        return restore_policy(checkpoint, path, environment).eval()
+
+
+def find_checkpoint(path: Path, *, newest: bool = False) -> tuple[Path, Checkpoint]:
+    """Reads a checkpoint file, or the best good one in the folder of a run, or the newest. Returns it with its file.
 
     Raises:
         ValueError: there is no checkpoint.
         RuntimeError: the file is damaged, or all files of the run are.
     """
     if path.is_file():
-        return load_checkpoint(path)
-    newest = CheckpointFolder(path / CHECKPOINTS).newest(lambda warning: print(warning, file=sys.stderr))
-    if newest is not None:
-        return newest[1]
-    raise ValueError(
-        f"checkpoint={str(path)!r} is neither a checkpoint nor the folder of a run that has one; {_runs_here()}"
-    )
+        if not is_checkpoint_file(path):
+            raise ValueError(
+                f"checkpoint={str(path)!r} is a file, but no checkpoint of fastsync; they are in the folder of a run, "
+                f"such as runs/NAME/{CHECKPOINTS}/best.pt; {runs_here('eval')}"
+            )
+        return path, load_checkpoint(path)
+    folder = CheckpointFolder(path if path.name == CHECKPOINTS else path / CHECKPOINTS)
+
+    def warn(warning: str) -> None:
+        print(warning, file=sys.stderr)
+
+    found = (None if newest else folder.best(warn)) or folder.newest(warn)
+    if found is None:
+        raise ValueError(
+            f"checkpoint={str(path)!r} is neither a checkpoint nor the folder of a run that has one; "
+            f"{runs_here('eval')}"
+        )
+    return found
 
 
-def _runs_here() -> str:
-    """Returns the end of a message: commands that play the newest runs in this folder."""
-    home = Settings.runs_dir
-    found = sorted(Path(home).glob(f"**/{CHECKPOINTS}"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+def runs_here(verb: str) -> str:
+    """Returns the end of a message: commands with this verb for the newest runs in this folder."""
+    found = newest_runs()
     if not found:
-        return f"the folder {home!r} has none here: `fastsync train` makes one"
-    return "\n  ".join(
-        ["the newest here:", *(shlex.join(["fastsync", "eval", str(each.parent)]) for each in found[:LISTED])]
-    )
+        return f"the folder {Settings.runs_dir!r} has none here: `fastsync train` makes one"
+    return "\n  ".join(["the newest here:", *(shlex.join(["fastsync", verb, str(each)]) for each in found[:LISTED])])
 
 
-def make_environment(checkpoint: Checkpoint, *, seed: int) -> Environments:
+def newest_runs() -> list[Path]:
+    """Returns the folders of the runs in this folder that have checkpoints, newest first."""
+    found = Path(Settings.runs_dir).glob(f"**/{CHECKPOINTS}")
+    return [each.parent for each in sorted(found, key=lambda folder: folder.stat().st_mtime, reverse=True)]
+
+
+def make_environment(
+    checkpoint: Checkpoint, path: Path, *, seed: int, render_mode: str | None = None, video: str | None = None
+) -> Environments:  # fmt: skip
     """Makes one environment like those of the training.
+
+    Args:
+        checkpoint: the checkpoint.
+        path: where it is, for messages.
+        seed: seeds the episodes.
+        render_mode: gymnasium's.
+        video: the folder for videos, if any.
 
     Raises:
         ValueError: it cannot be made here.
     """
-    seed_globals(seed, UNSEEN)
-    source = find_env(checkpoint.settings_as(Settings).env)
-    made = source.make()
-    notes = notes_on(source.name, made)
-    makers = [lambda: EpisodeRecorder(made, seed=seed, index=UNSEEN)]
-    vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
-    return RecordedEnvironments(vector, first_index=0, counts_games=source.is_atari, notes=notes)
+    settings = checkpoint.settings_as(Settings)
+    env = settings.env
+
+    def wrap(made: Env) -> Env:
+        if render_mode is not None and made.render_mode != render_mode:
+            raise ValueError(
+                f"env={env!r} cannot be drawn: its render_mode is {made.render_mode!r}, not {render_mode!r}"
+            )
+        return made if video is None else _recorded(made, video, re.sub("[/: ]", "-", env))
+
+    try:
+        return make_players(env, settings.env_kwargs, seed=seed, wrap=wrap, render_mode=render_mode)
+    except ValueError as error:
+        raise ValueError(f"{error}{_where_it_was(checkpoint, path, env)}") from error
 
 
-def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
-    """Loads the policy of a checkpoint, on the CPU.
+def _recorded(env: Env, folder: str, name: str) -> Env:
+    try:
+        return RecordVideo(env, folder, episode_trigger=lambda number: True, name_prefix=name)
+    except gymnasium.error.DependencyNotInstalled:
+        raise ValueError(f"video={folder!r} needs MoviePy: {install_command('video')}") from None
+
+
+def restore_policy(checkpoint: Checkpoint, path: Path, environment: Environments) -> Policy:
+    """Makes the policy of a checkpoint, on the CPU.
 
     Raises:
-        ValueError: the weights do not fit the policy in the checkpoint's settings.
+        ValueError: the class of the policy cannot be imported, or the weights do not fit it.
     """
+    settings = checkpoint.settings_as(Settings)
     spaces = environment.single_observation_space, environment.single_action_space
-    policy = make_policy(checkpoint.settings_as(Settings), *spaces)
+    try:
+        policy = make_policy(settings, *spaces)
+    except ValueError as error:
+        raise ValueError(f"{error}{_where_it_was(checkpoint, path, settings.policy)}") from error
     try:
         policy.load_state_dict(checkpoint.learner["model"])
     except RuntimeError as error:
@@ -146,39 +212,20 @@ def load_policy(checkpoint: Checkpoint, environment: Environments) -> Policy:
     return policy
 
 
-@torch.no_grad()
-def play(
-    policy: Policy, environment: Environments, num_episodes: int, *, max_steps: int = Evaluate.max_steps,
-    say: Callable[[str], None] = lambda sentence: None,
-) -> list[Episode]:  # fmt: skip
-    """Plays episodes in a single environment, one after the other, with the likeliest actions, in eval mode.
-
-    An episode that has not ended after ``max_steps`` steps is cut. ``say`` is called with messages: about the first cut
-    episode, about the number of cut episodes at the end, and now and then about the progress.
-    """
-    observations, episodes = environment.reset(), list[Episode]()
-    length, total, num_cut, told = 0, 0.0, 0, time.monotonic()
-    with in_eval_mode(policy):
-        while len(episodes) < num_episodes:
-            outputs = policy.outputs(policy.features(torch.from_numpy(observations).to(policy.observation_dtype)))
-            step = environment.step(policy.distribution.mode(outputs).numpy())
-            observations, length, total = step.observations, length + int(step.valid[0]), total + float(step.rewards[0])
-            if step.episodes:
-                episodes += step.episodes
-                length, total = 0, 0.0
-            elif length >= max_steps:
-                num_cut += 1
-                if num_cut == 1:
-                    say(
-                        f"episode {len(episodes) + 1} has not ended after {length:,} steps, and counts as it is.\n"
-                        "  --max-steps cuts episodes elsewhere. If they never end, they do not in training either:\n"
-                        "  gymnasium.wrappers.TimeLimit ends them"
-                    )
-                episodes.append(Episode(environment.first_index, total, length))
-                observations, length, total = environment.reset(), 0, 0.0
-            if time.monotonic() - told >= PROGRESS_SECONDS:
-                told = time.monotonic()
-                say(f"{len(episodes)} of {num_episodes} episodes have ended, and {length:,} steps of the next are done")
-    if num_cut > 1:
-        say(f"{num_cut} of {num_episodes} episodes were cut after {max_steps:,} steps")
-    return episodes
+def _where_it_was(checkpoint: Checkpoint, path: Path, name: str | None) -> str:
+    """Returns the end of a message about "module:name": the folder that the training ran in, if the module is there."""
+    module = (name or "").rpartition(":")[0]
+    runs_dir = Path(str(checkpoint.settings.get("runs_dir", Settings.runs_dir)))
+    run = path.absolute() if path.is_dir() else path.absolute().parent.parent
+    if not module or runs_dir.is_absolute():
+        return ""
+    for folder in run.parents:
+        if folder.samefile(os.getcwd()) or not run.is_relative_to(folder / runs_dir):
+            continue
+        file = folder.joinpath(*module.split("."))
+        if file.with_suffix(".py").exists() or file.is_dir():
+            return (
+                f". It was trained in {folder}, which has the module {module}: run this command there, or set "
+                f"PYTHONPATH={shlex.quote(str(folder))}"
+            )
+    return ""

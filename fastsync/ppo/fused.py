@@ -109,8 +109,8 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...]]] = {
 """Maps the name of a plain function to three things: a fingerprint, the operator that was proven equal, and the names
 of more functions that the fingerprint includes."""
 
-_METHODS = ("forward", "features", "outputs", "value", "_in_full_precision")
-_PROVEN = "5e02c0429322d665"
+_METHODS = ("forward", "features", "outputs", "allowed", "value", "_in_full_precision")
+_PROVEN = "8d16615f31dca407"
 """The fingerprint of a policy's methods, and of its distribution's, that ``minibatch_loss`` was proven equal for."""
 
 
@@ -172,7 +172,7 @@ def _suits(rows: Tensor) -> bool:
 def _perceptrons(policy: Any) -> list[list[Tensor]] | None:
     """Returns weights and biases of actor and critic; None if the policy is more than two perceptrons and a choice."""
     kind, distribution, networks = type(policy), policy.distribution, (policy.actor, policy.critic)
-    if policy.trunk is not None or policy.normalizer is not None or distribution.shape:
+    if policy.trunk is not None or policy.normalizer is not None or policy.parts is not None or distribution.shape:
         return None
     if any(type(network) is not Perceptron for network in networks) or any(map(_is_changed, (policy, *networks))):
         return None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 Sums = Callable[[Tensor, Tensor], Tensor]
+Moments = Callable[[Tensor, Tensor], Tensor]
 
 LIMIT = 10.0
 """Normalised observations and rewards are clipped to [-10, 10], as usual (Andrychowicz et al., ICLR 2021, B.6)."""
@@ -46,11 +47,11 @@ class RunningMoments(nn.Module):
         self.register_buffer("variance", torch.ones(size, dtype=torch.float64, device="cpu"))
 
     @torch.no_grad()
-    def update(self, added: Tensor) -> None:
-        """Adds rows by their ``moments`` (Chan et al., 1979, equation 2.1)."""
+    def update(self, added: Tensor, origin: Tensor | float = 0.0) -> None:
+        """Adds rows by the ``moments`` of their distances from an origin (Chan et al., 1979, equation 2.1)."""
         count, mean, variance = mean_and_variance(added)
         everything = (self.count + count).clamp(min=1)
-        shift = mean - self.mean
+        shift = mean + (origin - self.mean)
         # The initial variance of 1 has no weight here, because its count is 0.
         self.variance.copy_(
             (self.variance * self.count + variance * count + shift.square() * self.count * count / everything)
@@ -61,12 +62,37 @@ class RunningMoments(nn.Module):
 
 
 class ObservationNormalizer(RunningMoments):
-    """Normalises observations [..., D] to mean 0 and variance 1, clipped to [-10, 10]."""
+    """Normalises the first ``size`` numbers of observations [..., D] to mean 0 and variance 1, clipped to [-10, 10].
+
+    The others are pixels. It computes in the observations' dtype. In float32, times such as 1.7e9 seconds would be
+    equal before the mean is subtracted.
+    """
 
     def forward(self, observations: Tensor) -> Tensor:
-        dtype = observations.dtype
+        dtype, size = observations.dtype, len(self.mean)
         deviation = (self.variance + 1e-8).sqrt().to(dtype)
-        return ((observations - self.mean.to(dtype)) / deviation).clamp(-LIMIT, LIMIT)
+        normalized = ((observations[..., :size] - self.mean.to(dtype)) / deviation).clamp(-LIMIT, LIMIT)
+        others = observations[..., size:]
+        return torch.cat([normalized, others], dim=-1) if others.shape[-1] else normalized
+
+    @torch.no_grad()
+    def learn(self, observations: Tensor, valid: Tensor, moments_over_ranks: Moments) -> None:
+        """Adds the valid rows of all ranks. Every rank must call it.
+
+        Args:
+            observations: [T, N, D].
+            valid: [T, N] bool.
+            moments_over_ranks: returns the sum of ``moments`` over all ranks.
+        """
+        observations = observations[..., : len(self.mean)]
+        if observations.dtype != torch.float64:
+            self.update(moments_over_ranks(observations, valid))
+            return
+        # Squares of numbers far from zero lose their differences even in fp64. So the mean is subtracted first.
+        origin = self.mean.clone()
+        if self.count == 0:
+            _, origin, _ = mean_and_variance(moments_over_ranks(observations, valid))
+        self.update(moments_over_ranks(observations - origin, valid), origin)
 
 
 class RewardNormalizer(RunningMoments):

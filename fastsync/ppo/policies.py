@@ -12,17 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from gymnasium import Space, spaces
 from torch import Tensor, nn
 
 from . import fused
 from .envs.lookup import import_from
+from .envs.parts import Parts, PartsSpace
+from .envs.spaces import Array, action_translator
 from .normalize import ObservationNormalizer
 from .settings import Precision, RunSettings
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 IMAGE_FEATURES = 512
+FORBIDDEN = -1e4
+"""The logit of a forbidden action. Its probability is exactly 0, and its entropy is not nan."""
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
@@ -165,6 +170,7 @@ class Policy(nn.Module):
         distribution: the distribution of actions, chosen by the action space.
         normalizer: normalises observations; None without norm_observations.
         trunk: layers that actor and critic share; their input is its output. None by default.
+        parts: what a row of observations consists of, if that is more than one vector or image. Else None.
     """
 
     actor: nn.Module
@@ -173,31 +179,100 @@ class Policy(nn.Module):
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
         super().__init__()
         assert isinstance(observation_space, spaces.Box)
+        self.parts: Parts | None = getattr(observation_space, "parts", None)
+        self._action_space = action_space
+        self._observation_shape = observation_space.shape
+        if self.parts is not None:  # the network's rows have no mask, and those of the environment do
+            self._observation_shape = (observation_space.shape[0] + self.parts.mask_size,)
         self._sees_images = len(observation_space.shape) == 3
+        self._needs_float64 = not np.can_cast(observation_space.dtype, np.float32)
         self.normalizer: ObservationNormalizer | None = None
         if settings.norm_observations:
-            self.normalizer = ObservationNormalizer(observation_space.shape[0])
+            size = observation_space.shape[0] if self.parts is None else self.parts.num_numbers
+            self.normalizer = ObservationNormalizer(size)
         self.distribution = make_distribution(action_space, log_std_init=settings.log_std_init)
         self.trunk: nn.Module | None = None
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the outputs [..., num_outputs] and the values [...] of observations ``[..., *shape]``."""
         features = self.features(observations)
-        return self.outputs(features), self.value(features)
+        return self.allowed(self.outputs(features), observations), self.value(features)
 
     def features(self, observations: Tensor) -> Tensor:
         """Computes the input of actor and critic."""
+        if self.parts is not None:
+            observations = observations[..., : observations.shape[-1] - self.parts.mask_size]
         if self.normalizer is not None:
-            observations = self.normalizer(observations)
+            observations = self.normalizer(observations).to(self.dtype)
         return observations if self.trunk is None else self.trunk(observations)
 
     def outputs(self, features: Tensor) -> Tensor:
         """Computes the distribution's outputs [..., num_outputs], in full precision even under autocast."""
         return self._in_full_precision(self.actor(features))
 
+    def allowed(self, outputs: Tensor, observations: Tensor) -> Tensor:
+        """Makes the actions impossible that the mask in the observations forbids, if there is one."""
+        if self.parts is None or not self.parts.mask_size:
+            return outputs
+        return outputs.where(observations[..., -self.parts.mask_size :] > 0, FORBIDDEN)
+
     def value(self, features: Tensor) -> Tensor:
         """Computes values, the expected discounted returns [...], in full precision even under autocast."""
         return self._in_full_precision(self.critic(features)).squeeze(-1)
+
+    def likeliest(self, observations: Tensor) -> Tensor:
+        """Returns the likeliest of the allowed actions ``[..., *action_shape]``, counted from 0 or without bounds."""
+        outputs = self.allowed(self.outputs(self.features(observations)), observations)
+        return self.distribution.mode(outputs)
+
+    @torch.no_grad()
+    def act(self, observations: Array, action_mask: Array | tuple[Array, ...] | None = None) -> Array:
+        """Chooses the likeliest actions, in eval mode.
+
+        Args:
+            observations: one observation of the environment, ``[*shape]``, or N of them, ``[N, *shape]``.
+            action_mask: the mask that came with them, as in ``info["action_mask"]``, ``[num_choices]`` or
+                ``[N, num_choices]``. Rows of ``fastsync.ppo.envs.parts.PartsInARow`` hold it already.
+
+        Returns:
+            The action for ``env.step``, ``[*action_shape]``, or N actions, ``[N, *action_shape]``.
+
+        Raises:
+            ValueError: the observations have another shape, or a mask is missing or not expected.
+        """
+        seen = np.asarray(observations)
+        if action_mask is not None:
+            seen = self._with_mask(seen, action_mask)
+        is_one = seen.shape == self._observation_shape
+        if not is_one and seen.shape[1:] != self._observation_shape:
+            raise ValueError(self._why_not_seen(seen.shape))
+        rows = torch.from_numpy(seen[None] if is_one else seen).to(next(self.parameters()).device)
+        with in_eval_mode(self):
+            chosen = self.likeliest(rows.to(self.observation_dtype))
+        actions = action_translator(self._action_space)(chosen.cpu().numpy())
+        return actions[0] if is_one else actions
+
+    def _with_mask(self, seen: Array, action_mask: Array | tuple[Array, ...]) -> Array:
+        """Returns the rows that the environments of a training have: observations, and then the mask."""
+        mask = np.concatenate(action_mask, axis=-1) if isinstance(action_mask, tuple) else np.asarray(action_mask)
+        size = 0 if self.parts is None else self.parts.mask_size
+        if mask.shape != (*seen.shape[:-1], size):
+            needs = f"expected shape {(*seen.shape[:-1], size)}" if size else "the training had none"
+            raise ValueError(f"action_mask: {needs}, got shape {mask.shape}")
+        return np.concatenate([seen, mask], axis=-1)
+
+    def _why_not_seen(self, shape: tuple[int, ...]) -> str:
+        """Returns the message about observations of a wrong shape."""
+        if self.parts is not None and shape[-1:] == (self._observation_shape[0] - self.parts.mask_size,):
+            return (
+                f"action_mask: expected that of the observations, of {self.parts.mask_size} choices, got none; give "
+                "info['action_mask']"
+            )
+        wrapper = ", in fastsync.ppo.envs.parts.PartsInARow" if self.parts is not None else ""
+        return (
+            f"observations: expected one of shape {self._observation_shape}, or several, got {shape}; wrap the "
+            f"environment as the training did{wrapper}"
+        )
 
     @staticmethod
     def _in_full_precision(outputs: Tensor) -> Tensor:
@@ -211,8 +286,13 @@ class Policy(nn.Module):
 
     @property
     def observation_dtype(self) -> torch.dtype:
-        """The dtype of observations in the rollout: images stay bytes, others have the parameters' dtype."""
-        return torch.uint8 if self._sees_images else self.dtype
+        """The dtype of observations in the rollout: images stay bytes, others have the parameters' dtype.
+
+        With norm_observations, numbers that float32 cannot hold are float64 until the mean is subtracted.
+        """
+        if self._sees_images:
+            return torch.uint8
+        return torch.float64 if self.normalizer is not None and self._needs_float64 else self.dtype
 
 
 class ActorCritic(Policy):
@@ -226,7 +306,8 @@ class ActorCritic(Policy):
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
         super().__init__(observation_space, action_space, settings)
         actor, critic = nn.Sequential(), nn.Sequential()
-        if settings.network == "shared" or (settings.network == "auto" and self._sees_images):
+        sees_images = self._sees_images or bool(self.parts and self.parts.images)
+        if settings.network == "shared" or (settings.network == "auto" and sees_images):
             self.trunk, width = _body(observation_space, settings)
         else:
             actor, width = _body(observation_space, settings)
@@ -270,16 +351,23 @@ def make_policy(
         kind: a subclass of Policy, or a function that returns one, of both spaces and the settings.
 
     Raises:
-        ValueError: there is no such class, the result is not a Policy, or its parameters are of 16 bits.
+        ValueError: there is no such class, the result is not a Policy, it has no actor or critic, or its parameters
+            are of 16 bits.
     """
     name: Any = kind
     if kind is None:
         name = settings.policy
         kind = ActorCritic if name is None else import_from("policy", name)
+    inputs = observation_space.without_mask() if isinstance(observation_space, PartsSpace) else observation_space
     with _torchs_defaults():
-        policy = kind(observation_space, action_space, settings)
+        policy = kind(inputs, action_space, settings)
     if not isinstance(policy, Policy):
         raise ValueError(f"policy={name!r} made a {type(policy).__name__}; it has to be a fastsync.ppo.Policy")
+    for part, method in (("actor", "outputs"), ("critic", "value")):
+        if not hasattr(policy, part) and getattr(type(policy), method) is getattr(Policy, method):
+            raise ValueError(
+                f"policy={name!r} has no {part}; set self.{part} in its __init__, a module as in ActorCritic"
+            )
     if settings.precision == "fp64":
         policy.double()
     for dtype in {parameter.dtype for parameter in policy.parameters()} - {torch.float32, torch.float64}:
@@ -287,6 +375,64 @@ def make_policy(
     if settings.fused and not policy._sees_images:  # with images convolutions take most of the time
         fused.fuse(policy)
     return policy
+
+
+def try_policy(
+    settings: RunSettings,
+    observation_space: Space[Any],
+    action_space: Space[Any],
+    observations: Tensor,
+    rows_per_pass: int,
+) -> Tensor:
+    """Makes the policy that the settings name, and tries it on one observation, before ranks start.
+
+    Args:
+        settings, observation_space, action_space: see ``make_policy``.
+        observations: observations [1, *shape].
+        rows_per_pass: number of rows that the policy learns from at once.
+
+    Returns:
+        The likeliest actions [1, ...].
+
+    Raises:
+        ValueError: the policy cannot be made, raises an error, or has results of other shapes than it has to.
+    """
+    try:
+        policy = make_policy(settings, observation_space, action_space)
+        observations = observations.to(policy.observation_dtype)
+        with torch.no_grad():
+            with in_eval_mode(policy):
+                outputs, values = policy(observations)
+            if rows_per_pass == 1:
+                with explain_batch_norm(rows_per_pass):
+                    policy(observations)
+    except ValueError:
+        raise
+    except Exception as error:  # any error of the user's class
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"policy={settings.policy!r} cannot be used: {reason}") from error
+    expected = (1, policy.distribution.num_outputs)
+    if (outputs.shape, values.shape) != (expected, (1,)):
+        raise ValueError(
+            f"policy={settings.policy!r} computes outputs {tuple(outputs.shape)} and values {tuple(values.shape)} of "
+            f"one observation; they must be {expected} and (1,): check the last layers of actor and critic"
+        )
+    return policy.distribution.mode(outputs)
+
+
+@contextmanager
+def explain_batch_norm(num_rows: int) -> Iterator[None]:
+    """Says what to do where BatchNorm gets one row inside a ``with`` block, as ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ValueError(
+            f"BatchNorm cannot learn from one row, and a minibatch has {num_rows} on each rank: it has "
+            "num_envs * num_steps / (num_minibatches * num_micro_batches). Lower --num-minibatches or "
+            "--num-micro-batches, or raise --num-envs or --num-steps"
+        ) from error
 
 
 @contextmanager
@@ -304,6 +450,9 @@ def _torchs_defaults() -> Iterator[None]:
 def _body(space: Space[Any], settings: RunSettings) -> tuple[nn.Sequential, int]:
     """Returns all layers except the last one, and their width."""
     assert space.shape
+    if isinstance(space, PartsSpace) and space.parts.images:
+        body = _PartsBody(space.parts, settings)
+        return nn.Sequential(body), body.width
     if len(space.shape) == 3:
         return nn.Sequential(_Convolutions(space.shape)), IMAGE_FEATURES
     sizes = (space.shape[0], *settings.hidden_sizes)
@@ -350,6 +499,23 @@ class _Convolutions(nn.Module):
         flat = images.reshape(-1, *images.shape[-3:])
         features: Tensor = self.layers(flat.to(next(self.parameters()).dtype) / 255)
         return features.reshape(*images.shape[:-3], IMAGE_FEATURES)
+
+
+class _PartsBody(nn.Module):
+    """Maps rows [..., D] to features: convolutions for each image, hidden layers for the numbers, side by side."""
+
+    def __init__(self, parts: Parts, settings: RunSettings) -> None:
+        super().__init__()
+        self._parts = parts
+        sizes = (parts.num_numbers, *settings.hidden_sizes)
+        self.numbers = hidden_layers(sizes, settings.activation) if parts.num_numbers else None
+        self.images = nn.ModuleList(_Convolutions(shape) for shape in parts.images)
+        self.width = IMAGE_FEATURES * len(parts.images) + (sizes[-1] if parts.num_numbers else 0)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        numbers, images = self._parts.split(rows)
+        features = [network(image) for network, image in zip(self.images, images, strict=True)]
+        return torch.cat(features if self.numbers is None else [self.numbers(numbers), *features], dim=-1)
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:

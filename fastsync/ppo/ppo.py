@@ -1,4 +1,4 @@
-"""PPO on one rank or on many, from top to bottom: settings, rollout, advantages, loss, update, loop.
+"""PPO on one rank or on many, from top to bottom: settings, rollout, advantages, loss, learning rate, update, loop.
 
 The algorithm: Schulman et al., "Proximal policy optimization algorithms", 2017, https://arxiv.org/abs/1707.06347
 Comments give shapes of tensors: T steps of a rollout, N environments of this rank, B rows of a minibatch.
@@ -15,10 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
 from .._checks import resolve_group
@@ -27,17 +29,18 @@ from ..stopwatch import Stopwatch
 from ..sync_weights import broadcast_named
 from . import fused
 from .adam import Adam
-from .batches import Batch, Buffers, Shuffler, row_weights
+from .batches import Batch, Rows, Shuffler, blank_unused
 from .envs.interface import Environments, Episode, seed_from
 from .exchange import Exchange
-from .learning_rate import LearningRate
 from .normalize import RewardNormalizer, mean_and_variance, moments
-from .policies import Policy, autocast, in_eval_mode, make_policy, own_buffers
+from .policies import Policy, autocast, explain_batch_norm, in_eval_mode, make_policy, own_buffers
 from .random_streams import RandomStreams
 from .runs.metrics import TrainResult, add_infos, mean
 from .session import open_session
 from .settings import RunSettings
 
+ADAPTIVE_LIMITS = (1e-5, 1e-2)  # of the adaptive learning rate, as in RSL-RL
+ADAPTIVE_FACTOR = 1.5
 KL_TOLERANCE = 1.5  # learning from a rollout ends at this multiple of target_kl, as in Stable-Baselines3
 
 
@@ -119,46 +122,68 @@ class Collector:
 
     def __init__(self, settings: Settings, environments: Environments, policy: Policy, streams: RandomStreams) -> None:
         self.settings, self.environments, self.policy, self.streams = settings, environments, policy, streams
-        self.buffers = Buffers(settings.num_steps, environments, policy, streams.device)
+        num_steps, num_envs, distribution = settings.num_steps, environments.num_envs, policy.distribution
+        observation_shape = environments.single_observation_space.shape or ()
+        action_dtype = policy.dtype if distribution.dtype.is_floating_point else distribution.dtype
+
+        def rows(number: int, *shape: int, dtype: torch.dtype = policy.dtype) -> Rows:
+            return Rows(torch.empty(number, num_envs, *shape, dtype=dtype, device=streams.device))
+
+        # Memory for a rollout, which each rollout uses again. Row T is that of the next rollout's first step.
+        self.observations = rows(num_steps + 1, *observation_shape, dtype=policy.observation_dtype)
+        self.values = rows(num_steps + 1)
+        self.actions = rows(num_steps, *distribution.shape, dtype=action_dtype)
+        self.outputs = rows(num_steps, distribution.num_outputs)  # parameters of the distribution, such as logits
+        self.rewards = np.empty((num_steps, num_envs))
+        self.flags = np.empty((3, num_steps, num_envs), dtype=np.bool_)  # terminated, done, valid
         self.next_observation = environments.reset()  # [N, *observation_shape]
 
     @torch.no_grad()
     def collect(self) -> Rollout:
         """Takes T steps in each environment."""
         began, environment_seconds = time.perf_counter(), 0.0
-        policy, buffers, distribution = self.policy, self.buffers, self.policy.distribution
-        uniform = self.streams.uniform(self.settings.num_steps, distribution.num_outputs, policy.dtype)
-        noises = distribution.noise(uniform).unbind()  # T of [N, num_outputs]
+        policy, distribution, num_steps = self.policy, self.policy.distribution, self.settings.num_steps
+        terminated, done, valid = self.flags
         episodes = list[Episode]()
         infos: dict[str, list[float]] = {name: [] for name in self.settings.log_info}
-        for row, (outputs, values) in enumerate(buffers.rows):  # views of the buffers' row
-            features = policy.features(buffers.observe(row, self.next_observation))
-            computed = policy.outputs(features)  # [N, num_outputs], such as logits
-            outputs.copy_(computed)
+        # Random numbers of the whole rollout, such as Gumbel noise: logits + noise are largest at a sample.
+        noises = distribution.noise(self.streams.uniform(num_steps, distribution.num_outputs, policy.dtype)).unbind()
+        for t in range(num_steps):
+            observations = self.observations.write(t, self.next_observation)  # [N, *observation_shape], on the device
+            features = policy.features(observations)
+            outputs = policy.allowed(policy.outputs(features), observations)  # [N, num_outputs]
+            self.outputs[t].copy_(outputs)
             if policy.trunk is not None:
-                values.copy_(policy.value(features))
-            actions = buffers.act(row, distribution.sample(computed, noises[row]))
+                self.values[t].copy_(policy.value(features))
+            self.actions[t].copy_(distribution.sample(outputs, noises[t]))
             stepped = time.perf_counter()
-            step = self.environments.step(actions)
+            step = self.environments.step(self.actions.array(t))
             environment_seconds += time.perf_counter() - stepped
-            buffers.rewards[row], buffers.terminated[row] = step.rewards, step.terminated
-            buffers.done[row], buffers.valid[row] = step.terminated | step.truncated, step.valid
+            self.rewards[t], terminated[t], valid[t] = step.rewards, step.terminated, step.valid
+            done[t] = step.terminated | step.truncated
             self.next_observation = step.observations
-            episodes += [episode._replace(row=row) for episode in step.episodes]
+            episodes += [episode._replace(row=t) for episode in step.episodes]
             add_infos(infos, step)
-        last = buffers.observe(self.settings.num_steps, self.next_observation)
+        last = self.observations.write(num_steps, self.next_observation)
+        observations, values = self.observations.tensor, self.values.tensor
         if policy.trunk is not None:
-            buffers.values[-1] = policy.value(policy.features(last))
+            values[-1] = policy.value(policy.features(last))
         else:  # a separate critic is evaluated once, for all rows
-            rows = buffers.observations.flatten(0, 1)  # some layers, such as BatchNorm1d, take [B, D] only
-            buffers.values.copy_(policy.value(policy.features(rows)).view_as(buffers.values))
-        buffers.blank_unused()
+            rows = observations.flatten(0, 1)  # some layers, such as BatchNorm1d, take [B, D] only
+            values.copy_(policy.value(policy.features(rows)).view_as(values))
+        flags = dict(zip(("terminated", "done", "valid"), torch.from_numpy(self.flags).to(values.device), strict=True))
+        outputs, actions = self.outputs.tensor, self.actions.tensor
+        blank_unused(observations, values, outputs, actions, **flags, first_index=self.environments.first_index)
         return Rollout(
-            **buffers.columns(),
-            log_probs=distribution.log_prob(buffers.outputs, buffers.actions),
-            next_values=buffers.values[1:],
+            observations=observations[:-1],
+            actions=actions,
+            values=values[:-1],
+            rewards=torch.from_numpy(self.rewards).to(values.device, values.dtype),
+            **flags,
+            log_probs=distribution.log_prob(outputs, actions),
+            next_values=values[1:],
             episodes=episodes,
-            infos={name: mean(values) for name, values in infos.items()},
+            infos={name: mean(numbers) for name, numbers in infos.items()},
             environment_seconds=environment_seconds,
             policy_seconds=(ended := time.perf_counter()) - began - environment_seconds,
             ended=ended,
@@ -193,6 +218,25 @@ def normalize_advantages(advantages: Tensor, moments: Tensor) -> Tensor:
     """Normalises advantages [T, N] by the mean and variance in ``moments`` [3], which are those of all ranks."""
     _, mean, variance = mean_and_variance(moments)
     return ((advantages.double() - mean) / (variance.sqrt() + 1e-8)).to(advantages.dtype)
+
+
+def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_minibatches: int) -> Tensor:
+    """Returns the weight of each row in its minibatch's loss, which is a sum of weighted rows.
+
+    Weights are those of a mean over the average number of valid rows in a minibatch. So each valid row of each rank
+    counts the same, even if a minibatch or a rank has more restarts than others. Without valid rows all are 0.
+    """
+    return valid * (world_size * num_minibatches / num_valid.clamp(min=1))
+
+
+def explained_variance(moments: Tensor) -> float:
+    """Returns which share of the variance of the returns the critic's values explain, from ``moments`` [5].
+
+    ``moments`` are those of advantages and returns. An advantage is what a return differs from its value by. 1 is
+    perfect, 0 is as good as a constant. NaN means that all returns are equal, or that there are none.
+    """
+    unexplained, variance = mean_and_variance(moments)[2].tolist()
+    return 1 - unexplained / variance if variance > 0 else math.nan
 
 
 # --- Loss -------------------------------------------------------------------------------------------------------------
@@ -246,15 +290,60 @@ def minibatch_loss(
     policy: Policy, batch: Batch, settings: Settings, remaining: float, loss: Loss
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Evaluates the policy on a minibatch, and then the loss."""
-    with autocast(
-        settings.precision, batch.log_probs.device
-    ):  # the loss stays in fp32, because sums in 16 bits are coarse
+    # The loss stays in fp32, because sums in 16 bits are coarse.
+    with autocast(settings.precision, batch.log_probs.device):
         outputs, values = policy(batch.observations)
     log_prob, entropy = policy.distribution.log_prob_and_entropy(outputs, batch.actions)
     result = loss(Evaluated(log_prob, entropy, values, outputs), batch, settings, remaining)
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(f"the loss must return (loss, metrics), a 0-dim tensor and a dict; it returned {type(result)}")
     return result
+
+
+# --- Learning rate ----------------------------------------------------------------------------------------------------
+class LearningRate:
+    """Sets the learning rate of an optimizer, whose ``lr`` must be a 0-dim tensor, by the settings."""
+
+    def __init__(self, settings: Settings, world_size: int, optimizer: Optimizer) -> None:
+        self._settings, self._optimizer, self._warmup = settings, optimizer, 1.0
+        # The batch grows with the number of ranks. linear keeps the change per row (Goyal et al., 2017), and sqrt keeps
+        # the noise of a step (Krizhevsky, 2014).
+        factors = {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": world_size}
+        self._peak = settings.learning_rate * factors[settings.lr_scaling]
+        device = optimizer.param_groups[0]["lr"].device
+        self._adaptive = torch.tensor(self._peak, dtype=torch.float64, device=device)
+
+    def start_update(self, *, remaining: float, update: int) -> None:
+        """Sets the rate for an update, counted from 0. ``remaining`` goes from 1 to 0 over the run."""
+        self._warmup = min(1.0, (update + 1) / (self._settings.warmup_updates + 1))
+        if self._settings.lr_schedule == "adaptive":
+            self._set(self._adaptive)
+        else:
+            self._set(self._peak * (remaining if self._settings.lr_schedule == "linear" else 1.0))
+
+    def adapt(self, kl: Tensor) -> None:
+        """Changes an adaptive rate by the KL divergence over all ranks, a 0-dim tensor. The host does not read it."""
+        target = self._settings.target_kl
+        assert target is not None
+        smaller = (kl > 2 * target).double()
+        larger = ((kl < 0.5 * target) & (kl > 0)).double()
+        self._adaptive.mul_(ADAPTIVE_FACTOR ** (larger - smaller)).clamp_(*ADAPTIVE_LIMITS)
+        self._set(self._adaptive)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the adaptive rate, and the learning rate that it started from."""
+        return {"adaptive": self._adaptive, "peak": torch.tensor(self._peak, dtype=torch.float64, device="cpu")}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores ``state_dict()``, unless the settings now ask for another learning rate."""
+        if state["peak"] == self._peak:
+            self._adaptive.copy_(state["adaptive"])
+
+    def _set(self, learning_rate: Tensor | float) -> None:
+        if not isinstance(learning_rate, Tensor):
+            learning_rate = torch.tensor(learning_rate, dtype=torch.float32, device="cpu")
+        for group in self._optimizer.param_groups:
+            group["lr"].copy_(learning_rate * self._warmup)
 
 
 # --- Update -----------------------------------------------------------------------------------------------------------
@@ -283,7 +372,10 @@ class PPO:
         # From here on all ranks have the weights of rank 0, and backward() averages gradients over the group of
         # self.sync.
         if settings.sync == "gradients":
-            self.sync = attach(self.policy, settings.compression, broadcast_buffers=bool(own_buffers(self.policy)))
+            self.sync = attach(
+                self.policy, settings.compression,
+                bucket_cap_mb=settings.bucket_cap_mb, broadcast_buffers=bool(own_buffers(self.policy)),
+            )  # fmt: skip
         else:
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             self.sync = attach(self.policy, process_group=alone)
@@ -315,7 +407,9 @@ class PPO:
         advantages = self.estimate_advantages(
             rewards, rollout.values, rollout.next_values, rollout.terminated, rollout.done, settings
         )  # [T, N]
-        advantage_moments = self._moments(advantages.unsqueeze(-1), rollout.valid)  # [3]
+        returns = advantages + rollout.values  # [T, N]: targets of the critic
+        both_moments = self._moments(torch.stack([advantages, returns], -1), rollout.valid)  # [5]
+        advantage_moments = both_moments[[0, 1, 3]]
         num_valid, world_size, num_minibatches = advantage_moments[0], dist.get_world_size(), settings.num_minibatches
         weights = row_weights(rollout.valid, num_valid, world_size=world_size, num_minibatches=num_minibatches)
         batch = Batch(
@@ -324,7 +418,7 @@ class PPO:
             log_probs=rollout.log_probs,
             values=rollout.values,
             advantages=normalize_advantages(advantages, advantage_moments) if settings.norm_advantages else advantages,
-            returns=advantages + rollout.values,
+            returns=returns,
             weights=weights.to(advantages.dtype),
         )  # each column is [T, N, ...]
         remaining = max(0.0, 1 - self.step / settings.total_steps)
@@ -333,10 +427,11 @@ class PPO:
             metrics = self._update(batch, remaining)
         else:  # all ranks only reset environments, such as with num_steps=1 and episodes that end together
             metrics = dict.fromkeys((*fused.METRICS, "grad_norm"), math.nan) | {"optimizer_steps": 0.0}
+        metrics["explained_variance"] = explained_variance(both_moments)
         metrics["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if self.policy.normalizer is not None:
             # The rollout's log-probabilities belong to the old normalisation, so it is updated only now.
-            self.policy.normalizer.update(self._moments(rollout.observations, rollout.valid))
+            self.policy.normalizer.learn(rollout.observations, rollout.valid, self._moments)
         self.step += int(num_valid)
         self.update += 1
         if self.outer is not None and (self.update % settings.sync_every == 0 or self.step >= settings.total_steps):
@@ -362,36 +457,18 @@ class PPO:
         for minibatch in self.shuffler.minibatches(batch, settings.num_epochs):
             for parameter in self.parameters:  # zero_grad() takes longer
                 parameter.grad = None
-            metrics, kl = self._backward(minibatch, remaining)
-            if kl is not None and settings.lr_schedule == "adaptive":
-                self.learning_rate.adapt(kl)
-            elif kl is not None and kl > KL_TOLERANCE * (settings.target_kl or math.inf):
-                break  # all ranks that average gradients stop here, because kl is the same on all
+            metrics = self._backward(minibatch, remaining)
+            if settings.target_kl is not None:
+                kl = self.sync.piggybacked()["kl"]  # the mean over ranks, so all ranks decide alike
+                if settings.lr_schedule == "adaptive":
+                    self.learning_rate.adapt(kl)
+                elif kl > KL_TOLERANCE * settings.target_kl:
+                    break
             steps.append([*metrics.values(), self._take_step()])
-        names = (*metrics, "grad_norm")
-        logged = [torch.as_tensor(value, device=self.device) for step_values in steps for value in step_values]
-        for name, value in zip(names, logged, strict=False):
-            if value.dim():
-                raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
-        with torch.no_grad():
-            none = torch.empty(0, len(names), device=self.device)
-            table = torch.stack(logged).float().view(len(steps), -1) if steps else none
-            # GradScaler skips steps whose gradients are not finite. At a scale of 0 the training is lost, so all count.
-            if self.scaler.is_enabled() and self.scaler.get_scale() > 0.0:
-                table = table[table[:, -1].isfinite()]
-            means = table.mean(0).tolist()
-        return dict(zip(names, means, strict=True)) | {"optimizer_steps": len(table)}
+        return self._mean_metrics(steps, (*metrics, "grad_norm"))
 
-    def _take_step(self) -> Tensor:
-        """Takes an optimizer step, equal on every rank. The host does not wait for it. Returns the gradient norm."""
-        max_norm = self.settings.max_grad_norm
-        grad_norm = clip_grad_norm_(self.sync, max_norm, optimizer=self.optimizer, scaler=self.scaler)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return grad_norm
-
-    def _backward(self, minibatch: Batch, remaining: float) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Computes gradients. Returns this rank's metrics and, with target_kl, the KL divergence over all ranks."""
+    def _backward(self, minibatch: Batch, remaining: float) -> dict[str, Tensor]:
+        """Computes gradients, which are means over ranks. Returns this rank's metrics."""
         *first, last = Shuffler.cut(minibatch, self.settings.num_micro_batches)
         part_metrics = []
         for part in first:
@@ -408,20 +485,35 @@ class PPO:
                 needs = f"target_kl={target_kl} needs the loss to return a metric called approx_kl"
                 raise ValueError(f"{needs}; it returned {', '.join(metrics) or 'none'}")
             self.sync.piggyback("kl", metrics["approx_kl"].detach().float())  # travels with the gradients
-        self.scaler.scale(loss).backward()  # when it returns, gradients are means over ranks
-        return metrics, None if target_kl is None else self.sync.piggybacked()["kl"]
+        self.scaler.scale(loss).backward()
+        return metrics
 
     def _loss(self, part: Batch, remaining: float) -> tuple[Tensor, dict[str, Tensor]]:
-        try:
+        with explain_batch_norm(len(part.log_probs)):
             return minibatch_loss(self.policy, part, self.settings, remaining, self.loss)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise ValueError(
-                f"BatchNorm cannot learn from one row, and a minibatch has {len(part.log_probs)} on each rank: it has "
-                "num_envs * num_steps / (num_minibatches * num_micro_batches). Lower --num-minibatches or "
-                "--num-micro-batches, or raise --num-envs or --num-steps"
-            ) from error
+
+    def _take_step(self) -> Tensor:
+        """Takes a step of Adam, equal on every rank. The host does not wait for it. Returns the gradient norm."""
+        max_norm = self.settings.max_grad_norm
+        grad_norm = clip_grad_norm_(self.sync, max_norm, optimizer=self.optimizer, scaler=self.scaler)
+        self.scaler.step(self.optimizer)  # optimizer.step(), unless precision is fp16
+        self.scaler.update()
+        return grad_norm
+
+    @torch.no_grad()
+    def _mean_metrics(self, steps: list[list[Tensor]], names: tuple[str, ...]) -> dict[str, float]:
+        """Returns the means over optimizer steps, and the number of steps."""
+        logged = [torch.as_tensor(value, device=self.device) for values in steps for value in values]
+        for name, value in zip(names, logged, strict=False):
+            if value.dim():
+                raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
+        none = torch.empty(0, len(names), device=self.device)
+        table = torch.stack(logged).float().view(len(steps), -1) if steps else none
+        # GradScaler skips steps whose gradients are not finite. At a scale of 0 the training is lost, so all count.
+        if self.scaler.is_enabled() and self.scaler.get_scale() > 0.0:
+            table = table[table[:, -1].isfinite()]
+        means = table.mean(0).tolist()
+        return dict(zip(names, means, strict=True)) | {"optimizer_steps": len(table)}
 
 
 # --- Loop -------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ from ..distributed import check_consistency, process_group
 from ..launch.signals import StopSignals
 from .envs.interface import Environments, Episode
 from .envs.make import make_environments
+from .evaluation import Evaluator
 from .fused import METRICS, what_ran
 from .runs.checkpoints import Checkpoint, CheckpointFolder
-from .runs.console import RunConsole
+from .runs.console import RunConsole, hints
 from .runs.folder import CHECKPOINTS, Opened, open_run
 from .runs.loggers import open_loggers
 from .runs.metrics import (
@@ -35,7 +36,10 @@ from .runs.metrics import (
     mean,
     returns_of,
     scalars_of,
+    spread,
 )
+from .runs.rank_output import output_kept_apart
+from .runs.usage import UsageMeter
 from .settings import RunSettings
 
 
@@ -56,7 +60,9 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
         opened = [stack.enter_context(open_run(settings, dist.get_world_size())) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(opened)
         assert opened[0] is not None
-        _, checkpoint, _ = opened[0]
+        folder, checkpoint, _ = opened[0]
+        if dist.get_rank() > 0 and not settings.quiet:
+            stack.enter_context(output_kept_apart(folder / f"rank{dist.get_rank()}.log"))
         restart = checkpoint.step if checkpoint else 0
         environments = make_environments(settings, rank=dist.get_rank(), restart=restart)
         stack.enter_context(environments)
@@ -74,11 +80,15 @@ class Session:
         self.environments, self.device = environments, device
         self._settings, self._signals, self._stack = settings, signals, stack
         self._folder, self._checkpoint, self._notes = opened
-        best_return = self._checkpoint.best_return if self._checkpoint else -math.inf
-        self._checkpoints = CheckpointFolder(self._folder / CHECKPOINTS, settings.keep_checkpoints, best_return)
+        self._best_return = _best_so_far(self._checkpoint, settings)
+        self._checkpoints = CheckpointFolder(self._folder / CHECKPOINTS, settings.keep_checkpoints, self._best_return)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._evaluator: Evaluator | None = None
+        if settings.eval_interval:
+            self._evaluator = Evaluator(settings, self._rank, self._world_size, environments)
+        self._usage = UsageMeter(self.device)
         self._last_episodes = deque[Episode](maxlen=WINDOW)
-        self._seconds = self._gathering_seconds = self._reporting_seconds = 0.0
+        self._seconds = self._gathering_seconds = self._reporting_seconds = self._evaluation_seconds = 0.0
         self._is_stopped = False
 
     def begin(self, ppo: Any) -> None:
@@ -87,15 +97,19 @@ class Session:
         if self._checkpoint:
             self._notes += self._resume(self._checkpoint)
         self._resumed_step, self._resumed_update, self._resumed_seconds = ppo.step, ppo.update, self._seconds
+        self._evaluated_step = ppo.step
         if self._rank == 0:
             settings, ranks = self._settings, "1 rank" if self._world_size == 1 else f"{self._world_size} ranks"
             title = f"{settings.env} on {ranks}, compression {settings.compression}"
-            self._console = RunConsole(title, settings.total_steps, ppo.step, self._world_size)
+            self._console = RunConsole(title, settings.total_steps, ppo.step, self._world_size, quiet=settings.quiet)
+            self._stack.callback(self._console.close)
             self._loggers = open_loggers(self._folder, settings, ppo.step)
             for logger in self._loggers:
                 self._stack.callback(logger.close)
-            for sentence in (*self._notes, *self.environments.notes):
+            for sentence in self._notes:
                 self._console.say(sentence)
+            for sentence in self.environments.notes:
+                self._console.warn(sentence)
         gc.collect()  # in the loop, collecting the garbage of the start would take longer than an update
         dist.barrier()  # rank 0 has taken time to open the logs
         self._started = time.perf_counter() - self._seconds
@@ -120,6 +134,7 @@ class Session:
             | {f"info/{name}": value for name, value in rollout.infos.items()},
             stop_requested=self._signals.requested,
             checkpoint_due=self._rank == 0 and is_due,
+            usage=self._usage.read(),
         )
         reports = gather_reports(mine, self._ppo.exchange)
         self._last_episodes.extend(ended_episodes(reports))
@@ -128,9 +143,14 @@ class Session:
         self._seconds = gathered_at - self._started
         _check_finite(reports, self._ppo.update)
         self._is_stopped = any(each.stop_requested for each in reports)
+        evaluation, is_best = self._evaluate()
+        evaluated_at = time.perf_counter()
+        self._evaluation_seconds = evaluated_at - gathered_at  # counted in the next update, too
         if self._rank == 0:
             step, speed = self._ppo.step, self._speed(self._ppo.step, self._seconds)
-            scalars = scalars_of(self._ppo.update, self._seconds, speed, self._last_episodes, reports)
+            scalars = scalars_of(self._ppo.update, self._seconds, speed, self._last_episodes, reports) | evaluation
+            if evaluation and not math.isnan(evaluation["evaluation/return"]):
+                self._console.evaluated(step, scalars, self._best_return)
             self._console.update(step, scalars)
             for logger in self._loggers:
                 logger.log(step, scalars)
@@ -138,10 +158,32 @@ class Session:
                 self._console.say(what_ran())
                 if isinstance(self._ppo.sync.compression, Auto):
                     self._console.say(f"compression {self._settings.compression}: {self._ppo.sync.explain()}")
-        if self.is_over or reports[0].checkpoint_due:
-            self._save()
+        if self.is_over or reports[0].checkpoint_due or is_best:
+            self._save(is_best)
             self._saved_at = time.perf_counter()
-        self._reporting_seconds = time.perf_counter() - gathered_at  # counted in the next update, too
+        self._reporting_seconds = time.perf_counter() - evaluated_at
+
+    def _evaluate(self) -> tuple[dict[str, float], bool]:
+        """Evaluates the policy if that is due.
+
+        Returns:
+            Metrics by name, NaN if there was no evaluation now, and nothing if the run has none; and whether this is
+            the best evaluation so far. Both are the same on every rank.
+        """
+        if self._evaluator is None:
+            return {}, False
+        step, before, interval = self._ppo.step, self._evaluated_step, self._settings.eval_interval
+        is_due = step // interval > before // interval or step >= self._settings.total_steps
+        episodes: list[Episode] = []
+        if is_due and not self._is_stopped:
+            self._evaluated_step = step
+            episodes = self._evaluator.evaluate(self._ppo.policy, self._ppo.exchange)
+        returns = returns_of(episodes)
+        metrics = spread("evaluation/return", returns) | spread("evaluation/length", [each.length for each in episodes])
+        is_best = mean(returns) > self._best_return
+        if is_best:
+            self._best_return = mean(returns)
+        return metrics, is_best
 
     def finish(self) -> TrainResult:
         """Compares the ranks' weights, and returns how the run ended."""
@@ -155,6 +197,8 @@ class Session:
         if self._rank == 0:
             self._console.finish(result, self._speed(result.step, result.seconds))
             self._console.say(f"written to {self._folder}")
+            for hint in hints(self._folder):
+                self._console.say(hint)
         return result
 
     def _speed(self, step: int, seconds: float) -> float:
@@ -176,10 +220,15 @@ class Session:
             learning=now - rollout.ended - (0.0 if is_alone else waited),
             communication=0.0 if is_alone else waited + gathering,
             reporting=self._reporting_seconds + (gathering if is_alone else 0.0),
+            evaluation=self._evaluation_seconds,
         )
 
-    def _save(self) -> None:
-        """Gathers the state of all ranks. Rank 0 writes it into a checkpoint."""
+    def _save(self, is_best: bool) -> None:
+        """Gathers the state of all ranks. Rank 0 writes it into a checkpoint.
+
+        ``is_best`` tells whether the newest evaluation is the best. Without evaluations the episodes of the training
+        decide which checkpoint is.
+        """
         ppo = self._ppo
         learner = {name: _on_host(part.state_dict()) for name, part in _parts(ppo).items()}
         # The residuals of error feedback differ between ranks. The rest of the engine's state is equal on all.
@@ -202,7 +251,11 @@ class Session:
             seconds=self._seconds, learner=learner | {"num_draws": ppo.streams.num_draws}, environments=states,
             window=[list(episode) for episode in self._last_episodes],
         )  # fmt: skip
-        self._checkpoints.save(checkpoint, mean(returns_of(self._last_episodes)))
+        if self._evaluator is None:
+            score = mean(returns_of(self._last_episodes))
+        else:
+            score = self._best_return if is_best else math.nan
+        self._checkpoints.save(checkpoint, score)
 
     def _random_states(self) -> list[torch.Tensor]:
         """Returns the states of torch's generators, which layers such as Dropout draw from."""
@@ -246,6 +299,16 @@ class Session:
         if not fits and any(part["residuals"] for part in saved):
             notes.append("the residuals of error feedback are dropped, because they belong to other ranks")
         return notes
+
+
+def _best_so_far(checkpoint: Checkpoint | None, settings: RunSettings) -> float:
+    """Returns the return that the next best checkpoint has to exceed. Other evaluations before count for nothing."""
+    if checkpoint is None:
+        return -math.inf
+    before = checkpoint.settings_as(RunSettings)
+    same = all(getattr(before, name) == getattr(settings, name) for name in ("eval_env", "eval_episodes"))
+    is_comparable = same and bool(before.eval_interval) == bool(settings.eval_interval)
+    return checkpoint.best_return if is_comparable else -math.inf
 
 
 def _parts(ppo: Any) -> dict[str, Any]:

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 import yaml
 
 from .._checks import did_you_mean
 from ..compression import parse_compression
+from .json_objects import JSON_OBJECT
 from .whole_numbers import WHOLE_NUMBERS
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
@@ -28,6 +30,8 @@ class RunSettings:
 
     env: str = "CartPole-v1"
     """Gymnasium environment, or "module:function" that makes one. "module:id" imports the module that registers it."""
+    env_kwargs: Annotated[dict[str, Any] | None, JSON_OBJECT] = None
+    """Arguments of the environment, as JSON: '{"continuous": true}'. That of evaluations gets them, too."""
     seed: int = 1
     """Seeds weights, actions, minibatches and environments. Every environment of every rank gets its own seed."""
     total_steps: int = 200_000  # Environment steps to train for, over all ranks. The last rollout may exceed it.
@@ -56,6 +60,7 @@ class RunSettings:
     compression: str = "none"
     """Compression of gradients or of weight changes: none, bf16, fp16, int8 or int4. Options follow a plus sign, such
     as int8+ef for error feedback. auto measures and chooses."""
+    bucket_cap_mb: float = 25.0  # MiB of gradients that are sent together. Smaller buckets are sent earlier.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What ranks compute on: cpu, which send by Gloo, or cuda, a GPU for each, by NCCL. auto takes GPUs if rank 0 sees
     one for each rank of its machine."""
@@ -73,15 +78,24 @@ class RunSettings:
     """auto resumes the run of this name from its last checkpoint, or begins it if there is none. A checkpoint's path
     begins a new run from that checkpoint."""
     wandb_project: str | None = None  # Also log to this project of Weights & Biases.
+    quiet: bool = False  # Print only warnings and errors.
+
+    eval_interval: int = 0
+    """Environment steps between evaluations on the way, over all ranks, which also choose the best checkpoint. 0: none.
+    They leave the training as it is, except for its time."""
+    eval_episodes: int = 10  # Episodes of an evaluation, spread over the ranks. They are the same each time.
+    eval_env: str | None = None  # Environment of the evaluations, as in --env. By default that of the training.
 
     def __post_init__(self) -> None:
-        counts = ("total_steps", "num_envs", "keep_checkpoints", "sync_every")
+        counts = ("total_steps", "num_envs", "keep_checkpoints", "sync_every", "eval_episodes")
         self._check("must be at least 1", lambda value: value >= 1, *counts)
-        self._check("must be a finite number greater than 0", lambda value: 0 < value < math.inf, "timeout")
+        self._check("must be a finite number greater than 0", lambda v: 0 < v < math.inf, "timeout", "bucket_cap_mb")
         self._check("must be less than 2**63", lambda value: value < 2**63, "seed")
-        self._check("must not be negative", lambda value: value >= 0, "seed", "checkpoint_interval")
+        self._check("must not be negative", lambda value: value >= 0, "seed", "checkpoint_interval", "eval_interval")
         self._check("must be widths of at least 1", lambda sizes: all(n >= 1 for n in sizes), "hidden_sizes")
         parse_compression(self.compression)
+        if self.eval_env is not None and not self.eval_interval:
+            raise ValueError(f"eval_env={self.eval_env!r} needs eval_interval, such as 50000 environment steps")
         if self.sync == "gradients" and self.sync_every != 1:
             raise ValueError(f"sync_every={self.sync_every} is for weights; set sync to 'diloco' or 'local_sgd', too")
 
@@ -154,6 +168,8 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
         name = str(key).replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, dict):
+            words += [f"--{name}", json.dumps(value)]
         elif value is not None:
             words += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
     return words

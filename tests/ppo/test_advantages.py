@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.normalize import ObservationNormalizer, RewardNormalizer, RunningMoments, moments
-from fastsync.ppo.ppo import Settings, discounted_sums, estimate_advantages, normalize_advantages
+from fastsync.ppo.ppo import (
+    PPO,
+    Settings,
+    discounted_sums,
+    estimate_advantages,
+    explained_variance,
+    normalize_advantages,
+)
+from tests.models import group_of_one
 
 GOES_ON, TERMINATES, TRUNCATES = range(3)
 
@@ -97,6 +109,34 @@ def test_observations_are_normalised_and_cut_off():
     torch.testing.assert_close(normalizer(observations), torch.tensor([[0.0, 1.5], [2.0, -10.0]]))
 
 
+def test_observations_far_from_zero_keep_what_differs():
+    """Such as times in seconds. float32 holds only every 128th second of this century."""
+    generator = torch.Generator().manual_seed(0)
+    normalizer, seen = ObservationNormalizer(2), []
+    for _ in range(3):
+        rows = torch.tensor([1.7e9, 3.0]) + torch.randn(8, 5, 2, generator=generator, dtype=torch.float64)
+        valid = torch.rand(8, 5, generator=generator) < 0.7
+        normalizer.learn(rows, valid, lambda *mine: sum(moments(each, mine[1]) for each in (mine[0], mine[0] + 1)))
+        seen += [rows[valid], rows[valid] + 1]
+    learnt = torch.cat(seen)
+    torch.testing.assert_close(normalizer.variance, learnt.var(0, correction=0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        normalizer(rows), (rows - learnt.mean(0)) / learnt.std(0, correction=0), rtol=0, atol=1e-5
+    )
+
+
+def test_a_policy_sees_float64_observations_after_their_mean_is_subtracted():
+    settings = Settings(env="tests.toy_envs:Clocked", norm_observations=True, num_envs=4, num_epochs=1)
+    with group_of_one(), make_environments(settings, rank=0) as environments:
+        ppo = PPO(settings, environments, torch.device("cpu"))
+        ppo.learn(ppo.collect())
+        rollout = ppo.collect()
+        features = ppo.policy.features(rollout.observations)[rollout.valid]
+        assert features.dtype == torch.float32
+        assert 0.5 < features[:, 0].std() < 2
+        ppo.learn(rollout)
+
+
 def test_discounted_returns_go_on_over_rollouts_and_begin_anew_with_episodes():
     normalizer = RewardNormalizer(0.5, 2, torch.float32)
     rewards = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]])
@@ -112,3 +152,14 @@ def test_rewards_are_divided_by_the_deviation_of_the_return_and_cut_off():
     normalizer = RewardNormalizer(0.9, 1, torch.float32)
     normalizer.update(moments(torch.tensor([[3.0], [7.0]]), torch.ones(2, dtype=torch.bool)))
     torch.testing.assert_close(normalizer(torch.tensor([3.0, -3.0, 1e6])), torch.tensor([1.5, -1.5, 10.0]))
+
+
+def test_explained_variance_is_that_of_all_valid_rows():
+    generator = torch.Generator().manual_seed(0)
+    advantages, returns = torch.randn(2, 7, 5, generator=generator, dtype=torch.float64)
+    valid = torch.rand(7, 5, generator=generator) < 0.7
+    both = moments(torch.stack([advantages, returns], -1), valid)
+    expected = 1 - advantages[valid].var(correction=0) / returns[valid].var(correction=0)
+    assert explained_variance(both) == pytest.approx(float(expected))
+    assert explained_variance(moments(torch.stack([0 * returns, returns], -1), valid)) == 1.0
+    assert math.isnan(explained_variance(moments(torch.stack([advantages, 0 * returns], -1), valid)))

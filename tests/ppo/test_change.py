@@ -19,6 +19,7 @@ import torch
 from gymnasium import spaces
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fastsync
 from examples.ppo_layer_norm import Normalised
@@ -257,6 +258,18 @@ def test_a_network_of_ones_own_is_trained_saved_and_played(tmp_path: Path, capsy
         main([str(next(by_class.glob("run *")))])
 
 
+class Recomputed(ActorCritic):
+    """As in docs/guides/change_it.md."""
+
+    def forward(self, observations: Tensor) -> Any:
+        return checkpoint(super().forward, observations, use_reentrant=False)
+
+
+def test_activations_may_be_recomputed(tmp_path: Path):
+    plain = replace(TINY, fused=False, bucket_cap_mb=0.001)
+    assert are_equal(trained(tmp_path, plain, world_size=2, policy=Recomputed)[0], trained(tmp_path, plain, 2)[0])
+
+
 def test_a_policy_that_cannot_be_made_is_named_before_ranks_start():
     check_environment(replace(TINY, policy="examples.ppo_layer_norm:Normalised"))
     reasons = {
@@ -264,6 +277,7 @@ def test_a_policy_that_cannot_be_made_is_named_before_ranks_start():
         "Policy": "must be module:Class",
         "builtins:divmod": "cannot be used: TypeError: divmod expected 2",
         f"{__name__}:WrongShapes": r"computes outputs \(1, 2\) and values \(\) of one observation; they must be",
+        f"{__name__}:ActorOnly": r"has no critic; set self.critic in its __init__, a module as in ActorCritic",
         f"{__name__}:no_policy": "made a Linear; it has to be a fastsync.ppo.Policy",
         f"{__name__}:in_16_bits": "has parameters of torch.bfloat16; leave them in float32, and set precision",
     }
@@ -276,6 +290,12 @@ class WrongShapes(Policy):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.actor, self.critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+
+
+class ActorOnly(Policy):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.actor = nn.Linear(4, 2)
 
 
 def in_16_bits(*arguments: Any) -> Policy:

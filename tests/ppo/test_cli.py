@@ -35,7 +35,7 @@ def test_training_of_a_rank_alone(tmp_path: Path):
     assert process.out.count("CartPole-v1 on 1 rank, compression none") == 1
     assert process.out.splitlines()[-1] == "written to runs/tiny"
     folder = tmp_path / "runs" / "tiny"
-    assert read_steps(folder)[-1] == find_checkpoint(folder).step >= 1000
+    assert read_steps(folder)[-1] == find_checkpoint(folder, newest=True)[1].step >= 1000
 
 
 def read_steps(folder: Path) -> list[int]:
@@ -67,7 +67,7 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
         "fastsync train: stopped by SIGTERM. Resume from the last checkpoint with: "
         "fastsync train --nproc 2 --config runs/mine/settings.yaml --resume auto"
     )
-    saved = find_checkpoint(folder)
+    _, saved = find_checkpoint(folder, newest=True)
     # Nothing that was learnt is lost.
     assert read_steps(folder)[-1] == saved.step
     assert load_settings(str(folder / "settings.yaml"), Settings) == saved.settings_as(Settings)
@@ -77,10 +77,10 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     assert resumed.wait(LIMIT) == 0, resumed.err
     steps = read_steps(folder)
     assert steps == sorted(set(steps))
-    assert steps[-1] == find_checkpoint(folder).step > saved.step
+    assert steps[-1] == find_checkpoint(folder, newest=True)[1].step > saved.step
     assert steps[-2] == saved.step
 
-    played = Command(main, tmp_path, "eval", "runs/mine", "--episodes", "2")
+    played = Command(main, tmp_path, "eval", "runs/mine", "--episodes", "2", "--newest")
     assert played.wait(LIMIT) == 0, played.err
     assert played.out.startswith(f"CartPole-v1 after {steps[-1]:,} steps, likeliest actions: return ")
 
@@ -96,7 +96,8 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
             "device='cuda': torch sees 1 GPU(s) here, and each of 2 rank(s) takes one; start fewer ranks, or set",
         ),
         (["--device", "gpu"], "gpu"),
-        (["--resume", "damaged.pt"], "the checkpoint damaged.pt is damaged"),
+        (["--resume", "step-1.pt"], "the checkpoint step-1.pt is damaged"),
+        (["--resume", "text.pt"], "resume='text.pt' is neither 'auto' nor a checkpoint"),
     ],
 )
 def test_bad_arguments_are_refused_before_ranks_are_launched(
@@ -109,7 +110,8 @@ def test_bad_arguments_are_refused_before_ranks_are_launched(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     (tmp_path / "runs" / "taken").mkdir(parents=True)
-    (tmp_path / "damaged.pt").touch()
+    (tmp_path / "step-1.pt").touch()
+    (tmp_path / "text.pt").write_text("no checkpoint")
     monkeypatch.setattr("fastsync.ppo.cli.launch_ranks", lambda *arguments, **options: pytest.fail("launched"))
     try:
         status: object = main(["train", *arguments])
@@ -157,4 +159,8 @@ def test_a_rank_that_fails_is_named_with_its_traceback(tmp_path: Path):
     assert process.wait(LIMIT) == 1
     assert 'raise OSError("as told")' in process.err
     last = process.err.splitlines()[-1]
-    assert re.fullmatch(r"fastsync train: torchrun saw rank [01] fail first: OSError: as told", last)
+    assert re.fullmatch(
+        r"fastsync train: torchrun saw rank [01] fail first: RuntimeError: environment \d+ "
+        r"\(BrokenOnRanks\) failed in step 1 of episode 0: OSError: as told",
+        last,
+    )

@@ -127,7 +127,7 @@ def test_actions_arrive_in_their_space(env: str, actions: Any, rewards: list[flo
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"env": "CartPol-v1"}, "env='CartPol-v1' cannot be made: .*Did you mean: `CartPole`"),
+        ({"env": "CartPol-v1"}, "env='CartPol-v1' cannot be made: .*; did you mean CartPole-v1.*module:name"),
         ({"env": "tests.toy_envs:Nothing"}, "the module tests.toy_envs has no function 'Nothing'"),
         ({"env": "tests.toy_envs:not_an_environment"}, "returned 7; the function must return a gymnasium.Env"),
         ({"env": "tests.toy_envs:SmallImage"}, "H and W must be at least 36: .*ResizeObservation"),
@@ -150,12 +150,76 @@ def test_mistakes_in_own_environments_are_told_before_ranks_start(tmp_path: Path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     mistakes = {
-        "tests.toy_envs:OldStep": r"cannot be played: ValueError: .*; reset\(seed=...\)",
+        "tests.toy_envs:OldStep": r"cannot be played: .*\(OldStep\) failed in step 1 .* ValueError: .*; reset\(seed=",
         "broken_module:make": "cannot be made: SyntaxError: ",
     }
     for env, mistake in mistakes.items():
         with pytest.raises(ValueError, match=f"env='{env}' {mistake}"):
             check_environment(settings(env))
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        ("Faulty", r"step 2 of episode 0: KeyError: 'of my own'"),
+        (
+            "WrongShape",
+            r"step 2 of episode 0: ValueError: the observation has the shape \(2,\); observation_space has ",
+        ),
+        (
+            "WrongDtype",
+            "step 2 of episode 0: ValueError: the observation has the dtype complex64; observation_space has ",
+        ),
+        ("NoReward", "step 2 of episode 0: ValueError: the reward is None; it must be a number"),
+        ("NanRewardLater", "step 2 of episode 0: ValueError: the reward is nan; it must be finite"),
+        ("FaultyReset", r"reset\(\) of episode 2: ValueError: "),
+    ],
+)
+def test_an_environment_that_fails_is_named_with_its_step(env: str, reason: str):
+    kind = "async" if env == "Faulty" else "sync"
+    chosen = settings(f"tests.toy_envs:{env}", 2, vectorization=kind)
+    with make_environments(chosen, rank=3) as environments:
+        environments.reset()
+        with pytest.raises(RuntimeError, match=rf"environment [67] \({env}\) failed in {reason}"):
+            step_often(environments)
+
+
+def step_often(environments: Environments) -> None:
+    for _ in range(30):
+        environments.step(np.zeros(2, np.int64))
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_a_function_gets_the_number_of_the_environment_and_arguments(vectorization: str):
+    for kwargs, expected in ((None, [6, 7]), ({"first": 10}, [16, 17])):
+        chosen = settings("tests.toy_envs:at_level", 2, vectorization=vectorization, env_kwargs=kwargs)
+        with make_environments(chosen, rank=3) as environments:
+            assert environments.reset()[:, 0].tolist() == expected
+
+
+def test_arguments_reach_gymnasiums_environments():
+    for env, kwargs in (("Pendulum-v1", {"g": 3.5}), ("CartPole-v1", {"sutton_barto_reward": True})):
+        with make_environments(settings(env, env_kwargs=kwargs), rank=0) as environments:
+            made = environments._vector
+            seen = made.get_attr("g")[0] if env == "Pendulum-v1" else made._sutton_barto_reward
+            assert seen == next(iter(kwargs.values()))
+    for env in ("Pendulum-v1", "CartPole-v1", "tests.toy_envs:at_level"):
+        with pytest.raises(ValueError, match=rf"env='{env}' with env_kwargs=\{{'size': 2\}} cannot be made: TypeError"):
+            make_environments(settings(env, env_kwargs={"size": 2}), rank=0)
+
+
+def test_bounds_that_the_first_actions_hardly_suit_are_warned_of():
+    with make_environments(settings("tests.toy_envs:Wide"), rank=0) as environments:
+        (note,) = environments.notes
+    assert note.startswith(
+        "warning: env='tests.toy_envs:Wide' takes actions in [0, 1000] (number 1), and 1 more like it, but the policy "
+        "begins with mean 0 and standard deviation 1, and its actions are only clipped. Wrap the environment in "
+        "gymnasium.wrappers.RescaleAction(env, -1, 1)"
+    )
+    started = {"log_std_init": 5.0}  # at a standard deviation of 148
+    for env, changes in (("Pendulum-v1", {}), ("tests.toy_envs:Continuous", {}), ("tests.toy_envs:Hundreds", started)):
+        with make_environments(settings(env, **changes), rank=0) as environments:
+            assert not environments.notes
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):

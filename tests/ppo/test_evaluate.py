@@ -11,11 +11,12 @@ import pytest
 import torch
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 
-import fastsync.ppo.evaluate as evaluating
+import fastsync.ppo.evaluation as evaluating
 from fastsync.cli import main
 from fastsync.ppo.envs.interface import Episode
 from fastsync.ppo.envs.make import make_environments
-from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, play
+from fastsync.ppo.evaluate import find_checkpoint, make_environment, restore_policy
+from fastsync.ppo.evaluation import play
 from fastsync.ppo.policies import ActorCritic, make_policy
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
@@ -34,8 +35,9 @@ def checkpoint_of(policy: ActorCritic, step: int = 1000) -> Checkpoint:
 
 def evaluate(policy: ActorCritic, episodes: int) -> list[Episode]:
     checkpoint = checkpoint_of(policy)
-    with make_environment(checkpoint, seed=0) as environment:
-        return play(load_policy(checkpoint, environment), environment, episodes)
+    here = Path("here")
+    with make_environment(checkpoint, here, seed=0) as environment:
+        return play(restore_policy(checkpoint, here, environment), environment, episodes)
 
 
 def leaning_to_1(bias: float) -> ActorCritic:
@@ -52,20 +54,27 @@ def test_the_likeliest_actions_are_taken():
     assert returns_of(evaluate(leaning_to_1(-0.1), 1)) == [0.0]
 
 
-def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_best_checkpoint_of_a_run_is_taken_or_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = CheckpointFolder(tmp_path / CHECKPOINTS, keep=3)
     files = [
         folder.save(checkpoint_of(leaning_to_1(bias), step), mean_return)
         for bias, step, mean_return in ((1.0, 1000, 31.0), (-1.0, 2000, 0.0))
     ]
-    for named in (tmp_path, files[1]):
-        assert find_checkpoint(named).step == 2000
-    assert main(["eval", str(tmp_path), "--episodes", "2"]) == 0
+    assert find_checkpoint(tmp_path, newest=True)[0] == find_checkpoint(files[1])[0] == files[1]
+    for named in (tmp_path, tmp_path / CHECKPOINTS):
+        assert find_checkpoint(named)[1].step == 1000
+    assert main(["eval", str(tmp_path), "--episodes", "2", "--newest"]) == 0
     assert main(["eval", str(files[0]), "--episodes", "1"]) == 0
+    assert main(["eval", str(tmp_path), "--episodes", "1"]) == 0
     assert main(["eval", str(tmp_path / "nowhere")]) == 2
-    newest, named = capsys.readouterr().out.splitlines()
+    newest, named, best = capsys.readouterr().out.splitlines()
     assert "after 2,000 steps, likeliest actions: return 0.00 ± 0.00 over 2 episodes of 5.0 steps" in newest
     assert "after 1,000 steps, likeliest actions: return 31.00 ± 0.00 over 1 episode of 5.0 steps" in named
+    assert best == named.replace("steps, likeliest", "steps, the best checkpoint, likeliest", 1)
+    # Nobody misses a damaged one as long as there is another.
+    (tmp_path / CHECKPOINTS / "best.pt").write_bytes(b"half")
+    assert find_checkpoint(tmp_path)[1].step == 2000
+    assert "best.pt is damaged" in capsys.readouterr().err
 
 
 def test_an_episode_that_never_ends_is_cut_and_progress_is_told(

@@ -95,6 +95,8 @@ def test_a_minibatch_of_one_row_is_too_few_for_batch_norm(given: dict[str, int])
         rollout = ppo.collect()
         with pytest.raises(ValueError, match=r"a minibatch has 1 on each rank.* Lower --num-minibatches .*--num-envs"):
             ppo.learn(rollout)
+    with pytest.raises(ValueError, match=r"a minibatch has 1 on each rank"):  # also before ranks start
+        check_environment(replace(settings, policy=f"{__name__}:Normed"))
 
 
 def test_a_policy_acts_in_eval_mode_and_learns_in_train_mode_but_for_what_is_frozen():

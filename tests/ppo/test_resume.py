@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -67,9 +68,10 @@ def assert_same_end(run: Path, other: Path) -> None:
 
 
 def progress(settings: Settings) -> list[dict[str, str]]:
-    """progress.csv without what clocks say."""
+    """progress.csv without what clocks say, and what ranks use of the machine."""
     rows = csv.DictReader((Path(settings.runs_dir) / str(settings.run_name) / "progress.csv").open())
-    return [{name: value for name, value in row.items() if "second" not in name} for row in rows]
+    left_out = re.compile("second|rank[0-9]+/(cores|memory)")
+    return [{name: value for name, value in row.items() if not left_out.search(name)} for row in rows]
 
 
 def num_rows(settings: Settings) -> int:
@@ -155,7 +157,7 @@ def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch
         session = Session(FULL, environments, torch.device("cpu"), nothing, nothing, opened)
         session._ppo = ppo
         monkeypatch.setattr(session._checkpoints, "save", lambda checkpoint, _: gathered.append(checkpoint.learner))
-        session._save()
+        session._save(is_best=False)
     mine, learner = gathered
     of_part = [each for each in tree_leaves((mine, learner)) if isinstance(each, torch.Tensor)]
     assert len(of_part) > 2 * len(parts)

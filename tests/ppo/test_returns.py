@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from fastsync import Compression, attach
-from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, play
+from fastsync.ppo.evaluate import find_checkpoint, make_environment, restore_policy
+from fastsync.ppo.evaluation import play
 from fastsync.ppo.ppo import Settings, train
 from fastsync.ppo.settings import load_settings
 from tests.engine.test_convergence import COMPRESSIONS
@@ -35,12 +36,11 @@ def returns_of(folder: Path, settings: Settings, seeds: Sequence[int], compressi
     run_ranks(train_each, 2, runs, compression, timeout=1700)
     returns = []
     for seed in seeds:
-        checkpoint = find_checkpoint(folder / str(seed))
+        file, checkpoint = find_checkpoint(folder / str(seed), newest=True)
         assert checkpoint.world_size == 2
-        with make_environment(checkpoint, seed=0) as environment:
-            returns.append(
-                mean(each.episode_return for each in play(load_policy(checkpoint, environment), environment, 50))
-            )
+        with make_environment(checkpoint, file, seed=0) as environment:
+            policy = restore_policy(checkpoint, file, environment)
+            returns.append(mean(each.episode_return for each in play(policy, environment, 50)))
     return returns
 
 

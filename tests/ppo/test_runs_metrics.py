@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+import pytest
 import torch
 
 from fastsync.ppo.envs.interface import Episode
 from fastsync.ppo.exchange import Exchange
-from fastsync.ppo.runs.metrics import PhaseTimes, RankReport, ended_episodes, gather_reports, scalars_of
+from fastsync.ppo.runs.metrics import USAGES, PhaseTimes, RankReport, ended_episodes, gather_reports, scalars_of, spread
+from fastsync.ppo.runs.usage import Usage
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -67,3 +70,21 @@ def test_means_are_taken_over_ranks_that_know():
     reports = [RankReport(PhaseTimes(), metrics=metrics) for metrics in ranks]
     scalars = scalars_of(0, 0.0, 1.0, [], reports)
     assert [scalars[name] for name in "abc"] == [2.5, 0.5, 3.0]
+
+
+def test_the_spread_of_values():
+    figures = spread("x", [float(value) for value in range(100, -1, -1)])
+    assert figures == {
+        "x": 50.0, "x_std": pytest.approx(np.std(np.arange(101))), "x_min": 0.0, "x_p10": 10.0, "x_p50": 50.0,
+        "x_p90": 90.0, "x_max": 100.0,
+    }  # fmt: skip
+    assert spread("x", [3.0]) == {name: 0.0 if name == "x_std" else 3.0 for name in figures}
+    assert all(map(math.isnan, spread("x", []).values()))
+    assert spread("x", []).keys() == figures.keys()
+
+
+def test_what_ranks_use_is_among_the_metrics_where_it_is_known():
+    reports = [RankReport(PhaseTimes(), usage=usage) for usage in (Usage(cores=0.5, memory=1e9), Usage(gpu=0.25))]
+    scalars = scalars_of(0, 0.0, 1.0, [], reports)
+    used = {name: value for name, value in scalars.items() if name.rpartition("/")[2] in USAGES}
+    assert used == {"rank0/cores": 0.5, "rank0/memory": 1e9, "rank1/gpu": 0.25}

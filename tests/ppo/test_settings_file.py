@@ -30,7 +30,8 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
         vf_coef=1.0, max_grad_norm=float("inf"), target_kl=1e20, compression="fp16",
         device="cpu", precision="bf16", timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
         keep_checkpoints=1, resume="null", wandb_project="on", policy="c:D", log_info=("x", "y"), fused=False,
-        sync="diloco", sync_every=3,
+        sync="diloco", sync_every=3, bucket_cap_mb=0.5, env_kwargs={"a": [1, {"b": None}], "c": True, "d": "x y"},
+        quiet=True, eval_interval=9, eval_episodes=4, eval_env="d:e",
     )  # fmt: skip
     same = [
         field.name for field in fields(Settings) if getattr(settings, field.name) == getattr(Settings(), field.name)
@@ -46,6 +47,8 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
         ("num_envs: 1.5", "--num-envs: expected a whole number, such as 1000000, 1_000_000 or 1e6, got '1.5'"),
         ("total_steps: .inf", "--total-steps: expected a whole number, such as 1000000, 1_000_000 or 1e6, got 'inf'"),
         ("num_envs: 0", "num_envs=0 must be at least 1"),
+        ("bucket_cap_mb: 0", "bucket_cap_mb=0.0 must be a finite number greater than 0"),
+        ("env_kwargs: [1]", "--env-kwargs: expected a JSON object, such as '{\"continuous\": true}', got '1'"),
         ("- seed", "must hold lines such as 'total_steps: 100000', not a list"),
         ("seed: !!python/object/apply:os.getcwd []", "is not YAML: "),
     ],
@@ -69,6 +72,15 @@ def test_whole_numbers_are_as_people_write_them(tmp_path: Path, million: str):
     launch = parse(Launch, "test", words)
     assert launch.settings == Settings(**many)
     assert launch.nproc == 10
+
+
+def test_arguments_of_the_environment_are_json_on_the_command_line(capsys: pytest.CaptureFixture[str]):
+    words = ["--env-kwargs", '{"continuous": true, "gravity": -9.5}']
+    assert parse(Launch, "test", words).settings.env_kwargs == {"continuous": True, "gravity": -9.5}
+    with pytest.raises(SystemExit):
+        parse(Launch, "test", ["--env-kwargs", "continuous=True"])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "--env-kwargs: expected a JSON object, such as '{\"continuous\": true}', got 'continuous=True'" in said
 
 
 def test_a_large_whole_number_loses_nothing():

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastsync.ppo.learning_rate import LearningRate
-from fastsync.ppo.ppo import Settings
+from fastsync.ppo.ppo import LearningRate, Settings
 
 
 def optimizer() -> torch.optim.Optimizer:

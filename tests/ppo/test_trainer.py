@@ -126,7 +126,7 @@ def test_compression_halves_the_bytes(outcomes: Outcomes):
 
 
 def test_what_is_not_finite_is_not_learnt_from_for_long(tmp_path: Path):
-    settings = replace(TINY, env="tests.toy_envs:NanReward", runs_dir=str(tmp_path))
+    settings = replace(TINY, env="tests.toy_envs:HugeReward", runs_dir=str(tmp_path))
     message = r"policy_loss.* of rank 0 in update 1 are not finite: are there nan or inf in the environment's rewards"
     with pytest.raises(RankError, match=message):
         run_ranks(train_each, 2, {"nan": settings})
@@ -185,7 +185,7 @@ def test_a_truncated_episode_must_end_with_what_is_finite(tmp_path: Path):
 
 def test_a_training_in_fp16_ends_when_grad_scaler_has_no_scale_left(tmp_path: Path):
     settings = replace(
-        TINY, env="tests.toy_envs:NanReward", runs_dir=str(tmp_path), precision="fp16", total_steps=8_000
+        TINY, env="tests.toy_envs:HugeReward", runs_dir=str(tmp_path), precision="fp16", total_steps=8_000
     )
     with pytest.raises(RankError, match=r"of rank 0 in update \d+ are not finite"):
         run_ranks(train_each, 1, {"nan": settings})

@@ -11,11 +11,11 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from fastsync.ppo.batches import Batch, Shuffler, row_weights
+from fastsync.ppo.batches import Batch, Shuffler
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.fused import METRICS
 from fastsync.ppo.policies import Policy, make_policy
-from fastsync.ppo.ppo import PPO, Settings, minibatch_loss, ppo_loss
+from fastsync.ppo.ppo import PPO, Settings, minibatch_loss, ppo_loss, row_weights
 from tests.models import group_of_one
 
 SETTINGS = Settings(ent_coef=0.03, vf_coef=0.7, precision="fp64", hidden_sizes=(16, 16))

@@ -14,6 +14,7 @@ import pytest
 import fastsync
 from fastsync import cli
 from fastsync.launch.jobs import KINDS
+from tools import reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -82,6 +83,11 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", reference.PAGES, ids=name_of)
+def test_tables_of_options_are_those_of_the_sources(page: Path) -> None:
+    assert page.read_text() == reference.written(page.read_text()), "run: python -m tools.reference"
+
+
 def plain(text: str) -> str:
     """Without code blocks, and with a word for each piece of code and each link."""
     text = re.sub(r"^(```|:::).*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -137,7 +143,9 @@ def test_docstrings_are_plain(name: str) -> None:
     assert {place: found for place, text in docstrings(tree, "") if (found := faults(text))} == {}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train"], ["eval"], *(["launch", kind] for kind in KINDS)], ids=str)
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train"], ["eval"], ["plot"], *(["launch", kind] for kind in KINDS)], ids=str
+)
 def test_help_texts_are_plain(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

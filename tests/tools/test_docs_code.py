@@ -346,6 +346,7 @@ NOT_RUN = {
     "--nnodes": "needs several machines",
     "benchmarks ppo ": "takes minutes until all have learnt, and tests/benchmarks/test_ppo.py runs parts of it",
     "^(srun|sbatch|mpirun|mpiexec|kubectl|sky|py-spy) ": "needs a cluster; tests of launching have srun and mpirun",
+    "--video|--render": "needs a window, or a package that the tests may lack",
     "--launcher ray": "needs Ray, with which tests/ppo/test_launch_ray.py runs",
     "^fastsync (train|eval|launch [a-z]+)$|benchmarks( predict)?$": "is a name; its whole command is elsewhere",
     "^(make|pip|python3|tools/wheel.sh) |^python -m (tools|build|pytest)": "needs a network or hours, or is in .ci/run",

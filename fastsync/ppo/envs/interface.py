@@ -18,6 +18,9 @@ from .spaces import action_translator
 Array = NDArray[Any]
 Bools = NDArray[np.bool_]
 
+UNSEEN = 2**31
+"""Number of the first environment of evaluations. No training environment has it, so the episodes are new."""
+
 
 class Episode(NamedTuple):
     """A finished episode."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import random
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import gymnasium
+import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import FlattenObservation
 
 from ..._checks import did_you_mean
 from ...doctor import install_command
 from .atari import wrap_atari
+from .parts import MASK, PartsInARow, choices_of, has_parts
 from .spaces import suits
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
@@ -29,8 +33,10 @@ class EnvSource:
     """Makes single environments. It can be pickled."""
 
     name: str  # The user's name of the environment.
-    maker: Callable[[], Env] | None = None  # The user's own function, or None.
+    maker: Callable[..., Env] | None = None  # The user's own function, or None.
     spec: EnvSpec | None = None  # The registration in gymnasium, or None.
+    kwargs: dict[str, Any] = field(default_factory=dict)  # The user's arguments of the environment.
+    masks_in_info: bool = False  # Whether the environment says in ``info`` which actions are allowed.
 
     @property
     def is_atari(self) -> bool:
@@ -38,29 +44,71 @@ class EnvSource:
         return (
             self.spec is not None
             and str(self.spec.entry_point).startswith("ale_py")
-            and self.spec.kwargs.get("obs_type", "rgb") != "ram"
+            and (self.spec.kwargs | self.kwargs).get("obs_type", "rgb") != "ram"
         )
 
-    def make(self) -> Env:
+    def make(self, index: int = 0, render_mode: str | None = None) -> Env:
         """Makes an environment. Games get the wrappers of ``wrap_atari``. Observations that are neither vectors nor
         uint8 images, such as dictionaries and matrices, become vectors (``gymnasium.wrappers.FlattenObservation``).
+        Images in dictionaries and masks of actions remain images and masks in a row (``PartsInARow``).
+
+        Args:
+            index: number of the environment, for a user's function with an argument ``index``.
+            render_mode: gymnasium's. The user's own function gets it as an argument, unless it is None.
 
         Raises:
             ValueError: it cannot be made here.
         """
+        return self._wrapped(self._make(index, render_mode))
+
+    def explored(self, index: int = 0, render_mode: str | None = None) -> tuple[EnvSource, Env]:
+        """Returns this source, which then knows whether masks are in ``info``, and an environment. Arguments and errors
+        are those of ``make``.
+        """
+        env = self._make(index, render_mode)
+        source = replace(self, masks_in_info=_masks_in_info(env))
+        return source, source._wrapped(env)
+
+    def _make(self, index: int, render_mode: str | None) -> Env:
+        kwargs = self.kwargs if render_mode is None else self.kwargs | {"render_mode": render_mode}
         try:
             if self.spec is None:
                 assert self.maker is not None
-                env = self.maker()
+                takes_index = "index" in inspect.signature(self.maker).parameters
+                env = self.maker(**({"index": index} if takes_index else {}), **kwargs)
             elif self.is_atari:
-                return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1))
+                return wrap_atari(gymnasium.make(self.spec, disable_env_checker=True, frameskip=1, **kwargs))
             else:
-                env = gymnasium.make(self.spec, disable_env_checker=True)
+                env = gymnasium.make(self.spec, disable_env_checker=True, **kwargs)
         except Exception as error:  # any error of the user's function
-            raise cannot_be_made(self.name, error, needed_for=str(self.spec and self.spec.entry_point)) from error
+            needed_for = str(self.spec and self.spec.entry_point)
+            raise cannot_be_made(self.name, error, needed_for=needed_for, kwargs=self.kwargs) from error
         if not isinstance(env, gymnasium.Env):
             raise ValueError(f"env={self.name!r} returned {env!r}; the function must return a gymnasium.Env")
-        return env if suits(env.observation_space) else FlattenObservation(env)
+        return env
+
+    def _wrapped(self, env: Env) -> Env:
+        space = env.observation_space
+        if space.is_np_flattenable and (self.masks_in_info or has_parts(space)):
+            try:
+                return PartsInARow(env, masks_in_info=self.masks_in_info)
+            except ValueError as error:
+                raise ValueError(f"env={self.name!r}: {error}") from None
+        return env if suits(space) else FlattenObservation(env)
+
+
+def _masks_in_info(env: Env) -> bool:
+    """Returns whether ``reset`` says which actions are allowed. The generators that a process shares do not notice."""
+    if not choices_of(env.action_space):
+        return False
+    states = np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        return MASK in env.reset(seed=0)[1]
+    except Exception:  # any error of the user's environment, which the first real reset tells
+        return False
+    finally:
+        np.random.set_state(states[0])  # noqa: NPY002
+        random.setstate(states[1])
 
 
 def notes_on(name: str, env: Any) -> list[str]:
@@ -83,8 +131,12 @@ def notes_on(name: str, env: Any) -> list[str]:
     ]
 
 
-def find_env(name: str) -> EnvSource:
+def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
     """Finds a gymnasium id, "module:id" or "module:function".
+
+    Args:
+        name: the setting ``env``.
+        kwargs: the setting ``env_kwargs``, for every environment.
 
     Raises:
         ValueError: there is no such environment here.
@@ -96,7 +148,7 @@ def find_env(name: str) -> EnvSource:
         except Exception as error:  # any error of the user's module
             raise cannot_be_made(name, error) from error
         if callable(maker):
-            return EnvSource(name, maker=maker)
+            return EnvSource(name, maker=maker, kwargs=dict(kwargs or {}))
     if attribute.startswith("ALE/"):
         try:
             gymnasium.register_envs(importlib.import_module("ale_py"))
@@ -108,10 +160,27 @@ def find_env(name: str) -> EnvSource:
         if colon:
             hint = f"the module {module_name} has no function {attribute!r}, and after its import: {error}"
             raise ValueError(f"env={name!r} cannot be made: {hint}") from error
-        # gymnasium suggests names, too, but not if only the version is missing.
-        asks = "" if "did you mean" in str(error).lower() else did_you_mean(attribute, gymnasium.registry)
-        raise ValueError(f"{cannot_be_made(name, error)}{asks}") from error
-    return EnvSource(name, spec=replace(spec))
+        raise ValueError(f"env={name!r} cannot be made: {_why_unknown(name, error)}") from error
+    return EnvSource(name, spec=replace(spec), kwargs=dict(kwargs or {}))
+
+
+def _why_unknown(name: str, error: Exception) -> str:
+    """Returns what is wrong with the name of an environment that gymnasium does not have, and what to write."""
+    if isinstance(error, gymnasium.error.VersionNotFound | gymnasium.error.DeprecatedEnv):
+        return f"{error}{did_you_mean(name, _usual_ids())}"
+    is_file = name.endswith(".py")
+    module, _, attribute = name.removesuffix(".py").strip("./").replace("/", ".").rpartition(".")
+    own = f"{module}.{attribute}".strip(".") + ":NAME" if is_file else f"{module or 'MODULE'}:{attribute}"
+    asks = did_you_mean(name, _usual_ids(), cutoff=0.75)
+    return (
+        f"gymnasium has no environment of this name{asks or '.'} For an environment of your own write module:name, "
+        f"such as {own}, and run where Python finds the module"
+    )
+
+
+def _usual_ids() -> list[str]:
+    """Returns the ids of gymnasium's registry without those for JAX and tables, which have the others' names."""
+    return [name for name in gymnasium.registry if not name.startswith(("phys2d/", "tabular/"))]
 
 
 def import_from(setting: str, name: str) -> Any:
@@ -136,10 +205,13 @@ def _import(module_name: str) -> Any:
     return importlib.import_module(module_name)
 
 
-def cannot_be_made(name: str, error: Exception, needed_for: str = "") -> ValueError:
+def cannot_be_made(
+    name: str, error: Exception, needed_for: str = "", kwargs: Mapping[str, Any] | None = None
+) -> ValueError:
     """Returns the error for an environment that cannot be made, and what to install if that is the reason."""
     kind = "" if isinstance(error, (ImportError, gymnasium.error.Error)) else f"{type(error).__name__}: "
-    message = f"env={name!r} cannot be made: {kind}{error}"
+    given = f" with env_kwargs={kwargs}" if kwargs else ""
+    message = f"env={name!r}{given} cannot be made: {kind}{error}"
     missing = isinstance(error, (ImportError, gymnasium.error.DependencyNotInstalled))
     extra = next((extra for part, extra in EXTRAS.items() if part in f"{needed_for} {error}".lower()), None)
     if missing and extra:

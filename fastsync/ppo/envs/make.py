@@ -17,7 +17,8 @@ from ...launch.signals import STOP_SIGNALS
 from ..settings import RunSettings
 from .interface import Environments, seed_from, seed_globals
 from .lookup import EnvSource, cannot_be_made, find_env, notes_on
-from .spaces import check_spaces, suits
+from .parts import MASK, has_parts
+from .spaces import check_spaces, notes_on_actions, suits
 from .vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments
 
 
@@ -40,7 +41,7 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
     """
     first = rank * settings.num_envs
     seed_globals(settings.seed, first, restart)
-    source = find_env(settings.env)
+    source = find_env(settings.env, settings.env_kwargs)
     kind = settings.vectorization
     if kind == "auto":
         # gymnasium registers a vectorised implementation of Atari games, which cannot be trained on; see below.
@@ -49,12 +50,14 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
     if kind == "vector_entry_point":
         seed = seed_from(settings.seed, first, restart)
         own_vector = _make_own_vector(settings, source)
-        notes = notes_on(settings.env, own_vector)
+        spaces = own_vector.single_observation_space, own_vector.single_action_space
+        notes = notes_on(settings.env, own_vector) + notes_on_actions(settings, *spaces)
         return VectorizedEnvironments(own_vector, seed=seed, first_index=first, notes=notes)
-    specimen = source.make()
+    source, specimen = source.explored(first)
     specimen.close()
-    notes = notes_on(settings.env, specimen)
     check_spaces(settings, specimen.observation_space, specimen.action_space)
+    notes = notes_on(settings.env, specimen)
+    notes += notes_on_actions(settings, specimen.observation_space, specimen.action_space)
     makers = [
         partial(_make_recorder, source, settings.seed, index, restart, os.getpid())
         for index in range(first, first + settings.num_envs)
@@ -84,7 +87,7 @@ def _make_recorder(
         for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         seed_globals(seed, index, first_episode)
-    return EpisodeRecorder(source.make(), seed=seed, index=index, first_episode=first_episode)
+    return EpisodeRecorder(source.make(index), seed=seed, index=index, first_episode=first_episode)
 
 
 def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any, Any, Any]:
@@ -96,10 +99,14 @@ def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any,
         raise ValueError(f"{refused} has no vectorised implementation of its own; {others}")
     try:
         vector: VectorEnv[Any, Any, Any] = gymnasium.make_vec(
-            source.spec, settings.num_envs, vectorization_mode="vector_entry_point"
+            source.spec, settings.num_envs, vectorization_mode="vector_entry_point", **source.kwargs
         )
-    except (gymnasium.error.Error, ImportError) as error:
-        raise cannot_be_made(settings.env, error, needed_for=str(source.spec.vector_entry_point)) from error
+    except (gymnasium.error.Error, ImportError, TypeError) as error:
+        needed_for = str(source.spec.vector_entry_point)
+        raise cannot_be_made(settings.env, error, needed_for=needed_for, kwargs=source.kwargs) from error
+    if has_parts(vector.single_observation_space) or MASK in vector.reset(seed=0)[1]:
+        vector.close()
+        raise ValueError(f"{refused} has images in a dictionary or a mask of actions; {others}")
     if not suits(vector.single_observation_space):
         vector = FlattenObservation(vector)
     try:

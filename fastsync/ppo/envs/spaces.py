@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..settings import RunSettings
 
 Array = NDArray[Any]
 
+FAR = 10.0
+"""How many standard deviations of the first actions the bounds may be away, and how many times narrower."""
 LEAST_IMAGE_SIZE = 36  # height and width that the convolutions need
 
 
@@ -43,7 +46,8 @@ def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space
             f"{refused} images of shape {observations.shape}; the shape is (C, H, W), and H and W must be at least "
             f"{LEAST_IMAGE_SIZE}: {wrapped}, such as TransformObservation or ResizeObservation"
         )
-    if is_image and settings.norm_observations:
+    parts = getattr(observations, "parts", None)
+    if settings.norm_observations and (is_image or (parts is not None and not parts.num_numbers)):
         raise ValueError(
             f"norm_observations=True is for vectors, but {refused} images, which are divided by 255 in any case; "
             f"set norm_observations=False"
@@ -57,6 +61,32 @@ def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space
             f"{refused} actions {actions}; Discrete, MultiDiscrete of one dimension, and a Box of one dimension and "
             f"real numbers are supported: {wrapped}, such as TransformAction"
         )
+
+
+def notes_on_actions(settings: RunSettings, observations: Space[Any], actions: Space[Any]) -> list[str]:
+    """Returns a sentence for the user if a mask forbids actions, or if a policy that begins with actions about 0 hardly
+    suits the bounds.
+    """
+    parts = getattr(observations, "parts", None)
+    if parts is not None and parts.mask_size:
+        return [f"env={settings.env!r} has an action_mask: the policy takes only actions that it allows"]
+    if not isinstance(actions, spaces.Box):
+        return []
+    deviation = math.exp(settings.log_std_init)
+    low, high = actions.low.astype(np.float64) / deviation, actions.high.astype(np.float64) / deviation
+    is_bounded = np.isfinite(low) & np.isfinite(high)
+    reach = np.maximum(abs(low), abs(high))
+    is_far = is_bounded & ((reach > FAR) | (high - low < 2 / FAR) | (low > 2) | (high < -2))
+    if not is_far.any():
+        return []
+    (at, *_), count = is_far.nonzero()[0], is_far.sum()
+    others = f", and {count - 1} more like it," if count > 1 else ","
+    return [
+        f"warning: env={settings.env!r} takes actions in [{actions.low[at]:g}, {actions.high[at]:g}] (number {at})"
+        f"{others} but the policy begins with mean 0 and standard deviation {deviation:g}, and its actions are only "
+        "clipped. Wrap the environment in gymnasium.wrappers.RescaleAction(env, -1, 1), and give it as "
+        "'module:function'"
+    ]
 
 
 def action_translator(space: Space[Any]) -> Callable[[Array], Array]:

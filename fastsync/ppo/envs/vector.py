@@ -7,6 +7,7 @@ That is exact if an episode depends only on its seed and its actions. A trial ch
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from typing import Any
@@ -16,7 +17,8 @@ import numpy as np
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
-from .interface import Array, Environments, same_values, seed_from
+from .interface import UNSEEN, Array, Environments, same_values, seed_from
+from .parts import allowed_sample
 
 MAX_ACTIONS = 100_000
 """Largest number of actions of an episode that can be restored. An Atari game has up to 27,000."""
@@ -41,6 +43,10 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         seed: the run's seed.
         index: number of the environment, among those of all ranks.
         first_episode: k of the first episode.
+
+    Raises:
+        RuntimeError: in ``reset`` and ``step``, if the environment raises an error or returns what gymnasium's
+            interface does not allow. The message names environment, episode and step.
     """
 
     restore_from: dict[str, Any]
@@ -50,6 +56,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._stream = (seed, index)
         self._may_go_on = env.has_wrapper_attr("resets_go_on")
         self._episode = first_episode - 1
+        self._num_steps = 0
+        self._shape: Any = env.observation_space.shape
+        self._dtype: Any = env.observation_space.dtype
         self._actions: list[Any] = []
         self._resets: list[int] = []
         self._ended = (False, False)
@@ -62,10 +71,15 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begins the next episode with its own seed, and ignores ``seed``."""
         self._ended, self._repeated_observation = (False, False), None
-        if self._may_go_on and self.env.get_wrapper_attr("resets_go_on"):
+        goes_on = self._may_go_on and self.env.get_wrapper_attr("resets_go_on")
+        if goes_on:
             self._resets.append(len(self._actions))
-            return self.env.reset(options=options)
-        return self._begin(self._episode + 1, options)
+        try:
+            observation, info = self.env.reset(options=options) if goes_on else self._begin(self._episode + 1, options)
+            self._check_observation(observation)
+        except Exception as error:  # any error of the user's environment
+            raise self._named("reset()", error) from error
+        return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self._repeated_observation is not None:
@@ -74,8 +88,14 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         if len(self._actions) <= MAX_ACTIONS:
             # The action is a row of an array that the caller may overwrite.
             self._actions.append(action.copy() if isinstance(action, np.ndarray) else action)
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        self._ended = (bool(terminated), bool(truncated))
+        self._num_steps += 1
+        try:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            self._check_observation(observation)
+            _check_reward(reward)
+            self._ended = (bool(terminated), bool(truncated))
+        except Exception as error:  # any error of the user's environment
+            raise self._named(f"step {self._num_steps}", error) from error
         return observation, reward, terminated, truncated, info
 
     @property
@@ -100,7 +120,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
                 return False
             if number < len(actions):
                 observation, _, *ended, _ = self.env.step(actions[number])
-        self._actions, self._resets = actions, resets
+        self._actions, self._resets, self._num_steps = actions, resets, len(actions)
         self._ended = (bool(ended[0]), bool(ended[1]))
         self._repeated_observation = observation
         return True
@@ -109,16 +129,42 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Plays the trial episode, always with the same seed and actions. Returns all results of its steps."""
         space = copy.deepcopy(self.env.action_space)  # the environment may use the generator of its own space
         space.seed(0)
-        results: list[Any] = [self._begin(self.restore_from["episode"])[0]]
+        observation, _ = self._begin(self.restore_from["episode"])
+        results: list[Any] = [observation]
         ended: list[Any] = [False]
         while not any(ended) and len(results) < TRIAL_STEPS:
-            observation, reward, *ended, _ = self.env.step(space.sample())
+            observation, reward, *ended, _ = self.env.step(allowed_sample(space, self.observation_space, observation))
             results.append(np.array([*np.ravel(observation), reward, *ended], np.float64))
         return results
 
     def _begin(self, episode: int, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._episode, self._actions, self._resets = episode, [], []
+        self._episode, self._actions, self._resets, self._num_steps = episode, [], [], 0
         return self.env.reset(seed=seed_from(*self._stream, episode), options=options)
+
+    def _check_observation(self, observation: Any) -> None:
+        if getattr(observation, "shape", None) == self._shape and observation.dtype == self._dtype:
+            return  # the usual case; it comes at every step
+        found = np.asarray(observation)
+        if found.shape != self._shape:
+            raise ValueError(f"the observation has the shape {found.shape}; observation_space has {self._shape}")
+        if not np.can_cast(found.dtype, self._dtype, "same_kind"):
+            raise ValueError(f"the observation has the dtype {found.dtype}; observation_space has {self._dtype}")
+
+    def _named(self, call: str, error: Exception) -> RuntimeError:
+        """Returns the error that says where another one was raised."""
+        name, (_, index) = type(self.unwrapped).__name__, self._stream
+        which = f"environment {index}" if index < UNSEEN else f"environment {index - UNSEEN} of the evaluation"
+        where = f"{which} ({name}) failed in {call} of episode {self._episode}"
+        return RuntimeError(f"{where}: {type(error).__name__}: {error}")
+
+
+def _check_reward(reward: Any) -> None:
+    try:
+        is_finite = math.isfinite(reward)
+    except TypeError:
+        raise ValueError(f"the reward is {reward!r}; it must be a number") from None
+    if not is_finite:
+        raise ValueError(f"the reward is {reward}; it must be finite")
 
 
 class RecordedEnvironments(Environments):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
 import zipfile
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
@@ -14,6 +15,9 @@ import torch
 
 from ...files import write_whole
 from ..settings import Kind
+
+BEST = "best.pt"
+"""The name of the best checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,9 @@ class Checkpoint:
     learner: dict[str, Any]  # State that all ranks share: policy, optimizer, gradient synchronisation, random numbers.
     environments: list[Any]  # State of each rank, in rank order.
     window: list[Any]  # The last 100 episodes.
-    best_return: float = -math.inf  # Mean return of the best checkpoint so far, this one included.
+    best_return: float = -math.inf
+    """Mean return of the best checkpoint so far, this one included: of its newest evaluation, if the run has any, and
+    else of the last episodes of the training."""
 
     def settings_as(self, kind: type[Kind]) -> Kind:
         """Returns the settings as a ``kind``. It leaves out those that ``kind`` lacks, such as those of a script's
@@ -84,7 +90,7 @@ class CheckpointFolder:
             for unfinished in self.folder.glob("*.tmp"):  # left by a crash
                 unfinished.unlink()
             if is_best:
-                write_whole(self.folder / "best.pt", content)
+                write_whole(self.folder / BEST, content)
             write_whole(path, content)
         except OSError as error:
             what = f"{error.strerror}: the checkpoint of step {checkpoint.step} is not saved, earlier ones are"
@@ -113,8 +119,27 @@ class CheckpointFolder:
             raise RuntimeError(f"none of the {len(paths)} checkpoints in {self.folder} can be read; see the warnings")
         return None
 
+    def best(self, warn: Callable[[str], None] = lambda text: None) -> tuple[Path, Checkpoint] | None:
+        """Returns the best checkpoint; None if there is none, or if it is damaged, which ``warn`` is called with."""
+        path = self.folder / BEST
+        if not path.exists():
+            return None
+        try:
+            return path, load_checkpoint(path)
+        except RuntimeError as error:
+            warn(str(error))
+        return None
+
     def _by_step(self) -> list[Path]:
         return sorted(self.folder.glob("step-*.pt"), key=lambda path: int(path.stem.removeprefix("step-")))
+
+
+def is_checkpoint_file(path: Path) -> bool:
+    """Tells whether a file may be a checkpoint, even a damaged one: by its name, or by its first bytes."""
+    if path.name == BEST or (path.name.startswith("step-") and path.suffix == ".pt"):
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"  # as zip files begin
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -131,8 +156,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if damaged := zipfile.ZipFile(io.BytesIO(content)).testzip():
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
         values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # the file is whole, and it holds other classes
+        raise RuntimeError(f"{path} is not a checkpoint of fastsync: it holds objects, and not only data") from error
     except Exception as error:  # damage can lead to any
         raise RuntimeError(f"the checkpoint {path} is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise RuntimeError(f"{path} is not a checkpoint of fastsync: it holds a {type(values).__name__}")
     if missing := {field.name for field in fields(Checkpoint) if field.default is MISSING} - set(values):
         missed = ", ".join(sorted(missing))
         raise RuntimeError(f"{path} is not a checkpoint of this version of fastsync: it has no {missed}")

@@ -1,68 +1,117 @@
-"""The console: progress about twenty times during a run, and a table at its end."""
+"""The console: a live panel in a terminal, lines elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
 import math
+import shlex
+import sys
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from ..._checks import format_bytes
+from .figures import duration, format_share, labelled_metrics, packed
 from .metrics import PHASES, TrainResult, mean
+from .panel import RunPanel
 
-NUM_TIMES = 20
-WIDTH = 100  # columns of a line of progress
-LABELS = {
-    "learning/policy_loss": "policy loss", "learning/value_loss": "value loss", "learning/approx_kl": "KL",
-    "learning/entropy": "entropy",
-}  # fmt: skip
-IN_LOGS_ONLY = {f"learning/{name}" for name in ("clip_fraction", "grad_norm", "optimizer_steps", "learning_rate")}
+LINES = 20
+"""Number of lines of progress in a run, if it is short."""
+LINE_SECONDS = 30.0
+"""The most seconds between two lines of progress, unless an update takes longer."""
+
+HINTS = {"eval": "plays episodes with the policy", "plot": "draws the learning curve"}
 
 
 class RunConsole:
-    """Prints the progress of a run, for every twentieth of it. Steps are those of all ranks."""
+    """Prints the progress of a run. Steps are those of all ranks.
 
-    def __init__(self, title: str, total_steps: int, first_step: int, world_size: int) -> None:
-        self._console = Console()
-        self._title, self._total_steps = title, total_steps
-        self._next_line = first_step
-        self._world_size = world_size
+    In a terminal it draws a panel. Elsewhere, and in a terminal that cannot move its cursor, it prints a line for every
+    twentieth of the run, and every 30 seconds.
+
+    Args:
+        title: what trains.
+        total_steps: steps of the run.
+        first_step: steps that are done already.
+        world_size: number of ranks.
+        quiet: print warnings only.
+    """
+
+    def __init__(
+        self, title: str, total_steps: int, first_step: int, world_size: int, *, quiet: bool = False
+    ) -> None:  # fmt: skip
+        self._console = _Terminal()
+        self._title, self._total_steps, self._world_size, self._quiet = title, total_steps, world_size, quiet
+        self._next_step, self._next_time = first_step, -math.inf
         self._seconds = defaultdict[str, float](float)  # sums over the updates, by the names in the logs
+        self._last: tuple[int, Mapping[str, float]] | None = None  # the last update
+        self._evaluations: list[str] = []  # the newest and the best, in words
+        self._panel: RunPanel | None = None
+        if not quiet and has_panel(self._console):
+            self._panel = RunPanel(self._console, title, total_steps, world_size)
 
     def say(self, text: str) -> None:
         """Prints a sentence."""
+        if not self._quiet:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Prints a sentence, even if the console is quiet."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds the metrics of an update, and prints the progress if that is due. Times are printed as shares since the
-        start.
+        """Adds the metrics of an update. It draws the panel, or prints a line, if that is due. Times are printed as
+        shares since the start.
 
         Metrics of the user's own loss, and those of --log-info, come last, under their own names.
         """
         for name, value in scalars.items():
             if name.endswith("_seconds"):
                 self._seconds[name] += value
-        if step < self._next_line:
+        self._last = step, scalars
+        if self._panel is not None:
+            self._panel.update(step, scalars, self._seconds, self._evaluations)
             return
-        self._next_line = step + self._total_steps // NUM_TIMES
-        own = [name for name in scalars if name.startswith(("learning/", "info/")) and name not in IN_LOGS_ONLY]
-        labels = LABELS | {name: name.split("/", 1)[1] for name in own if name not in LABELS}
-        figures = (f"{label} {scalars.get(name, math.nan):.2g}" for name, label in labels.items())
+        now = time.monotonic()
+        if self._quiet or (step < self._next_step and now < self._next_time):
+            return
+        self._next_step, self._next_time = step + self._total_steps // LINES, now + LINE_SECONDS
+        self.say(self._line(step, scalars))
+
+    def evaluated(self, step: int, scalars: Mapping[str, float], best: float) -> None:
+        """Tells the result of an evaluation, and the mean return of the best one so far."""
+        mean_return, std = scalars["evaluation/return"], scalars["evaluation/return_std"]
+        told = f"{mean_return:.1f} ± {std:.1f} at step {step:,}"
+        self._evaluations = [told, "the best" if mean_return >= best else f"best {best:.1f}"]
+        if self._panel is None:
+            self.say(f"  evaluation {told}, {self._evaluations[1]}")
+
+    def _line(self, step: int, scalars: Mapping[str, float]) -> str:
+        figures = (f"{label} {value:.2g}" for label, value in labelled_metrics(scalars))
         phases = zip(("env", "policy", "learn", "comm"), PHASES, strict=False)
         shares = [f"{label} {self._share(phase, digits=0)}" for label, phase in phases if self._is_shown(phase)]
         returned = "-" if math.isnan(scalars["episodes/return"]) else f"{scalars['episodes/return']:.1f}"
         speed = scalars["speed/steps_per_second"]
-        left = max(0, self._total_steps - step) / speed if speed > 0 else math.inf
+        left = duration(max(0, self._total_steps - step) / speed if speed > 0 else math.inf)
         sent = [f"sent {format_bytes(scalars['speed/wire_bytes'])}/update"] if self._world_size > 1 else []
-        first = [f"step {step:>9,} of {self._total_steps:,}", f"return {returned:>6}", f"{speed:,.0f} steps/s"]
-        lines = _packed([*first, *sent, f"ETA {_duration(left)}"]) + _packed([*figures, " ".join(shares)], "  ")
-        self.say("\n".join(lines))
+        total = f"{self._total_steps:,}"
+        first = [
+            f"step {step:>{len(total)},} of {total}",
+            f"return {returned:>6}",
+            f"{speed:,.0f} steps/s",
+            f"ETA {left}",
+        ]
+        width = self._console.width
+        return "\n".join(packed(first, width) + packed([*figures, " ".join(shares), *sent], width, "  "))
 
     def finish(self, result: TrainResult, speed: float) -> None:
         """Prints the table of a run that ended; ``speed`` in steps per second since it began or resumed."""
+        self._stop_panel()
+        if self._quiet:
+            return
         table = Table(title=self._title, title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(justify="right", overflow="fold")
@@ -71,6 +120,8 @@ class RunConsole:
             table.add_row("stopped early by", result.stopped_by)
         last_return = f"{mean(result.returns):.1f}, mean of the last {episodes} episodes"
         table.add_row("return", last_return if episodes else "no episode ended")
+        if self._evaluations:
+            table.add_row("evaluation", ", ".join(self._evaluations))
         table.add_row("environment steps", f"{result.step:,} in {result.seconds:.1f} s")
         table.add_row("steps per second", f"{speed:,.0f}")
         for phase in filter(self._is_shown, PHASES):
@@ -87,7 +138,21 @@ class RunConsole:
             table.add_row("bytes on the wire, per rank", format_bytes(result.sync.wire_bytes))
         self._console.print(table)
 
+    def close(self) -> None:
+        """Removes the panel, if the run has not finished. What it showed last stays as a line."""
+        if self._stop_panel() and self._last is not None:
+            self.say(self._line(*self._last))
+
+    def _stop_panel(self) -> bool:
+        """Returns whether there was a panel."""
+        panel, self._panel = self._panel, None
+        if panel is not None:
+            panel.stop()
+        return panel is not None
+
     def _is_shown(self, phase: str) -> bool:
+        if phase == "evaluation":
+            return bool(self._evaluations)
         return phase != "communication" or self._world_size > 1
 
     def _seconds_of_ranks(self, phase: str) -> list[float]:
@@ -100,25 +165,22 @@ class RunConsole:
         return format_share(mean(self._seconds_of_ranks(phase)), self._total(), digits)
 
 
-def _packed(parts: Sequence[str], indent: str = "") -> list[str]:
-    """Puts parts into lines of at most ``WIDTH`` columns, unless a part alone is longer."""
-    lines: list[str] = []
-    for part in parts:
-        joined = f"{lines[-1]}  {part}" if lines else ""
-        if lines and len(joined) <= WIDTH:
-            lines[-1] = joined
-        else:
-            lines.append(f"{indent}{part}")
-    return lines
+def hints(folder: Path) -> list[str]:
+    """Returns commands for what comes after a run, if the trainer's own command has started it, and not a script."""
+    command = Path(sys.argv[0])
+    if command.name != "fastsync" and command.parts[-2:] != ("fastsync", "train.py"):
+        return []
+    # As it was typed, in case that it is in an environment that is not activated.
+    typed = "fastsync" if command.is_absolute() else sys.argv[0]
+    return [f"  {shlex.join([typed, verb, str(folder)])} {does}" for verb, does in HINTS.items()]
 
 
-def format_share(part: float, whole: float, digits: int = 1) -> str:
-    """Formats a share such as "12.5%"; a dash if it was not measured."""
-    return "-" if math.isnan(part) or not whole > 0 else f"{part / whole:.{digits}%}"
+class _Terminal(Console):
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leaves the cursor as it is. A rank that is killed could not show it again."""
+        return False
 
 
-def _duration(seconds: float) -> str:
-    """Formats seconds such as "42 s" or "1:02:03"."""
-    if math.isinf(seconds):
-        return "-"
-    return f"{seconds:.0f} s" if round(seconds) < 60 else str(timedelta(seconds=round(seconds)))
+def has_panel(console: Console | None = None) -> bool:
+    """Tells whether standard output is a terminal in which a panel can be drawn."""
+    return sys.stdout.isatty() and not (console or Console()).is_dumb_terminal

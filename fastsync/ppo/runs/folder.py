@@ -15,15 +15,15 @@ from filelock import FileLock, Timeout
 
 from ...files import write_whole
 from ..settings import RunSettings, dump_settings
-from .checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
+from .checkpoints import Checkpoint, CheckpointFolder, is_checkpoint_file, load_checkpoint
 
 CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.yaml"
 
 # Settings that must not change: otherwise the saved state does not fit the policy, observations, or averages.
-_FIXED = ("env", "policy", "network", "hidden_sizes", "activation", "norm_observations", "sync")
-# Settings that say where a run is stored. No note tells that they differ.
-_UNMENTIONED = ("resume", "run_name", "runs_dir")
+_FIXED = ("env", "env_kwargs", "policy", "network", "hidden_sizes", "activation", "norm_observations", "sync")
+# Settings that say where a run is stored, and whether it prints. No note tells that they differ.
+_UNMENTIONED = ("resume", "run_name", "runs_dir", "quiet")
 
 Opened = tuple[Path, Checkpoint | None, list[str]]
 """The run's folder, the checkpoint to resume from, and sentences to print."""
@@ -79,7 +79,7 @@ def _find(settings: RunSettings, world_size: int, stack: ExitStack) -> Opened:
     """Finds what ``open_run`` opens. It writes nothing, and locks an existing folder."""
     goes_on = settings.resume == "auto"
     source = None if goes_on or settings.resume is None else Path(settings.resume)
-    if source and not source.is_file():
+    if source and not (source.is_file() and is_checkpoint_file(source)):
         how = "to resume a run, use its settings.yaml as config, and resume='auto'"
         raise ValueError(f"resume={settings.resume!r} is neither 'auto' nor a checkpoint; {how}")
     name = settings.run_name or default_run_name(settings, None if goes_on else time.time())

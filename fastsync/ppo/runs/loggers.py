@@ -15,6 +15,9 @@ from ...doctor import install_command
 from ...files import write_whole
 from ..settings import RunSettings
 
+PROGRESS = "progress.csv"
+"""The name of the CSV file in a run's folder."""
+
 
 def open_loggers(
     folder: Path, settings: RunSettings, resumed_step: int
@@ -24,7 +27,7 @@ def open_loggers(
     ``log`` takes the number of environment steps and the metrics. NaN means that a metric is not known.
     """
     loggers: list[CsvLog | TensorBoardLog | WandbLog] = [
-        CsvLog(folder / "progress.csv", resumed_step),
+        CsvLog(folder / PROGRESS, resumed_step),
         TensorBoardLog(folder, settings.as_dict(), resumed_step),
     ]
     if settings.wandb_project is not None:

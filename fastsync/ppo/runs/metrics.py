@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, islice
+from operator import attrgetter
 from zlib import crc32
 
 import numpy as np
@@ -13,9 +14,11 @@ import numpy as np
 from ...stats import SyncStats
 from ..envs.interface import Episode, Step
 from ..exchange import Exchange
+from .usage import NO_USAGE, Usage
 
 WINDOW = 100
-"""Number of last episodes that returns and lengths are means of."""
+"""Number of last episodes that statistics of returns and lengths are of."""
+PERCENTILES = (10, 50, 90)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,13 @@ class PhaseTimes:
     """Waiting for collectives: for the network, and for slower ranks. Collectives of gradients count only as far as
     backward does not hide them. It is 0 on one rank."""
     reporting: float = 0.0  # Console, logs and checkpoints, since the previous update.
+    evaluation: float = 0.0  # Episodes for --eval-interval, since the previous update.
 
 
 PHASES = tuple(phase.name for phase in fields(PhaseTimes))
 """Names of the phases, in order."""
+USAGES = tuple(usage.name for usage in fields(Usage))
+_numbers_of_times, _numbers_of_usage = attrgetter(*PHASES), attrgetter(*USAGES)  # faster than dataclasses.astuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +53,13 @@ class RankReport:
     """Metrics of the update. All ranks must report the same names in the same order."""
     stop_requested: bool = False  # Whether this rank was asked to stop.
     checkpoint_due: bool = False  # Whether it is time for a checkpoint.
+    usage: Usage = NO_USAGE  # What this rank uses of its machine.
 
     def numbers(self) -> list[float]:
         """Returns the report as numbers, for ``from_numbers``. The first one is a hash of the metrics' names."""
         own = [self.gradients_seconds, self.wire_bytes, self.stop_requested, self.checkpoint_due]
-        return [_hash_of(self.metrics), *astuple(self.times), *own, *self.metrics.values(), *chain(*self.episodes)]
+        fixed = [_hash_of(self.metrics), *_numbers_of_times(self.times), *own, *_numbers_of_usage(self.usage)]
+        return [*fixed, *self.metrics.values(), *chain(*self.episodes)]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float], names: Collection[str]) -> RankReport:
@@ -59,12 +67,13 @@ class RankReport:
         rest = iter(numbers[1:])
         times = PhaseTimes(*islice(rest, len(PHASES)))
         gradients_seconds, wire_bytes, stop_requested, checkpoint_due = islice(rest, 4)
+        usage = Usage(*islice(rest, len(USAGES)))
         metrics = dict(zip(names, islice(rest, len(names)), strict=True))
         columns = list(rest)
         environments, lengths, rows = (map(int, columns[index :: len(Episode._fields)]) for index in (0, 2, 3))
         episodes = list(map(Episode, environments, columns[1 :: len(Episode._fields)], lengths, rows))
         return cls(
-            times, gradients_seconds, wire_bytes, episodes, metrics, bool(stop_requested), bool(checkpoint_due)
+            times, gradients_seconds, wire_bytes, episodes, metrics, bool(stop_requested), bool(checkpoint_due), usage
         )  # fmt: skip
 
 
@@ -115,6 +124,21 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Returns mean, standard deviation, extremes and percentiles of values; NaN of no values.
+
+    The names are ``name`` for the mean, then ``name_std``, ``name_min``, ``name_p10``, ``name_p50``, ``name_p90`` and
+    ``name_max``. A percentile is one of the values, the one nearest in rank.
+    """
+    names = ("_std", "_min", *(f"_p{percent}" for percent in PERCENTILES), "_max")
+    figures = [math.nan] * len(names)
+    if values:
+        ordered, differences = sorted(values), np.array(values) - mean(values)
+        ranks = [0, *(round(percent / 100 * (len(values) - 1)) for percent in PERCENTILES), -1]
+        figures = [math.sqrt(differences @ differences / len(values)), *(ordered[rank] for rank in ranks)]
+    return {name: mean(values)} | {f"{name}{each}": figure for each, figure in zip(names, figures, strict=True)}
+
+
 def ended_episodes(reports: Sequence[RankReport]) -> list[Episode]:
     """Returns the episodes that ended in a rollout of all ranks, in the order of rows, then of environments.
 
@@ -147,8 +171,8 @@ def scalars_of(
     scalars = {
         "seconds": seconds,
         "update": update,
-        "episodes/return": mean(returns_of(episodes)),
-        "episodes/length": mean([episode.length for episode in episodes]),
+        **spread("episodes/return", returns_of(episodes)),
+        **spread("episodes/length", [episode.length for episode in episodes]),
         "speed/steps_per_second": speed,
         "speed/wire_bytes": mean([report.wire_bytes for report in reports]),
     }
@@ -160,4 +184,6 @@ def scalars_of(
         scalars |= {f"rank{rank}/{phase}_seconds": getattr(report.times, phase) for phase in PHASES}
         scalars[f"rank{rank}/gradients_seconds"] = report.gradients_seconds
         scalars[f"rank{rank}/waiting_seconds"] = report.times.communication - shortest_wait
+        usage = zip(USAGES, _numbers_of_usage(report.usage), strict=True)
+        scalars |= {f"rank{rank}/{name}": value for name, value in usage if not math.isnan(value)}
     return scalars

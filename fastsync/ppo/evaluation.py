@@ -1,0 +1,190 @@
+"""Plays episodes with a policy, by its likeliest actions: on the way of a training, and for ``fastsync eval``."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from .envs.interface import UNSEEN, Environments, Episode, seed_globals
+from .envs.lookup import Env, find_env, notes_on
+from .envs.vector import EpisodeRecorder, RecordedEnvironments
+from .exchange import Exchange
+from .policies import Policy, in_eval_mode
+from .settings import RunSettings
+
+MAX_STEPS = 100_000
+"""Steps after which an episode is cut that has not ended."""
+
+PROGRESS_SECONDS = 10.0
+"""The seconds between messages about the progress."""
+
+
+def make_players(
+    env: str, kwargs: Mapping[str, Any] | None = None, *, seed: int, indices: Sequence[int] = (UNSEEN,),
+    wrap: Callable[[Env], Env] = lambda made: made, render_mode: str | None = None,
+) -> Environments:  # fmt: skip
+    """Makes environments to play in, like those of the training.
+
+    Args:
+        env: as in the settings.
+        kwargs: arguments of the environment, env_kwargs of the settings.
+        seed: seeds the episodes, together with the number of the environment.
+        indices: numbers of the environments. A user's function with an argument ``index`` gets them less ``UNSEEN``.
+        wrap: wraps each environment.
+        render_mode: gymnasium's.
+
+    Raises:
+        ValueError: the environment cannot be made here.
+    """
+    seed_globals(seed, indices[0])
+    first, *others = (index - UNSEEN for index in indices)
+    source, made_first = find_env(env, kwargs).explored(first, render_mode)
+    made = [wrap(each) for each in (made_first, *(source.make(index, render_mode) for index in others))]
+    makers: list[Callable[[], gymnasium.Env[Any, Any]]] = [
+        partial(EpisodeRecorder, each, seed=seed, index=index) for each, index in zip(made, indices, strict=True)
+    ]
+    vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+    notes = notes_on(source.name, made[0])
+    return RecordedEnvironments(vector, first_index=indices[0], counts_games=source.is_atari, notes=notes)
+
+
+@torch.no_grad()
+def play(
+    policy: Policy, environments: Environments, num_episodes: int, *, max_steps: int = MAX_STEPS,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> list[Episode]:  # fmt: skip
+    """Plays episodes with the likeliest actions, in eval mode. One environment plays all, or each plays one.
+
+    An episode that has not ended after ``max_steps`` steps is cut, and counts as it is then.
+
+    Args:
+        policy: the policy.
+        environments: one environment, or ``num_episodes``.
+        num_episodes: the number of episodes.
+        max_steps: the most steps of an episode.
+        say: is called with messages: about the first cut episode, about the number of cut episodes at the end, and now
+            and then about the progress.
+    """
+    num_envs, first = environments.num_envs, environments.first_index
+    assert num_envs in (1, num_episodes)
+    observations, episodes = environments.reset(), list[Episode]()
+    left = np.full(num_envs, num_episodes // num_envs)
+    lengths, totals, num_cut, told = np.zeros(num_envs, np.int64), np.zeros(num_envs), 0, time.monotonic()
+    device = next(policy.parameters()).device
+    with in_eval_mode(policy):
+        while left.any():
+            seen = torch.from_numpy(observations).to(device, policy.observation_dtype)
+            step = environments.step(policy.likeliest(seen).cpu().numpy())
+            observations, lengths, totals = step.observations, lengths + step.valid, totals + step.rewards
+            for episode in step.episodes:
+                index = episode.environment - first
+                if left[index]:  # else an environment goes on while it waits for the others
+                    episodes.append(episode)
+                    left[index] -= 1
+                lengths[index], totals[index] = 0, 0.0
+            cut = [index for index in range(num_envs) if left[index] and lengths[index] >= max_steps]
+            for index in cut:
+                num_cut += 1
+                if num_cut == 1:
+                    say(
+                        f"episode {len(episodes) + 1} has not ended after {lengths[index]:,} steps, and counts as it "
+                        "is.\n  --max-steps cuts episodes elsewhere. If they never end, they do not in training "
+                        "either:\n  gymnasium.wrappers.TimeLimit ends them"
+                    )
+                episodes.append(Episode(first + index, float(totals[index]), int(lengths[index])))
+                left[index] -= 1
+            if cut and left.any():
+                observations, lengths, totals = environments.reset(), np.zeros_like(lengths), np.zeros_like(totals)
+            if time.monotonic() - told >= PROGRESS_SECONDS:
+                told = time.monotonic()
+                say(
+                    f"{len(episodes)} of {num_episodes} episodes have ended, and {lengths.max():,} steps of the next "
+                    "are done"
+                )
+    if num_cut > 1:
+        say(f"{num_cut} of {num_episodes} episodes were cut after {max_steps:,} steps")
+    return episodes
+
+
+class Evaluator:
+    """Evaluates the policy on the way. The episodes are spread over the ranks, and are the same each time.
+
+    Args:
+        settings: eval_env, eval_episodes, env, env_kwargs and seed are used.
+        rank: this rank.
+        world_size: number of ranks.
+        training: environments of the training, whose spaces those of the evaluations must have.
+    """
+
+    def __init__(self, settings: RunSettings, rank: int, world_size: int, training: Environments) -> None:
+        self._env, self._kwargs, self._seed = settings.eval_env or settings.env, settings.env_kwargs, settings.seed
+        self._spaces = training.single_observation_space, training.single_action_space
+        self._mine = [UNSEEN + number for number in range(settings.eval_episodes)][rank::world_size]
+
+    def check(self) -> None:
+        """Checks that the environment exists, and has the spaces of the training's.
+
+        Raises:
+            ValueError: it does not.
+        """
+        self._make([UNSEEN]).close()
+
+    def evaluate(self, policy: Policy, exchange: Exchange) -> list[Episode]:
+        """Plays this rank's episodes. Every rank must call it. Returns the episodes of all ranks.
+
+        The training's random numbers, and the buffers of the policy, are afterwards what they were before. So the
+        training goes on as if there had been no evaluation.
+        """
+        numbers = list[float]()
+        if self._mine:
+            with _kept(policy), self._make(self._mine) as environments:
+                for number, value, length, _ in play(policy, environments, len(self._mine)):
+                    numbers += [self._mine[number - environments.first_index], value, length]
+        gathered = [number for ranks_numbers in exchange.all_gather(numbers) for number in ranks_numbers]
+        columns = zip(gathered[::3], gathered[1::3], gathered[2::3], strict=True)
+        return sorted(Episode(int(environment), value, int(length)) for environment, value, length in columns)
+
+    def _make(self, indices: Sequence[int]) -> Environments:
+        environments = make_players(self._env, self._kwargs, seed=self._seed, indices=indices)
+        spaces = environments.single_observation_space, environments.single_action_space
+        for name, has, needs in zip(("observations", "actions"), spaces, self._spaces, strict=True):
+            if _kind(has) != _kind(needs):
+                environments.close()
+                raise ValueError(f"eval_env={self._env!r} has {name} {has}, and the training's environment has {needs}")
+        return environments
+
+
+def _kind(space: Space[Any]) -> Any:
+    """Returns what the policy's layers depend on. Bounds may differ."""
+    choices = getattr(space, "n", getattr(space, "nvec", None))
+    return type(space), space.shape, space.dtype, np.array(choices).tolist(), getattr(space, "parts", None)
+
+
+@contextmanager
+def _kept(policy: Policy) -> Iterator[None]:
+    """Restores the generators that a process shares, and the buffers of the policy, at the end of a ``with`` block."""
+    device = next(policy.parameters()).device
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+        for name, buffer in policy.named_buffers():
+            if name in buffers:  # a layer may make one in its first forward
+                buffer.copy_(buffers[name])

@@ -1,0 +1,268 @@
+"""Evaluations on the way of a training: what they say, which checkpoint they choose, and that they change nothing."""
+
+from __future__ import annotations
+
+import csv
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastsync.ppo import load_policy
+from fastsync.ppo.cli import check_environment
+from fastsync.ppo.envs.make import make_one
+from fastsync.ppo.envs.parts import PartsInARow
+from fastsync.ppo.evaluate import find_checkpoint
+from fastsync.ppo.evaluation import Evaluator, make_players, play
+from fastsync.ppo.exchange import Exchange
+from fastsync.ppo.policies import make_policy
+from fastsync.ppo.ppo import Settings, train
+from fastsync.ppo.runs.folder import CHECKPOINTS
+from tests.ppo.test_modes import WithLayer
+from tests.ppo.test_runs_checkpoints import assert_same
+from tests.ranks import run_ranks
+from tests.toy_envs import Countdown, InDict, OneForbidden, Payout, SeesAndMayNot, SeveralForbidden
+
+TINY = Settings(total_steps=1_500, num_envs=4, num_epochs=2, checkpoint_interval=1e9)
+
+
+class Draws(Countdown):
+    """Draws from every generator that a process shares."""
+
+    def draw(self) -> float:
+        return float(np.random.rand() + random.random() + torch.rand(()).item())  # noqa: NPY002
+
+
+class Counts(nn.Module):
+    """Has a buffer that each forward changes, in whatever mode."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        return rows * (1 + 1e-3 * self.calls)
+
+
+class WithCounts(WithLayer):
+    layer = Counts
+
+
+def train_each(rank: int, world_size: int, runs: dict[str, Settings]) -> dict[str, dict[str, Tensor]]:
+    learnt = {}
+    for name, settings in runs.items():
+        policy, _ = train(replace(settings, run_name=name), torch.device("cpu"))
+        learnt[name] = {key: value.clone() for key, value in policy.state_dict().items()}
+    return learnt
+
+
+@pytest.mark.parametrize("kind", [{}, {"env": f"{__name__}:Draws", "policy": f"{__name__}:WithCounts"}], ids=str)
+def test_the_weights_are_bitwise_the_same_with_and_without_evaluations(tmp_path: Path, kind: dict[str, Any]):
+    plain = replace(TINY, runs_dir=str(tmp_path), **kind)
+    evaluated = replace(plain, eval_interval=400, eval_episodes=3)
+    for learnt in run_ranks(train_each, 2, {"plain": plain, "evaluated": evaluated}):
+        assert_same(learnt["plain"], learnt["evaluated"])
+    rows = read_rows(tmp_path / "evaluated")
+    returns = [row["evaluation/return"] for row in rows if row["evaluation/return"]]
+    assert len(returns) == 4  # once each 400 steps, and at the end
+    assert rows[-1]["evaluation/return"]
+    assert all(float(row["rank1/evaluation_seconds"]) >= 0 for row in rows)
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_best_evaluation_chooses_the_best_checkpoint(tmp_path: Path):
+    """Another environment is played than is trained in, which pays the opposite."""
+    settings = replace(TINY, env="tests.toy_envs:Payout", runs_dir=str(tmp_path), learning_rate=0.01)
+    settings = replace(settings, eval_interval=300, eval_env=f"{__name__}:Opposite")
+    run_ranks(train_each, 2, {"run": settings})
+    rows = read_rows(tmp_path / "run")
+    evaluated = [(float(row["evaluation/return"]), int(row["step"])) for row in rows if row["evaluation/return"]]
+    assert float(rows[-1]["episodes/return"]) > 20 > evaluated[-1][0]
+    best_return = max(value for value, _ in evaluated)
+    first_best = next(step for value, step in evaluated if value == best_return)
+    file, best = find_checkpoint(tmp_path / "run")
+    assert (file.name, best.step, best.best_return) == ("best.pt", first_best, best_return)
+    assert find_checkpoint(tmp_path / "run", newest=True)[1].step == evaluated[-1][1]
+
+
+class Opposite(Payout):
+    def step(self, action: Any):
+        return super().step(1 - action)
+
+
+def test_a_run_that_goes_on_compares_with_the_best_evaluation_so_far(tmp_path: Path):
+    settings = replace(TINY, runs_dir=str(tmp_path), env="tests.toy_envs:Payout", eval_interval=500, learning_rate=0.05)
+    run_ranks(train_each, 1, {"run": settings})
+    file = tmp_path / "run" / CHECKPOINTS / "best.pt"
+    before = file.read_bytes()
+    longer = replace(settings, resume="auto", total_steps=1_800, learning_rate=1e-5)
+    run_ranks(train_each, 1, {"run": longer})
+    assert file.read_bytes() == before  # it had the best return that there is
+    # Without evaluations the returns of the training count, which are other figures.
+    run_ranks(train_each, 1, {"run": replace(longer, eval_interval=0, total_steps=2_200)})
+    assert file.read_bytes() != before
+
+
+def test_episodes_are_the_same_each_time_whoever_plays_them():
+    settings = replace(TINY, eval_episodes=5, eval_interval=1, env=f"{__name__}:Draws")
+    one, again = run_ranks(evaluate, 1, settings)[0]
+    assert one == again
+    assert len(one) == 5
+    assert len({episode.length for episode in one}) > 1
+    settings = replace(settings, env="tests.toy_envs:Countdown")  # which depends on nothing but its own seed
+    (alone, _), *others = (each for size in (1, 2, 3, 7) for each in run_ranks(evaluate, size, settings))
+    assert all(each == alone for pair in others for each in pair)
+
+
+def evaluate(rank: int, world_size: int, settings: Settings) -> list[Any]:
+    torch.manual_seed(0)
+    policy = make_policy(settings, Countdown.observation_space, Countdown.action_space)
+    with make_one(settings) as training:
+        evaluator = Evaluator(settings, rank, world_size, training)
+    return [evaluator.evaluate(policy, Exchange(torch.device("cpu"))) for _ in range(2)]
+
+
+def test_an_episode_that_never_ends_is_cut_in_each_environment():
+    policy = make_policy(TINY, Countdown.observation_space, Countdown.action_space)
+    said = list[str]()
+    with make_players("tests.toy_envs:Endless", seed=0, indices=range(2**31, 2**31 + 3)) as environments:
+        episodes = play(policy, environments, 3, max_steps=9, say=said.append)
+    assert [(each.environment - 2**31, each.episode_return, each.length) for each in episodes] == [
+        (number, 9.0, 9) for number in range(3)
+    ]
+    assert said[-1] == "3 of 3 episodes were cut after 9 steps"
+
+
+def test_an_environment_that_does_not_suit_the_policy_is_refused_before_ranks_start():
+    for env, message in (
+        (
+            "tests.toy_envs:Payout",
+            r"eval_env='tests.toy_envs:Payout' has observations Box.* training's environment has",
+        ),
+        ("Pendulum-v9", "env='Pendulum-v9' cannot be made"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_environment(replace(TINY, eval_interval=5, eval_env=env))
+    with pytest.raises(ValueError, match="eval_env='x:y' needs eval_interval, such as 50000"):
+        Settings(eval_env="x:y")
+
+
+def test_a_loaded_policy_acts(tmp_path: Path):
+    settings = replace(TINY, env="tests.toy_envs:Payout", runs_dir=str(tmp_path), learning_rate=0.01)
+    run_ranks(train_each, 1, {"run": replace(settings, total_steps=4_000)})
+    policy, env = load_policy(tmp_path / "run"), Payout()
+    assert not policy.training
+    observation, _ = env.reset()
+    rewards, over = list[float](), False
+    while not over:
+        action = policy.act(observation)
+        observation, reward, over, _, _ = env.step(action)
+        rewards.append(reward)
+    assert sum(rewards) == 31.0  # the best there is
+    assert policy.act(np.stack([observation] * 3)).tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match=r"observations: expected one of shape \(2,\), or several, got \(3,\)"):
+        policy.act(np.zeros(3))
+    with pytest.raises(ValueError, match="nowhere' is neither a checkpoint nor the folder of a run that has one"):
+        load_policy(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["Continuous", "FromFive", "Several"])
+def test_actions_are_the_environments_own(kind: str):
+    """Shifted to their start, or clipped to their bounds."""
+    with make_players(f"tests.toy_envs:{kind}", seed=0) as environments:
+        space = environments.single_action_space
+        policy = make_policy(TINY, environments.single_observation_space, space)
+        with torch.no_grad():
+            policy.actor[-1].weight.mul_(1e6)
+        observation = environments.reset()[0]
+    chosen = policy.act(observation)
+    assert space.contains(chosen)
+    assert policy.act(observation[None]).shape == (1, *space.shape)
+
+
+@pytest.mark.parametrize("kind", ["OneForbidden", "InDict", "SeveralForbidden", "SeesAndMayNot"])
+def test_evaluations_take_only_actions_that_the_mask_allows(kind: str):
+    """These environments fail if a forbidden action is taken."""
+    settings = replace(TINY, env=f"tests.toy_envs:{kind}", eval_interval=1, eval_episodes=6)
+    episodes, again = run_ranks(play_each, 1, settings)[0]
+    assert len(episodes) == 6
+    assert again == episodes
+
+
+def play_each(rank: int, world_size: int, settings: Settings) -> list[Any]:
+    with make_one(settings) as training:
+        policy = make_policy(settings, training.single_observation_space, training.single_action_space)
+        evaluator = Evaluator(settings, rank, world_size, training)
+    return [evaluator.evaluate(policy, Exchange(torch.device("cpu"))) for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", [OneForbidden, SeveralForbidden])
+def test_a_loaded_policy_acts_by_the_mask(kind: Any, tmp_path: Path):
+    settings = replace(TINY, env=f"tests.toy_envs:{kind.__name__}", runs_dir=str(tmp_path), total_steps=200)
+    run_ranks(train_each, 1, {"run": settings})
+    policy, env = load_policy(tmp_path / "run"), kind()
+    for seed in range(4):
+        (observation, info), over = env.reset(seed=seed), False
+        mask = info["action_mask"]
+        while not over:
+            observation, _, terminated, truncated, info = env.step(policy.act(observation, mask))
+            mask, over = info.get("action_mask", mask), terminated or truncated
+    several = np.stack([observation] * 3)
+    masks = tuple(np.stack([each] * 3) for each in mask) if isinstance(mask, tuple) else np.stack([mask] * 3)
+    assert len(policy.act(several, masks)) == 3
+    num_choices = 5 if isinstance(mask, tuple) else 3
+    for seen in (observation, several):
+        with pytest.raises(
+            ValueError, match=rf"action_mask: expected that .* of {num_choices} choices, got none; give "
+        ):
+            policy.act(seen)
+    with pytest.raises(ValueError, match=rf"action_mask: expected shape \({num_choices},\), got shape \(2,\)"):
+        policy.act(observation, np.ones(2))
+
+
+@pytest.mark.parametrize("kind", [InDict, SeesAndMayNot])
+def test_a_loaded_policy_acts_on_rows_of_parts(kind: Any):
+    settings = replace(TINY, env=f"tests.toy_envs:{kind.__name__}")
+    env = PartsInARow(kind(), masks_in_info=kind is SeesAndMayNot)
+    policy = make_policy(settings, env.observation_space, env.action_space)
+    (row, _), over = env.reset(seed=1), False
+    while not over:
+        row, _, terminated, truncated, _ = env.step(policy.act(row))
+        over = terminated or truncated
+    with pytest.raises(ValueError, match=r"observations: expected .*, in fastsync\.ppo\.envs\.parts\.PartsInARow"):
+        policy.act(np.asarray(kind().reset(seed=1)[0]))
+
+
+def test_a_policy_without_masks_refuses_one():
+    policy = make_policy(TINY, Countdown.observation_space, Countdown.action_space)
+    with pytest.raises(ValueError, match="action_mask: the training had none, got shape"):
+        policy.act(np.zeros(3), np.ones(3))
+
+
+def test_environments_of_evaluations_get_arguments_and_their_number():
+    levels = []
+    settings = replace(TINY, env="tests.toy_envs:at_level", env_kwargs={"first": 10}, eval_interval=1, eval_episodes=3)
+    with make_players(settings.env, settings.env_kwargs, seed=0, indices=range(2**31, 2**31 + 3)) as environments:
+        levels += environments.reset()[:, 0].tolist()
+    assert levels == [10, 11, 12]
+    run_ranks(play_each, 1, settings)
+
+
+def test_an_evaluation_that_fails_names_its_environment():
+    policy = make_policy(TINY, Countdown.observation_space, Countdown.action_space)
+    with (
+        make_players("tests.toy_envs:Faulty", seed=0, indices=[2**31 + 4]) as environments,
+        pytest.raises(RuntimeError, match=r"environment 4 of the evaluation \(Faulty\) failed in step 2 of episode 0"),
+    ):
+        play(policy, environments, 1)
