@@ -81,7 +81,7 @@ def test_the_command_of_a_train_job_trains_on_two_machines(tmp_path: Path, monke
     assert [each.returncode for each in pods] == [0, 0], said
     # The title stands over the table, once: the ranks have compared their weights before, and one of them prints.
     assert said[0].count("on 2 ranks, compression int8+ef") == 1
-    assert said[0].splitlines()[-1] == "written to runs/mine"
+    assert "written to runs/mine" in said[0].splitlines()
     assert find_checkpoint(tmp_path / "runs" / "mine", newest=True)[1].step >= 1000
 
 
