@@ -166,8 +166,11 @@ def _rank_main(
         open_group(str(folder / "store"), rank, world_size, backend=backend, timeout=timeout)
         fn, args = pickle.loads(call)
         result = pickle.dumps(getattr(fn, "on_a_rank", fn)(rank, world_size, *args))
+        world = dist.group.WORLD
         dist.destroy_process_group()
         gc.collect()  # DDP is part of reference cycles and holds the group
+        # Whoever ends the group waits for its threads, which may want the GIL. This lets go of it, unlike DDP.
+        del world
         _file(folder, rank, "result").write_bytes(result)
     except BaseException:
         # The monotonic clock is the machine's, so it orders the failures of different processes.
