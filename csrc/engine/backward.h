@@ -35,7 +35,7 @@ class Backward {
   Backward(std::function<bool()> is_under_way, void (*end)(int), void (*give_up)())
       : is_under_way_(std::move(is_under_way)), end_(end), give_up_(give_up) {}
 
-  // Makes the current graph task the owner. Call it before a sync begins, and before a sync goes on.
+  // Makes the current graph task the owner. Call it before a sync begins, and before a sync goes on, unless is_entered.
   static void enter(const std::shared_ptr<Backward>& self);
   // Makes the caller the owner for as long as it keeps the result.
   std::shared_ptr<void> own();

@@ -94,14 +94,14 @@ void BucketWork::receive_beside(ProgressThread& progress) {
 }
 
 // A destructor calls it, too. So it throws nothing: if the device has failed, the next call of torch says so.
-void BucketWork::join_streams() const {
+void BucketWork::join_streams() const noexcept {
   if (unpacked_to_.empty() || !sum_->is_of_this_process()) {
     return;
   }
   try {
     const c10::StreamGuard guard(*called_on_);
     unpacked_.wait();
-  } catch (const std::exception&) {
+  } catch (...) {
   }
 }
 
@@ -267,7 +267,7 @@ std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOpt
   if (memory.plan) {
     return std::make_unique<PlannedSum>(std::move(gradients), memory);
   }
-  return std::make_unique<AllReduceSum>(std::move(gradients), team->group(), memory.buffer,
+  return std::make_unique<AllReduceSum>(std::move(gradients), teams_.all(), memory.buffer,
                                         /*is_lossless=*/!options.compression.wire, options.in_place);
 }
 

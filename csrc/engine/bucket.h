@@ -93,7 +93,7 @@ class BucketWork {
   // Note [Unpacking beside backward] in step.cpp.
   void receive_beside(ProgressThread& progress);
   // Makes the stream on which receive_beside was called wait for what it has begun.
-  void join_streams() const;
+  void join_streams() const noexcept;
 
   // Waits for the group (on CUDA: makes the current stream wait) and averages the gradients in place.
   void receive();

@@ -72,7 +72,7 @@ class ParameterSync {
   // These need a step that is under way.
   void mark_ready(size_t index) { step_->mark_ready(index); }
   void mark_all_ready() { step_->mark_all_ready(); }
-  void join_streams() const { step_->join_streams(); }
+  void join_streams() const noexcept { step_->join_streams(); }
   void send_full_buckets() { step_->send_full_buckets(); }
   // Throws c10::ValueError if the step is refused, which happens on all ranks. Then it is over.
   void send_rest();

@@ -138,7 +138,7 @@ void Step::receive_beside() {
   }
 }
 
-void Step::join_streams() const {
+void Step::join_streams() const noexcept {
   for (const auto& work : works_) {
     work->join_streams();
   }

@@ -78,7 +78,7 @@ class Step {
   // backward.
   void leave_behind();
   // Makes the streams of backward wait for what runs beside it, so that nothing writes to gradients later.
-  void join_streams() const;
+  void join_streams() const noexcept;
 
   // ---- receiving ----
 

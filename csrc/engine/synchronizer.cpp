@@ -20,6 +20,11 @@ constexpr char kSequenceOfAllGroups = 0;
 
 constexpr auto kInChild = "call detach() in the child";
 
+void check_outside_backward(const char* caller) {
+  TORCH_CHECK(current_graph_task() == kNoGraphTask, "fastsync: ", caller,
+              " was called inside a backward; call it after");
+}
+
 }  // namespace
 
 // Note [Order of engines]
@@ -125,7 +130,7 @@ void Synchronizer::take_hooks_off() {
 }
 
 void Synchronizer::detach() {
-  TORCH_CHECK(current_graph_task() == kNoGraphTask, "fastsync: detach() was called inside a backward; call it after");
+  check_outside_backward("detach()");
   if (!is_forked()) {
     wait_for_backward("detach()");
     abandon_interrupted();
@@ -164,7 +169,8 @@ void Synchronizer::before_gradient(size_t index) {
 }
 
 void Synchronizer::on_gradient(size_t index, const at::Tensor& tensor, bool is_gone) {
-  if (!backward_.is_entered() && backward_.is_interrupted()) {
+  const bool is_entered = backward_.is_entered();
+  if (!is_entered && backward_.is_interrupted()) {
     check_not_forked(kInChild);
     abandon_interrupted();
   }
@@ -179,7 +185,7 @@ void Synchronizer::on_gradient(size_t index, const at::Tensor& tensor, bool is_g
                     " was gone as soon as backward had made it, before the ranks could average it. ",
                     "Does an optimizer step inside backward (register_post_accumulate_grad_hook, ",
                     "_apply_optimizer_in_backward)? Ranks would drift apart: step after backward");
-  if (!backward_.is_entered()) {
+  if (!is_entered) {
     Backward::enter({shared_from_this(), &backward_});  // first, for a step that nobody owns looks interrupted
   }
   if (!is_enabled_) {
@@ -268,20 +274,18 @@ void Synchronizer::abandon_interrupted() {
 
 // ---- between backwards ----------------------------------------------------------------------------------------------
 
-void Synchronizer::abandon_step() {
-  TORCH_CHECK(current_graph_task() == kNoGraphTask,
-              "fastsync: abandon_step() was called inside a backward; call it after");
+// Makes sure that no backward is under way, and ends the step of one that has failed. The caller's name is for errors.
+void Synchronizer::end_backwards(const char* caller) {
+  check_outside_backward(caller);
   check_not_forked(kInChild);
-  wait_for_backward("abandon_step()");
+  wait_for_backward(caller);
   abandon_interrupted();
 }
 
+void Synchronizer::abandon_step() { end_backwards("abandon_step()"); }
+
 void Synchronizer::synchronize() {
-  TORCH_CHECK(current_graph_task() == kNoGraphTask,
-              "fastsync: synchronize() was called inside a backward; call it after");
-  check_not_forked(kInChild);
-  wait_for_backward("synchronize()");
-  abandon_interrupted();
+  end_backwards("synchronize()");
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
   const auto owned = backward_.own();

@@ -58,6 +58,7 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   void on_gradient(size_t index, const at::Tensor& parameter, bool is_gone);
   void take_hooks_off();
   void wait_for_backward(const char* caller) const;
+  void end_backwards(const char* caller);
 
   static void for_each_interrupted(const std::function<void(Synchronizer&)>& call);
   static void send_leftovers();

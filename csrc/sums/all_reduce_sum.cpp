@@ -25,18 +25,19 @@ at::Tensor wire_memory(at::Tensor& kept, int64_t bytes, c10d::ProcessGroup& grou
 
 }  // namespace
 
-AllReduceSum::AllReduceSum(FlatGradients gradients, c10::intrusive_ptr<c10d::ProcessGroup> group, at::Tensor& kept,
+AllReduceSum::AllReduceSum(FlatGradients gradients, std::shared_ptr<const Team> team, at::Tensor& kept,
                            bool is_lossless, bool in_place)
     : SumWork(std::move(gradients)),
-      group_(std::move(group)),
+      team_(std::move(team)),
       is_lossless_(is_lossless),
       is_in_place_(in_place && gradients_.grads.size() == 1 && gradients_.grad_dtype == gradients_.wire_dtype),
       num_bytes_(bytes_of(gradients_.num_values, gradients_.wire_dtype)) {
-  gradients_.multiplier = 1.0 / static_cast<double>(group_->getSize());
-  gradients_.limit = saturation_limit(is_lossless ? DType::kFloat64 : gradients_.wire_dtype, group_->getSize());
+  gradients_.multiplier = 1.0 / static_cast<double>(team_->size());
+  gradients_.limit = saturation_limit(is_lossless ? DType::kFloat64 : gradients_.wire_dtype, team_->size());
   carries_side_values_ = gradients_.side_bytes() > 0 && gradients_.wire_dtype == DType::kFloat32 && !is_in_place_;
   const int64_t bytes = num_bytes_ + (carries_side_values_ ? gradients_.side_bytes() : 0);
-  memory_ = is_in_place_ ? gradients_.grads.front().view({-1}) : wire_memory(kept, bytes, *group_, gradients_.device);
+  memory_ =
+      is_in_place_ ? gradients_.grads.front().view({-1}) : wire_memory(kept, bytes, *team_->group(), gradients_.device);
 }
 
 // Whether the gradients are their own wire, and the group multiplies them as packing would. The count of saturated
@@ -44,8 +45,7 @@ AllReduceSum::AllReduceSum(FlatGradients gradients, c10::intrusive_ptr<c10d::Pro
 // averages, and adds in another order than what DDP has multiplied before.
 bool AllReduceSum::needs_no_packing() const {
   return is_lossless_ && is_in_place_ && !gradients_.weight.defined() && !gradients_.residual.defined() &&
-         !gradients_.device.is_cpu() &&
-         (group_->getSize() == 1 || (group_->getSize() == 2 && averages_by_factors(*group_, gradients_.device)));
+         !gradients_.device.is_cpu() && (team_->size() == 1 || (team_->size() == 2 && team_->averages_by_factors()));
 }
 
 void AllReduceSum::send() {
@@ -60,7 +60,7 @@ void AllReduceSum::send() {
   } else if (gradients_.side_values.defined()) {
     all.push_back({gradients_.side_values = gradients_.side_values.clone()});
   }
-  transfer_ = all_reduce(*group_, gradients_.device, all);
+  transfer_ = all_reduce(*team_->group(), gradients_.device, all);
 }
 
 void AllReduceSum::finish(const std::function<void()>& on_reduced) {

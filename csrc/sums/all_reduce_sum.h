@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
 #include <functional>
@@ -15,14 +14,14 @@
 namespace fastsync {
 
 // Side values travel behind the gradients if the wire is float32 and has memory of its own. Else they travel in a
-// collective of their own.
+// collective of their own. The team is that of all ranks of the group.
 class AllReduceSum final : public SumWork {
  public:
   // `kept` is the memory of the sum before, and is made anew if it does not fit. With is_lossless, the wire holds every
   // gradient as it is. With in_place, a single gradient of the wire's dtype is summed in its own memory, which nobody
   // else may use meanwhile.
-  AllReduceSum(FlatGradients gradients, c10::intrusive_ptr<c10d::ProcessGroup> group, at::Tensor& kept,
-               bool is_lossless, bool in_place);
+  AllReduceSum(FlatGradients gradients, std::shared_ptr<const Team> team, at::Tensor& kept, bool is_lossless,
+               bool in_place);
 
   void send() override;
   bool may_be_sent_again() const override { return true; }
@@ -33,7 +32,7 @@ class AllReduceSum final : public SumWork {
   std::vector<Range> all_values() const { return {{0, gradients_.num_values, /*offset=*/0}}; }
   bool needs_no_packing() const;
 
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const std::shared_ptr<const Team> team_;
   const bool is_lossless_;
   const bool is_in_place_;
   const int64_t num_bytes_;   // the size of the gradients on the wire

@@ -8,6 +8,7 @@
 #include <exception>
 #include <functional>
 #include <numeric>
+#include <string>
 #include <utility>
 
 #include "passes/graph_memory.h"
@@ -19,6 +20,12 @@ namespace fastsync {
 namespace {
 
 using Work = c10::intrusive_ptr<c10d::Work>;
+
+std::string backend_name(c10d::ProcessGroup& group, c10::Device device) {
+  return group.getBackend(device.type())->getBackendName();
+}
+
+bool is_nccl(const std::string& name) { return name == "nccl" || name == "nccl2"; }
 
 // Makes one launch of what the call gives the process group, if the backend can do that. The end of the launch is one
 // more work to wait for. The calls' own works matter too: some backends' collectives do not join the launch, and only
@@ -173,11 +180,6 @@ std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device devi
   return std::make_unique<Transfer>(std::move(works), sent_bytes);
 }
 
-bool averages_by_factors(c10d::ProcessGroup& group, c10::Device device) {
-  const std::string name = group.getBackend(device.type())->getBackendName();
-  return name == "nccl" || name == "nccl2";
-}
-
 // Only a group that is bound to the device has its communicator by now, which lending takes. While a CUDA graph is
 // captured, memory has to come from the graph's own pool.
 at::Tensor new_buffer(c10d::ProcessGroup& group, int64_t bytes, c10::Device device) {
@@ -193,7 +195,8 @@ Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std
       device_(device),
       ranks_(std::move(ranks)),
       rank_(std::find(ranks_.begin(), ranks_.end(), group_->getRank()) - ranks_.begin()),
-      messages_are_fast_(device.is_cpu() && group_->getBackend(device.type())->getBackendName() == "gloo"),
+      messages_are_fast_(device.is_cpu() && backend_name(*group_, device) == "gloo"),
+      averages_by_factors_(!device.is_cpu() && is_nccl(backend_name(*group_, device))),
       has_collectives_(!device.is_cpu() && size() > 1 && size() == group_->getSize()) {
   TORCH_INTERNAL_ASSERT(rank_ < size(), "rank ", group_->getRank(), " is not in its team");
 }
@@ -250,7 +253,7 @@ void check_device(c10d::ProcessGroup& group, c10::Device device) {
   const std::vector<c10::Device> served = group.getDeviceTypes();
   const bool is_served =
       std::any_of(served.begin(), served.end(), [&](c10::Device each) { return each.type() == device.type(); });
-  TORCH_CHECK_VALUE(is_served && (device.is_cpu() || group.getBackend(device.type())->getBackendName() != "gloo"),
+  TORCH_CHECK_VALUE(is_served && (device.is_cpu() || backend_name(group, device) != "gloo"),
                     "process_group: gradients are on ", device, ", where it does not work; use a group whose backend ",
                     "does (Gloo for cpu, NCCL for cuda), as init_process_group('cpu:gloo,cuda:nccl') makes");
 }

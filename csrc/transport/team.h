@@ -70,9 +70,6 @@ struct Reduced {
 // and else one collective each. With one rank there is nothing to do.
 std::unique_ptr<Transfer> all_reduce(c10d::ProcessGroup& group, c10::Device device, const std::vector<Reduced>& all);
 
-// Whether ReduceOp::AVG multiplies each rank's value by 1/n, rounded to the value's dtype, before it adds. NCCL does.
-bool averages_by_factors(c10d::ProcessGroup& group, c10::Device device);
-
 // Returns memory to send from and receive into, with any content. It is the backend's own if the backend lends some,
 // which it may send without a copy.
 at::Tensor new_buffer(c10d::ProcessGroup& group, int64_t bytes, c10::Device device);
@@ -116,6 +113,8 @@ class Team {
 
   // Whether a message to one rank takes less time than a collective of all ranks.
   bool messages_are_fast() const { return messages_are_fast_; }
+  // Whether ReduceOp::AVG multiplies each rank's value by 1/n, rounded to the value's dtype, before it adds. NCCL does.
+  bool averages_by_factors() const { return averages_by_factors_; }
 
   // Makes a transfer in which row j of `from` goes to rank j, and becomes row rank() of `to` there. This rank's row for
   // itself does not travel: the caller puts it into `to`. Messages of one tag arrive in the order in which they were
@@ -136,6 +135,7 @@ class Team {
   int64_t rank_;                // this rank's index among them
   int64_t region_bytes_ = 0;
   bool messages_are_fast_;
+  bool averages_by_factors_;
   bool has_collectives_;  // whether the team is a whole group, whose backend moves all rows in one call
 };
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -147,6 +149,29 @@ def _zeroes_after_a_failure(rank: int, world_size: int) -> None:
 
 def test_gradients_may_be_zeroed_after_a_failed_backward() -> None:
     fake_device.run_ranks(_zeroes_after_a_failure, 2)
+
+
+def _goes_with_a_broken_device(rank: int, world_size: int) -> None:
+    """Whatever the device throws, the engine and what runs beside its backward can be let go."""
+    group = fake_device.new_group()
+    model = Fallible().to(DEVICE)
+    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+    inputs = torch.ones(16, 32, device=DEVICE)
+    for step in range(NUM_STEPS + 1):
+        model.zero_grad()
+        model.fails = step == NUM_STEPS
+        with suppress(ArithmeticError):
+            model(inputs).square().mean().backward()
+    fake_device.load().set_broken(True)
+    gone = weakref.ref(sync)
+    del sync, model
+    gc.collect()
+    assert gone() is None
+    fake_device.load().set_broken(False)
+
+
+def test_an_engine_may_go_when_its_device_is_broken() -> None:
+    fake_device.run_ranks(_goes_with_a_broken_device, 2)
 
 
 def _takes_memory_of_the_group(rank: int, world_size: int) -> None:

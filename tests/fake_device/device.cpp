@@ -25,6 +25,8 @@ std::array<std::atomic<int>, kNumDevices> next_of_pool = {};
 std::array<std::atomic<int>, kNumDevices> next_of_urgent_pool = {};
 std::atomic<int> next_of_own = 1 + 2 * kPoolSize;
 
+std::atomic<bool> is_broken = false;
+
 c10::DeviceIndex index_of(c10::Device device) { return device.has_index() ? device.index() : the_device; }
 
 c10::Stream make_stream(c10::DeviceIndex device, c10::StreamId id) {
@@ -75,6 +77,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     fake_device::record(*static_cast<Event*>(*event), stream);
   }
   void block(void* event, const c10::Stream& stream) const override {
+    if (is_broken) {
+      throw BrokenDevice();
+    }
     if (event != nullptr) {
       fake_device::block(*static_cast<Event*>(event), stream);
     }
@@ -171,6 +176,8 @@ const bool is_registered = [] {
 }  // namespace
 
 c10::Stream current_stream(c10::Device device) { return make_stream(index_of(device), the_streams[index_of(device)]); }
+
+void set_broken(bool is_broken_now) { is_broken = is_broken_now; }
 
 c10::Stream new_stream(c10::DeviceIndex device) { return make_stream(device, next_of_own++); }
 

@@ -17,6 +17,10 @@ c10::Stream current_stream(c10::Device device);
 c10::Stream new_stream(c10::DeviceIndex device);
 c10::Device current_device();
 
+// While the device is broken, each wait for an event throws what is no std::exception.
+struct BrokenDevice {};
+void set_broken(bool is_broken);
+
 c10::Allocator* allocator();
 bool is_pinned(const void* data);
 
