@@ -90,6 +90,11 @@ void EngineState::agree_on_bucket(const Bucket& bucket, const std::string& name,
   pass_agreement(agreement, step_under_way());
 }
 
+void EngineState::begin_step() {
+  let_go_of_ended_graphs();
+  buckets_.times().begin_step();
+}
+
 std::shared_ptr<Stopwatch> EngineState::start_bucket(const Bucket& bucket) {
   const c10::Device device = bucket.device();
   is_captured_ = is_capturing(device);

@@ -80,7 +80,7 @@ class EngineState {
   int64_t step_under_way() const { return step_ - 1; }
   // A step's times are those of the buckets between begin_step and end_step. Without end_step, the next begin_step ends
   // the step.
-  void begin_step() { buckets_.times().begin_step(); }
+  void begin_step();
   std::shared_ptr<Stopwatch> start_bucket(const Bucket& bucket);
   void end_step() { buckets_.times().end_step(); }
 

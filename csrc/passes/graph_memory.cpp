@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -43,16 +44,25 @@ void hold_for_ever(Tensors tensors) {
 // Note [Memory of CUDA graphs]
 //   A graph owns the tensors by a user object of CUDA. Executable graphs made of it own them as well. When the last one
 //   is gone, CUDA calls a function on a thread of its own, which must not call CUDA. But destroying a tensor may. So
-//   the function only puts the tensors on a list, and the next call that holds something destroys them.
+//   the function only puts the tensors on a list, and the next step of any engine destroys them. If no step follows,
+//   they stay until the process ends.
 struct Released {
   std::mutex mutex;
   std::vector<Tensors*> tensors;
+  std::atomic<bool> has_some = false;  // so that a step need not take the mutex
+
+  void add(Tensors* each) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    tensors.push_back(each);
+    has_some = true;
+  }
 
   void destroy_all() {
     std::vector<Tensors*> all;
     {
       const std::lock_guard<std::mutex> lock(mutex);
       std::swap(all, tensors);
+      has_some = false;
     }
     for (const Tensors* each : all) {
       delete each;
@@ -65,10 +75,7 @@ Released& released() {
   return released;
 }
 
-void release(void* tensors) {
-  const std::lock_guard<std::mutex> lock(released().mutex);
-  released().tensors.push_back(static_cast<Tensors*>(tensors));
-}
+void release(void* tensors) { released().add(static_cast<Tensors*>(tensors)); }
 
 // Returns null if the capture has been invalidated.
 cudaGraph_t graph_under_capture(cudaStream_t stream) {
@@ -83,7 +90,6 @@ cudaGraph_t graph_under_capture(cudaStream_t stream) {
 }
 
 void hold_for_cuda_graph(c10::Device device, Tensors tensors) {
-  released().destroy_all();
   const c10::cuda::CUDAGuard guard(device);
   const cudaGraph_t graph = graph_under_capture(c10::cuda::getCurrentCUDAStream(device.index()));
   if (graph == nullptr) {
@@ -125,6 +131,14 @@ void hold_for_graph(c10::Device device, Tensors tensors) {
   }
 #endif
   hold_for_ever(std::move(tensors));
+}
+
+void let_go_of_ended_graphs() {
+#ifdef FASTSYNC_WITH_CUDA
+  if (released().has_some.load(std::memory_order_relaxed)) {
+    released().destroy_all();
+  }
+#endif
 }
 
 }  // namespace fastsync

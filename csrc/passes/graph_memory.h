@@ -15,4 +15,7 @@ bool is_capturing(c10::Device device);
 // from before the capture; the graph itself keeps what is allocated meanwhile. Does nothing if no graph is captured.
 void hold_for_graph(c10::Device device, std::vector<at::Tensor> tensors);
 
+// Destroys what was held for graphs that are gone by now. Each step calls it, so it costs nothing if there is none.
+void let_go_of_ended_graphs();
+
 }  // namespace fastsync

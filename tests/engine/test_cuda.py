@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fastsync
 from fastsync.compression import AnyCompression
 from tests import reference
+from tests.engine.attached import assert_soon_none
 from tests.engine.entry_points import Averaged, average
 from tests.models import (
     SMALL_BUCKETS,
@@ -255,6 +256,23 @@ def test_piggybacked_values_of_a_captured_step(rank: int, world_size: int) -> No
     message = "'value' was piggybacked outside of the CUDA graph that is captured, or on the CPU"
     with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
         training.backward(inputs)
+
+
+@on_ranks(1, backend="nccl")
+def test_a_step_frees_what_a_deleted_graph_has_kept(rank: int, world_size: int) -> None:
+    training, inputs = _Training(fastsync.Compression("int8", error_feedback=True)), batch(rank, 0).to("cuda")
+    graph = _captured(training.backward, inputs)
+    training.sync.compression = "none"  # from now on only the graph has the residuals
+    for _ in range(STEPS):
+        training.backward(inputs)
+    held = torch.cuda.memory_allocated()
+    del graph
+
+    def is_held() -> bool:
+        training.backward(inputs)
+        return torch.cuda.memory_allocated() >= held
+
+    assert_soon_none(is_held)  # CUDA's own thread tells when a graph has gone
 
 
 @on_ranks(1, backend="nccl")
