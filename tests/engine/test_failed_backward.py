@@ -1,0 +1,72 @@
+"""Under DDP and fully_shard one rank's backward raises: what the other rank sees.
+
+With ``attach`` nobody waits, see test_attach_errors.py.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.engine.entry_points import Averaged, average
+from tests.models import Fails
+from tests.ranks import on_ranks
+
+GOOD_STEPS = 2
+FAILED = r"averaging .* failed on rank 0 of 2: .*"
+# In shared memory, and by messages.
+TIMED_OUT = r"(waited for rank 1's gradients until the process group's time-out, 3 s|Timed out waiting 3000ms)"
+HAS_GONE = "rank 1 has ended, or has left the process group"
+
+each_entry_point = pytest.mark.parametrize("entry_point", ["hook", "sharded"])
+
+
+class Training:
+    """On rank 1 the last step's backward raises once the gradients of the last layer are there."""
+
+    def __init__(self, rank: int, entry_point: str, group: dist.ProcessGroup) -> None:
+        model = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 20))
+        self.fails = False
+        model[0].register_forward_hook(lambda _, inputs, output: Fails.apply(output) if self.fails else output)
+        self._averaged: Averaged = average(entry_point, model, group=group)
+        self._inputs = torch.full((2, 4), 1.0 + rank)
+        for _ in range(GOOD_STEPS):
+            self.step()
+        self.fails = rank == 1
+
+    def step(self) -> None:
+        self._averaged.model.zero_grad()
+        self._averaged.backward(self._averaged.model(self._inputs).sum())
+
+
+def _last_step(training: Training, what_rank_0_says: str) -> None:
+    if training.fails:
+        with pytest.raises(ArithmeticError, match="as told"):
+            training.step()
+    else:
+        with pytest.raises(RuntimeError, match=FAILED + what_rank_0_says):
+            training.step()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@each_entry_point
+@on_ranks(2, timeout=60, parametrized=("shared_memory",))
+def test_the_other_rank_waits_until_the_time_out(rank: int, world_size: int, entry_point: str) -> None:
+    training = Training(rank, entry_point, dist.new_group(timeout=timedelta(seconds=3)))
+    _last_step(training, TIMED_OUT)
+    dist.barrier()  # rank 1 stays until the other one has raised
+    if rank == 1 and entry_point == "hook":
+        training.fails = False
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+            training.step()
+
+
+@each_entry_point
+@on_ranks(2, timeout=60)
+def test_the_other_rank_does_not_wait_for_a_process_that_ends(rank: int, world_size: int, entry_point: str) -> None:
+    """The group's time-out is longer than the test's."""
+    _last_step(Training(rank, entry_point, dist.new_group(timeout=timedelta(seconds=300))), HAS_GONE)
