@@ -9,6 +9,9 @@ from multiprocessing import forkserver
 
 import pytest
 
+# torch 2.13's profiler writes to stderr, whenever it begins or ends, what is for tracing tools: lines of level 5.
+QUIET = "6"
+
 # A process that only hands out tests to others imports this file too, and would need seconds for torch: so what imports
 # torch is imported where it is used.
 
@@ -19,6 +22,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     One thread: several wait for each other in spinning loops, which take for ever where the cores have other work.
     TESTS_WITHOUT_RANKS=1 is for sessions that start no rank: the server takes seconds to import, and to end.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
         return  # others run the tests
     import torch

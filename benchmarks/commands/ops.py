@@ -8,6 +8,7 @@ On a GPU a sample is the time of the kernels, which the GPU gets ahead of time, 
 start them is a figure of its own.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -167,6 +168,8 @@ def figures(method: str, medians: Mapping[str, float], nbytes: int) -> dict[str,
 
 def num_launches(run: Callable[[], object], device: torch.device) -> int:
     """Runs it once under the profiler, and waits for the device."""
+    # torch 2.13's profiler writes to stderr, whenever it begins or ends, what is for tracing tools: lines of level 5.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities, acc_events=True) as profiler:

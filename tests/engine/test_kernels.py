@@ -12,6 +12,7 @@ import fastsync
 from fastsync import _C
 from tests import fake_device
 from tests.engine.entry_points import average
+from tests.engine.stderr import NO_TIMES, expected_on_stderr
 from tests.fake_device import DEVICE
 from tests.models import Given, random_grads
 from tests.ranks import run_ranks
@@ -67,7 +68,7 @@ def test_who_chooses_torchs_operations_is_not_warned() -> None:
 
 def _warns_once(rank: int, world_size: int) -> None:
     group = fake_device.new_group(with_passes=False)
-    with warnings.catch_warnings(record=True) as caught:
+    with expected_on_stderr(NO_TIMES), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for entry_point in ("attach", "hook"):
             like = [grad.to(DEVICE) for grad in random_grads(rank, 0, SHAPES, torch.float32)]
