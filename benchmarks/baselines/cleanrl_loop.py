@@ -9,6 +9,7 @@ defaults. (https://github.com/vwxyzjn/cleanrl, https://docs.cleanrl.dev/rl-algor
 
 import tempfile
 import time
+from dataclasses import replace
 
 import gymnasium
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmarks.baselines.training import GAE_LAMBDA, GAMMA, Outcome, Training
+from benchmarks.baselines.training import Outcome, Training, Watch
 
 VALUE_COEF, MAX_GRAD_NORM, ADAM_EPS = 0.5, 0.5, 1e-5
 
@@ -64,7 +65,7 @@ class Rollout:
 
 
 def train(chosen: Training) -> Outcome:
-    """Trains for as many whole iterations as fit into ``total_steps``."""
+    """Trains for as many whole iterations as fit into ``total_steps``, or until it has come far enough."""
     np.random.seed(chosen.seed)  # noqa: NPY002  the shuffle is NumPy's global one, as it is there
     torch.manual_seed(chosen.seed)
     envs = SyncVectorEnv([lambda: RecordEpisodeStatistics(gymnasium.make(chosen.env))] * chosen.num_envs)
@@ -72,43 +73,47 @@ def train(chosen: Training) -> Outcome:
     agent = ActorCritic(num_inputs, num_actions, chosen.hidden_size).to(chosen.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=chosen.learning_rate, eps=ADAM_EPS)
     rollout = Rollout(chosen.num_steps, chosen.num_envs, num_inputs, chosen.device)
-    num_iterations = chosen.total_steps // chosen.batch_size
+    num_iterations, returns = chosen.total_steps // chosen.batch_size, list[float]()
     with tempfile.TemporaryDirectory() as folder:
         writer = SummaryWriter(folder)
-        began = time.perf_counter()
+        watch = Watch(chosen)
         observation = torch.Tensor(envs.reset(seed=chosen.seed)[0]).to(chosen.device)
         done = torch.zeros(chosen.num_envs, device=chosen.device)
         for iteration in range(num_iterations):
-            optimizer.param_groups[0]["lr"] = chosen.learning_rate * (1.0 - iteration / num_iterations)
-            observation, done = _collect(envs, agent, rollout, observation, done)
+            remaining = 1.0 - iteration / num_iterations
+            optimizer.param_groups[0]["lr"] = chosen.learning_rate * (remaining if chosen.anneal_lr else 1.0)
+            now = replace(chosen, clip=chosen.clip * remaining) if chosen.anneal_clip else chosen
+            observation, done = _collect(envs, agent, rollout, observation, done, returns)
             with torch.no_grad():
                 last_value = agent.critic(observation).reshape(-1)
-                advantages = rollout.advantages(last_value, done, GAMMA, GAE_LAMBDA)
-            losses = _learn(agent, optimizer, rollout, advantages, chosen)
+                advantages = rollout.advantages(last_value, done, chosen.gamma, chosen.gae_lambda)
+            losses = _learn(agent, optimizer, rollout, advantages, now)
             steps = (iteration + 1) * chosen.batch_size
             losses["learning_rate"] = optimizer.param_groups[0]["lr"]
-            losses["steps_per_second"] = int(steps / (time.perf_counter() - began))
+            losses["steps_per_second"] = int(steps / (time.perf_counter() - watch.began))
             for name, value in losses.items():
                 writer.add_scalar(name, value, steps)
-        seconds = time.perf_counter() - began
+            if watch.look(steps, returns):
+                break
+        outcome = watch.outcome(num_iterations * chosen.batch_size, returns)
         writer.close()
-    returns = [episode for env in envs.envs for episode in env.get_wrapper_attr("return_queue")]
     envs.close()
-    mean_return = float(np.mean(returns)) if returns else None  # of the newest episodes
-    return Outcome(num_iterations * chosen.batch_size, seconds, mean_return)
+    return outcome
 
 
 def _collect(
-    envs: SyncVectorEnv, agent: ActorCritic, rollout: Rollout, observation: Tensor, done: Tensor
+    envs: SyncVectorEnv, agent: ActorCritic, rollout: Rollout, observation: Tensor, done: Tensor, returns: list[float]
 ) -> tuple[Tensor, Tensor]:
-    """Fills the rollout and returns what comes after it."""
+    """Fills the rollout and returns what comes after it. Adds the returns of episodes that have ended."""
     for step in range(len(rollout.rewards)):
         rollout.observations[step], rollout.dones[step] = observation, done
         with torch.no_grad():
             action, log_prob, _, value = agent(observation)
             rollout.values[step] = value.flatten()
         rollout.actions[step], rollout.log_probs[step] = action, log_prob
-        observed, reward, terminated, truncated, _ = envs.step(action.cpu().numpy())
+        observed, reward, terminated, truncated, infos = envs.step(action.cpu().numpy())
+        if "episode" in infos:
+            returns += infos["episode"]["r"][infos["_episode"]].tolist()
         rollout.rewards[step] = torch.tensor(reward).view(-1)
         observation = torch.Tensor(observed).to(observation.device)
         done = torch.Tensor(np.logical_or(terminated, truncated)).to(done.device)
@@ -140,7 +145,8 @@ def _learn(
             advantage = advantages[batch]
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
             policy_loss = _policy_loss(advantage, ratio, chosen.clip)
-            value_loss = _value_loss(new_values.view(-1), values[batch], returns[batch], chosen.clip)
+            value_clip = chosen.clip if chosen.clip_value_loss else None
+            value_loss = _value_loss(new_values.view(-1), values[batch], returns[batch], value_clip)
             mean_entropy = entropy.mean()
             loss = policy_loss - chosen.entropy * mean_entropy + VALUE_COEF * value_loss
             optimizer.zero_grad()
@@ -165,7 +171,9 @@ def _policy_loss(advantage: Tensor, ratio: Tensor, clip_coef: float) -> Tensor:
     return torch.max(-advantage * ratio, -advantage * clipped).mean()
 
 
-def _value_loss(new_values: Tensor, values: Tensor, returns: Tensor, clip_coef: float) -> Tensor:
+def _value_loss(new_values: Tensor, values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
+    if clip_coef is None:
+        return 0.5 * ((new_values - returns) ** 2).mean()
     near = values + torch.clamp(new_values - values, -clip_coef, clip_coef)
     return 0.5 * torch.max((new_values - returns) ** 2, (near - returns) ** 2).mean()
 

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.baselines import cleanrl_loop
-from benchmarks.baselines.training import GAE_LAMBDA, GAMMA, Outcome, Training
+from benchmarks.baselines import cleanrl_loop, rejax_ppo, rlox_ppo, sb3
+from benchmarks.baselines.training import Outcome, Training, Watch
 from benchmarks.harness.collect import TrainingError
 
+ALONE = "environment alone"
 MEETINGS, COLUMNS = "meetings", 16  # a file of how often each rank has come; a row is a rank's, for its cache lines
 
 
@@ -33,7 +34,7 @@ def train_fastsync(training: Training) -> Outcome:
     from fastsync.launch.torchrun import launch_ranks
 
     with tempfile.TemporaryDirectory() as folder:
-        return launch_ranks(fastsync_rank, training.nproc, _settings(training, folder))[0]
+        return launch_ranks(fastsync_rank, training.nproc, _settings(training, folder), training)[0]
 
 
 def train_fastsync_apart(training: Training, *, in_step: bool = False) -> Outcome:
@@ -46,7 +47,7 @@ def train_fastsync_apart(training: Training, *, in_step: bool = False) -> Outcom
     each = replace(training, total_steps=training.total_steps // training.nproc)
     with tempfile.TemporaryDirectory() as folder:
         np.zeros((training.nproc, COLUMNS)).tofile(f"{folder}/{MEETINGS}")
-        outcomes = launch_ranks(fastsync_rank_apart, training.nproc, _settings(each, folder), in_step)
+        outcomes = launch_ranks(fastsync_rank_apart, training.nproc, _settings(each, folder), each, in_step)
     returns = [outcome.mean_return for outcome in outcomes if outcome.mean_return is not None]
     return Outcome(
         sum(outcome.steps for outcome in outcomes),
@@ -67,10 +68,12 @@ def _settings(training: Training, folder: str) -> Any:
         num_epochs=training.num_epochs,
         vectorization=training.vectorization,  # type: ignore[arg-type]
         learning_rate=training.learning_rate,
-        gamma=GAMMA,
-        gae_lambda=GAE_LAMBDA,
+        lr_schedule="linear" if training.anneal_lr else "constant",
+        gamma=training.gamma,
+        gae_lambda=training.gae_lambda,
         clip_coef=training.clip,
-        clip_value_loss=True,
+        anneal_clip=training.anneal_clip,
+        clip_value_loss=training.clip_value_loss,
         hidden_sizes=(training.hidden_size, training.hidden_size),
         ent_coef=training.entropy,
         norm_observations=training.normalize,
@@ -80,17 +83,45 @@ def _settings(training: Training, folder: str) -> Any:
     )
 
 
-def fastsync_rank(settings: Any) -> Outcome:
+def fastsync_rank(settings: Any, training: Training) -> Outcome:
     from fastsync.distributed import process_group
     from fastsync.ppo.ppo import train
 
     sys.stdout = sys.stderr  # which the parent lets through
-    with process_group(settings.timeout) as device:
+    with process_group(settings.timeout) as device, _watched(training) as reached:
         _, result = train(settings, device)
-    return Outcome(result.step, result.seconds, None if math.isnan(result.mean_return) else result.mean_return)
+    mean_return = None if math.isnan(result.mean_return) else result.mean_return
+    return reached[0] if reached else Outcome(result.step, result.seconds, mean_return)
 
 
-def fastsync_rank_apart(settings: Any, in_step: bool) -> Outcome:
+@contextmanager
+def _watched(training: Training) -> Iterator[list[Outcome]]:
+    """Inside, a training ends once it has come far enough. Then the list has the outcome.
+
+    Every rank knows the episodes of all, so all decide alike.
+    """
+    from fastsync.ppo.runs.metrics import returns_of
+    from fastsync.ppo.session import Session
+
+    reached, report, begin = list[Outcome](), Session.report, Session.begin
+    watches = list[Watch]()
+
+    def begins(session: Session, ppo: Any) -> None:
+        begin(session, ppo)
+        watches.append(Watch(training))
+
+    def reports_and_looks(session: Session, *given: Any) -> None:
+        report(session, *given)
+        step, returns = session._ppo.step, returns_of(session._last_episodes)
+        if watches[0].look(step, returns):
+            reached.append(watches[0].outcome(step, returns))
+            session._is_stopped = True
+
+    with patch.multiple(Session, begin=begins, report=reports_and_looks):
+        yield reached
+
+
+def fastsync_rank_apart(settings: Any, training: Training, in_step: bool) -> Outcome:
     """As fastsync_rank, in a world of its own, which begins when all have come this far."""
     from fastsync.distributed import process_group
 
@@ -102,7 +133,7 @@ def fastsync_rank_apart(settings: Any, in_step: bool) -> Outcome:
     meetings = np.memmap(f"{settings.runs_dir}/{MEETINGS}", np.float64, shape=(world_size, COLUMNS))
     own = replace(settings, seed=settings.seed + rank, runs_dir=f"{settings.runs_dir}/{rank}")
     with _meeting(meetings[:, 0], rank) if in_step else nullcontext():
-        return fastsync_rank(own)
+        return fastsync_rank(own, training)
 
 
 @contextmanager
@@ -128,54 +159,19 @@ def _meeting(counts: Any, rank: int) -> Iterator[None]:
         counts[rank] = np.inf  # others may have more updates
 
 
-def train_sb3(training: Training) -> Outcome:
-    from stable_baselines3 import PPO
+def step_environment_alone(training: Training, vectorization: str = "auto") -> Outcome:
+    """Random actions, by the environment's own vectorised implementation where it has one that trainings take.
 
-    model = PPO(
-        "CnnPolicy" if training.is_atari else "MlpPolicy",
-        _sb3_environments(training),
-        n_steps=training.num_steps,
-        batch_size=training.minibatch_size,
-        n_epochs=training.num_epochs,
-        learning_rate=lambda remaining: training.learning_rate * remaining,
-        gamma=GAMMA,
-        gae_lambda=GAE_LAMBDA,
-        clip_range=training.clip,
-        clip_range_vf=training.clip,
-        ent_coef=training.entropy,
-        policy_kwargs={} if training.is_atari else {"net_arch": [training.hidden_size, training.hidden_size]},
-        seed=training.seed,
-        device=training.device,
-    )
-    began = time.perf_counter()
-    model.learn(training.total_steps)
-    seconds = time.perf_counter() - began
-    returns = [episode["r"] for episode in model.ep_info_buffer or []]
-    return Outcome(model.num_timesteps, seconds, float(np.mean(returns)) if returns else None)
-
-
-def _sb3_environments(training: Training) -> Any:
-    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
-    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
-
-    many: Any = {"n_envs": training.num_envs, "seed": training.seed}
-    if training.is_atari:
-        import ale_py  # noqa: F401 registers the games
-
-        return VecFrameStack(make_atari_env(training.env, env_kwargs={"frameskip": 1}, **many), n_stack=4)
-    envs = make_vec_env(training.env, **many)
-    return VecNormalize(envs, gamma=GAMMA) if training.normalize else envs
-
-
-def step_environment_alone(training: Training) -> Outcome:
-    """Random actions, by the environment's own vectorised implementation where it has one that trainings take."""
+    With ``vectorization="sync"`` environments step one after the other, always.
+    """
     import gymnasium
 
     from fastsync.ppo.envs.lookup import find_env
     from fastsync.ppo.envs.spaces import random_actions
 
     source = find_env(training.env)
-    if source.spec and source.spec.vector_entry_point and not source.is_atari:
+    has_own = source.spec and source.spec.vector_entry_point and not source.is_atari
+    if has_own and vectorization == "auto":
         envs: Any = gymnasium.make_vec(training.env, training.num_envs, vectorization_mode="vector_entry_point")
     else:
         envs = gymnasium.vector.SyncVectorEnv([source.make] * training.num_envs)
@@ -193,24 +189,39 @@ TRAINERS: dict[str, Callable[[Training], Outcome]] = {
     "fastsync": train_fastsync,
     "fastsync apart": train_fastsync_apart,
     "fastsync in step": partial(train_fastsync_apart, in_step=True),
-    "stable-baselines3": train_sb3,
+    "stable-baselines3": sb3.train,
+    "stable-baselines3, SubprocVecEnv": partial(sb3.train, processes=True),
+    "sbx": partial(sb3.train, package="sbx"),
     "cleanrl loop": cleanrl_loop.train,
-    "environment alone": step_environment_alone,
+    "rlox": rlox_ppo.train,
+    "rejax": rejax_ppo.train,
+    ALONE: step_environment_alone,
 }
+ENVIRONMENTS: dict[str, Callable[[Training], Outcome]] = {
+    "fastsync": step_environment_alone,
+    "cleanrl loop": partial(step_environment_alone, vectorization="sync"),
+    "stable-baselines3": sb3.step_environments,
+    "stable-baselines3, SubprocVecEnv": partial(sb3.step_environments, processes=True),
+    "sbx": sb3.step_environments,
+    "rlox": rlox_ppo.step_environments,
+    "rejax": rejax_ppo.step_environments,
+}
+"""What steps the environments of these trainers with random actions."""
+EVERYTHING = TRAINERS | {f"{trainer}, {ALONE}": step for trainer, step in ENVIRONMENTS.items()}
 
 
-def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
-    """Runs a trainer in a fresh process, with one thread to compute with on each rank.
+def run_alone(trainer: str, training: Training, *, timeout: float, python: str | None = None) -> Outcome:
+    """Runs a trainer in a fresh process, with ``training.threads`` threads to compute with on each rank.
 
-    It sees no GPU, unless it is to compute on one.
+    It sees no GPU, unless it is to compute on one. ``python`` is another interpreter, which has the trainer's packages.
 
     Whatever ends the wait for it, its ranks and environments end with it.
 
     Raises:
         TrainingError: it failed, or has not ended in ``timeout`` seconds.
     """
-    command = [sys.executable, "-m", "benchmarks.baselines.trainers", trainer, json.dumps(asdict(training))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [python or sys.executable, "-m", "benchmarks.baselines.trainers", trainer, json.dumps(asdict(training))]
+    environment = os.environ | {"OMP_NUM_THREADS": str(training.threads)}
     if training.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with subprocess.Popen(
@@ -234,5 +245,6 @@ def run_alone(trainer: str, training: Training, *, timeout: float) -> Outcome:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(asdict(TRAINERS[sys.argv[1]](Training(**json.loads(sys.argv[2]))))))
+    told = Training(**json.loads(sys.argv[2]))
+    torch.set_num_threads(told.threads)
+    print(json.dumps(asdict(EVERYTHING[sys.argv[1]](told))))

@@ -17,6 +17,7 @@ import tyro
 
 from benchmarks.baselines.trainers import run_alone
 from benchmarks.baselines.training import Outcome, Training
+from benchmarks.commands import until
 from benchmarks.harness.collect import Collected, collect, termination_raises
 from benchmarks.harness.options import check_device, check_file, check_positive, places
 from benchmarks.harness.progress import named, progress_bars
@@ -41,6 +42,7 @@ OTHERS = {
 }  # fmt: skip
 """CleanRL's for continuous actions and for games."""
 CARTPOLE = "CartPole-v1"
+UNTIL = "--until"
 LEARNT = {CARTPOLE: 40.0}
 """A random policy has a mean return of 22: what has learnt nothing has not done the work. Other environments take
 longer than a benchmark does. Where it has not, its row counts as wrong."""
@@ -65,6 +67,9 @@ def scaled_to(num_envs: int) -> Training:
 class Options:
     """Measure whole trainings: fastsync on one rank and on several, and its baselines."""
 
+    until: bool = False
+    """Measure seconds until the policy is good enough, beside more trainers. It has options of its own: --until
+    --help shows them."""
     env: Literal["CartPole-v1", "HalfCheetah-v5", "ALE/Pong-v5"] = CARTPOLE
     """What to train on. HalfCheetah and Pong have CleanRL's hyperparameters."""
     hyperparameters: tuple[Literal[tuple(HYPERPARAMETERS)], ...] = tuple(HYPERPARAMETERS)
@@ -115,6 +120,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status: 0; 1 if a training has learnt nothing, failed or hangs; 130 after Ctrl-C, 143 after SIGTERM.
     """
+    if UNTIL in arguments:
+        return until.main([argument for argument in arguments if argument != UNTIL])
     options = tyro.cli(Options, prog="python -m benchmarks ppo", args=arguments)
     with termination_raises():
         collected = collect(measure_all, 1, options, options.json, lambda measure, _, *given: [measure(*given)])

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         "threads_per_rank": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
     }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of packages that are installed, by their names on PyPI."""
+    return {package: metadata.version(package) for package in packages}
 
 
 def _commit() -> str | None:

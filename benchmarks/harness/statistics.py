@@ -1,11 +1,11 @@
-"""Tells how sure a median is: by order statistics, and ratios of two medians by the bootstrap.
+"""Tells how sure a figure is: a median by order statistics, ratios and interquartile means by the bootstrap.
 
 A sample must be a repetition of its own. Steps of one launch are alike (the same cores, the same connections), so where
 there are several launches, ``replicates`` takes each launch as one sample: its median.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +82,55 @@ def ratio_interval(numerator: Sequence[float], denominator: Sequence[float]) -> 
         rng=np.random.default_rng(SEED),
     ).confidence_interval
     return Interval(ratio, float(found.low), float(found.high))
+
+
+def interquartile_mean(samples: Sequence[float]) -> float:
+    """The mean without the lowest quarter of the samples and without the highest, each rounded down.
+
+    A sample may be infinite, such as the time of a run that has not arrived. It counts as one of the highest, so that
+    as many as a quarter of the samples change nothing but which ones are left out; with more the result is infinite.
+    """
+    return float(_interquartile_means(np.asarray(samples, np.float64))) if len(samples) else math.nan
+
+
+def _interquartile_means(samples: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    number = samples.shape[-1]
+    return np.sort(samples, axis=-1)[..., number // 4 : number - number // 4].mean(axis=-1)
+
+
+def interquartile_mean_interval(samples: Sequence[float]) -> Interval:
+    """The interquartile mean and its percentile bootstrap interval (R. Agarwal et al., Deep Reinforcement Learning at
+    the Edge of the Statistical Precipice, NeurIPS 2021, section 4.3, https://arxiv.org/abs/2108.13264).
+
+    The samples are the runs of one task. The bootstrap is stratified: runs of other tasks or methods are not mixed in.
+    """
+    return _bootstrapped([samples], lambda means: means)
+
+
+def interquartile_ratio_interval(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
+    """The ratio of two interquartile means, and its interval as in ``interquartile_mean_interval``.
+
+    Each side is resampled within itself. A ratio with two infinite means is not known; it counts as nan, and then no
+    end of the interval is known that would have to be told from it.
+    """
+    return _bootstrapped([numerator, denominator], np.divide)
+
+
+def _bootstrapped(strata: Sequence[Sequence[float]], combine: Callable[..., np.ndarray]) -> Interval:
+    """What ``combine`` makes of the interquartile means of the strata, and its interval."""
+    if not all(strata):
+        return UNKNOWN
+    rng, arrays = np.random.default_rng(SEED), [np.asarray(samples, np.float64) for samples in strata]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        value = float(combine(*map(_interquartile_means, arrays)))
+        if min(map(len, arrays)) < 2:
+            return Interval(value, -math.inf, math.inf)
+        drawn = [samples[rng.integers(len(samples), size=(RESAMPLES, len(samples)))] for samples in arrays]
+        found = np.sort(combine(*map(_interquartile_means, drawn)))  # nan comes last
+    # One of the values each, for between a finite one and an infinite one there is no middle.
+    low, high = (found[round(share * (RESAMPLES - 1))] for share in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    return Interval(value, float(low), float(high))
 
 
 def replicates(launches: Sequence[Sequence[float]]) -> list[float]:

@@ -1,0 +1,238 @@
+"""``python -m benchmarks ppo --until``: seconds until a policy is good enough, ours and others', in turns.
+
+Good enough is a mean return of the last 100 episodes of training, all have the same published hyperparameters, and the
+clock starts with the training's loop: after imports and construction, before anything is compiled. Each trainer is
+looked at after each update, through what it offers for that.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from benchmarks.baselines.published import PUBLISHED, THRESHOLDS
+from benchmarks.baselines.rivals import RIVALS, Rival
+from benchmarks.baselines.trainers import ALONE, run_alone
+from benchmarks.baselines.training import Outcome, Training
+from benchmarks.harness.collect import Collected, TrainingError, collect, termination_raises
+from benchmarks.harness.options import check_device, check_file, check_positive, places
+from benchmarks.harness.progress import named, progress_bars
+from benchmarks.harness.records import Record, RowFile, environment, read_json
+from benchmarks.report.table import OVERSUBSCRIBED
+from benchmarks.report.until import picture, print_report
+from fastsync import _C
+from fastsync._checks import check_at_least
+
+ALONE_STEPS, ALONE_REPETITIONS = 20_000, 3
+"""Of environments without a training."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure how long trainings take until their policy is good enough."""
+
+    env: tuple[Literal[tuple(THRESHOLDS)], ...] = ("CartPole-v1",)
+    """What to train on, until the mean return of the last 100 episodes is 475, -100, -200 or 200."""
+    hyperparameters: tuple[Literal[tuple(PUBLISHED)], ...] = ("zoo",)
+    """Whose. CleanRL's are for CartPole and Acrobot."""
+    trainers: tuple[Literal[tuple(RIVALS)], ...] = tuple(RIVALS)
+    """Who trains. `make rivals` installs sbx, rlox and rejax, each in an environment of its own."""
+    repetitions: int = 10
+    """Trainings of each kind, with seeds from 1. The kinds take turns."""
+    nproc: tuple[int, ...] = (1, 2)
+    """Numbers of ranks of fastsync's runs. They share the batch of one, so hyperparameters stay as they are."""
+    threads: tuple[int, ...] = ()
+    """Numbers of threads that torch computes with, for Stable-Baselines3, CleanRL and rlox. By default 1 and all."""
+    total_steps: int | None = None
+    """Environment steps after which a training has not arrived. By default those of who published the hyperparameters,
+    which their schedules go by."""
+    threshold: float | None = None
+    """Another mean return to wait for."""
+    json: Path | None = None
+    """File to write all rows to: one a training, with settings, versions and hardware."""
+    rows: tuple[Path, ...] = ()
+    """Files that --json has written: show these, and measure nothing."""
+    plot: Path | None = None
+    """File to draw seconds and intervals into: a name that ends in .svg or .png."""
+    oversubscribe: bool = False
+    """Allow more ranks than there are cores; every table says so."""
+    timeout: float = 3600.0
+    """Seconds after which a training counts as hanging. The others go on."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "timeout", "total_steps")
+        check_at_least(self, repetitions=1)
+        for option in ("json", "plot"):
+            check_file(option, getattr(self, option))
+        if self.plot is not None and self.plot.suffix not in (".svg", ".png"):
+            raise ValueError(f"plot={self.plot} must be the name of a file that ends in .svg or .png")
+        for option in ("env", "hyperparameters", "trainers", "nproc"):
+            if not getattr(self, option):
+                raise ValueError(f"{option}: choose at least one")
+        for option in ("nproc", "threads"):
+            if any(number < 1 for number in getattr(self, option)):
+                raise ValueError(f"{option}={getattr(self, option)} must be at least 1 each")
+        if "fastsync" in self.trainers and not self.rows:
+            check_device("cpu", max(self.nproc), self.oversubscribe)
+        for whose, env in self.pairs():
+            if env not in PUBLISHED[whose]:
+                raise ValueError(
+                    f"hyperparameters={whose!r} has none for {env}; they are for {', '.join(PUBLISHED[whose])}"
+                )
+            for nproc in self.nproc:
+                if PUBLISHED[whose][env].num_envs % nproc:
+                    raise ValueError(
+                        f"nproc={nproc} does not divide the {PUBLISHED[whose][env].num_envs} environments of "
+                        f"{whose}'s hyperparameters for {env}"
+                    )
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Whose hyperparameters for which environment, one after the other."""
+        for env in self.env:
+            for whose in self.hyperparameters:
+                yield whose, env
+
+    def training(self, whose: str, env: str) -> Training:
+        """What all trainers are told."""
+        training = PUBLISHED[whose][env]
+        steps = self.total_steps or training.total_steps
+        return replace(training, total_steps=steps, until=THRESHOLDS[env] if self.threshold is None else self.threshold)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table."""
+
+    name: str
+    rival: Rival
+    training: Training
+
+    @property
+    def crowded(self) -> bool:
+        return self.training.nproc > places(self.training.nproc, cpu=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and reports.
+
+    Returns:
+        The exit status: 0; 1 if a training failed or hangs; 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    options = tyro.cli(Options, prog="python -m benchmarks ppo --until", args=arguments)
+    if options.rows:
+        collected = Collected([record for file in options.rows for record in read_json(file)], [], 0)
+    else:
+        with termination_raises():
+            collected = collect(measure_all, 1, options, options.json, lambda measure, _, *given: [measure(*given)])
+    print_report(collected)
+    if options.plot is not None:
+        picture(collected.records, options.plot)
+    return collected.status
+
+
+def measure_all(options: Options, rows: RowFile) -> list[str]:
+    """Runs all trainings, one after the other. After each the rows have it. Returns notes.
+
+    Raises:
+        TrainingError: some failed or hung, each of which the message names. The others have been measured.
+    """
+    where, notes, failures = environment(torch.device("cpu")), list[str](), dict[str, str]()
+    turns = list[tuple[str, int, Method, str]]()
+    for whose, env in options.pairs():
+        methods = list(methods_of(options, options.training(whose, env), notes))
+        for seed in range(1, options.repetitions + 1):
+            turns += [(whose, seed, method, method.rival.trainer) for method in methods]
+            if seed <= ALONE_REPETITIONS:
+                firsts = {method.rival.trainer: method for method in reversed(methods)}
+                turns += [(whose, seed, method, f"{trainer}, {ALONE}") for trainer, method in firsts.items()]
+    if not turns:
+        return notes
+    with progress_bars(shown=True) as progress:
+        for whose, seed, method, trainer in named(progress, turns, _say):
+            kind = f"{whose}, {method.training.env}: {method.name if trainer == method.rival.trainer else trainer}"
+            if kind in failures:
+                continue
+            python = method.rival.python()
+            told = replace(method.training, seed=seed)
+            if trainer != method.rival.trainer:
+                told = replace(told, total_steps=ALONE_STEPS)
+            try:
+                outcome = run_alone(trainer, told, timeout=options.timeout, python=python)
+            except TrainingError as error:
+                failures[kind] = f"{kind}, seed {seed}: {_shortly(error)}"
+                continue
+            rows.add([record_of(whose, method, trainer, told, outcome, where)])
+    if failures:
+        raise TrainingError("\n".join([*notes, *failures.values(), "the trainings that failed are left out"]))
+    return notes
+
+
+def _say(turn: tuple[str, int, Method, str]) -> str:
+    whose, seed, method, trainer = turn
+    name = method.name if trainer == method.rival.trainer else trainer
+    return f"{method.training.env}, {whose}, seed {seed}: {name}"
+
+
+def _shortly(error: TrainingError) -> str:
+    """Its first line and its last, which of a traceback says what was wrong."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+
+
+def methods_of(options: Options, training: Training, notes: list[str]) -> Iterator[Method]:
+    """What is compared. Adds a note about each trainer that is left out, and about settings that one lacks."""
+    threads = options.threads or sorted({1, _C.num_usable_cores()})
+    for name in dict.fromkeys(options.trainers):
+        rival = RIVALS[name]
+        if refusal := rival.refuses(training):
+            _add(notes, f"{rival.title} is left out for {training.env}: {refusal}")
+        elif rival.python() is None:
+            _add(notes, rival.how_to_install)
+        else:
+            if lacking := list(rival.lacks(training)):
+                _add(notes, f"{rival.title} on {training.env}, unlike the hyperparameters: {'; '.join(lacking)}")
+            if name == "fastsync":
+                for nproc in options.nproc:
+                    title = f"fastsync, {nproc} rank{'s' if nproc > 1 else ''}"
+                    yield Method(title, rival, replace(training, nproc=nproc))
+            elif rival.has_threads:
+                for number in threads:
+                    title = f"{rival.title}, {number} thread{'s' if number > 1 else ''}"
+                    yield Method(title, rival, replace(training, threads=number))
+            else:
+                yield Method(rival.title, rival, training)
+
+
+def _add(notes: list[str], note: str) -> None:
+    if note not in notes:
+        notes.append(note)
+
+
+def record_of(
+    whose: str, method: Method, trainer: str, training: Training, outcome: Outcome, where: Mapping[str, Any]
+) -> Record:
+    """The row of one training, or of environments without one."""
+    is_training = trainer == method.rival.trainer
+    return Record(
+        benchmark="ppo --until",
+        method=method.name if is_training else trainer,
+        settings={
+            "hyperparameters": whose,
+            "trainer": trainer,
+            **vars(training),
+            **({OVERSUBSCRIBED: True} if method.crowded else {}),
+        },
+        figures={
+            "steps": outcome.steps,
+            "steps_per_second": outcome.speed,
+            "reached": float(outcome.reached) if is_training else None,
+            "compile_seconds": outcome.compile_seconds,
+            "mean_return": outcome.mean_return,
+        },
+        correct=True,
+        samples=[outcome.seconds],
+        environment={**where, **outcome.versions},
+    )
