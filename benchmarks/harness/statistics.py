@@ -101,7 +101,7 @@ def _interquartile_means(samples: np.ndarray) -> np.ndarray:
 
 def interquartile_mean_interval(samples: Sequence[float]) -> Interval:
     """The interquartile mean and its percentile bootstrap interval (R. Agarwal et al., Deep Reinforcement Learning at
-    the Edge of the Statistical Precipice, NeurIPS 2021, section 4.3, https://arxiv.org/abs/2108.13264).
+    the Edge of the Statistical Precipice, NeurIPS 2021, sections 4.1 and 4.3, https://arxiv.org/abs/2108.13264).
 
     The samples are the runs of one task. The bootstrap is stratified: runs of other tasks or methods are not mixed in.
     """
@@ -111,8 +111,7 @@ def interquartile_mean_interval(samples: Sequence[float]) -> Interval:
 def interquartile_ratio_interval(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
     """The ratio of two interquartile means, and its interval as in ``interquartile_mean_interval``.
 
-    Each side is resampled within itself. A ratio with two infinite means is not known; it counts as nan, and then no
-    end of the interval is known that would have to be told from it.
+    Each side is resampled within itself. A ratio of two infinite means is nan: it may be anything.
     """
     return _bootstrapped([numerator, denominator], np.divide)
 
@@ -127,10 +126,12 @@ def _bootstrapped(strata: Sequence[Sequence[float]], combine: Callable[..., np.n
         if min(map(len, arrays)) < 2:
             return Interval(value, -math.inf, math.inf)
         drawn = [samples[rng.integers(len(samples), size=(RESAMPLES, len(samples)))] for samples in arrays]
-        found = np.sort(combine(*map(_interquartile_means, drawn)))  # nan comes last
-    # One of the values each, for between a finite one and an infinite one there is no middle.
-    low, high = (found[round(share * (RESAMPLES - 1))] for share in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
-    return Interval(value, float(low), float(high))
+        found = combine(*map(_interquartile_means, drawn))
+    # What is not known may be anything. The ends are values that were found: there is no middle between a finite one
+    # and an infinite one.
+    lowest, highest = (np.sort(np.where(np.isnan(found), end, found)) for end in (-math.inf, math.inf))
+    left_out = round((1 - CONFIDENCE) / 2 * (RESAMPLES - 1))
+    return Interval(value, float(lowest[left_out]), float(highest[-1 - left_out]))
 
 
 def replicates(launches: Sequence[Sequence[float]]) -> list[float]:

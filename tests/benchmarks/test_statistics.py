@@ -1,15 +1,21 @@
-"""Intervals of medians, against answers that are known."""
+"""Intervals of medians and of interquartile means, against answers that are known."""
 
 from __future__ import annotations
 
 import math
+import random
+import statistics
 
 import numpy as np
 import pytest
+from scipy.stats import trim_mean
 
 from benchmarks.harness.statistics import (
     RATIO_HOLDS,
     SURE_FROM,
+    interquartile_mean,
+    interquartile_mean_interval,
+    interquartile_ratio_interval,
     median_interval,
     ratio_interval,
     replicates,
@@ -60,3 +66,59 @@ def test_how_often_the_ratio_of_few_samples_is_held_is_what_the_reports_say(monk
 def test_launches_count_as_one_sample_each_where_there_are_several():
     assert replicates([[3.0, 1.0, 2.0]]) == [3.0, 1.0, 2.0]
     assert replicates([[3.0, 1.0, 2.0], [], [5.0, 4.0]]) == [2.0, 4.5]
+
+
+def plain_interquartile_mean(samples: list[float]) -> float:
+    ordered = sorted(samples)
+    for _ in range(len(samples) // 4):
+        ordered = ordered[1:-1]
+    return sum(ordered) / len(ordered)
+
+
+@pytest.mark.parametrize("number", range(1, 14))
+def test_interquartile_mean_is_that_of_scipy(number: int):
+    samples = np.random.default_rng(number).lognormal(size=number).tolist()
+    assert interquartile_mean(samples) == pytest.approx(plain_interquartile_mean(samples))
+    assert interquartile_mean(samples) == pytest.approx(trim_mean(samples, 0.25))  # as rliable has it
+
+
+def test_runs_that_have_not_arrived_change_nothing_up_to_a_quarter_of_them():
+    samples = [float(number) for number in range(10)]
+    late = [*samples[:8], math.inf, math.inf]
+    assert interquartile_mean(late) == interquartile_mean(samples) == 4.5
+    assert interquartile_mean([*samples[:7], *[math.inf] * 3]) == math.inf
+    value, low, high = interquartile_mean_interval(late)
+    assert (value, high) == (4.5, math.inf)  # some resamples have three of them
+    assert 1 < low < 4.5
+    assert interquartile_mean_interval([math.inf] * 5) == (math.inf, math.inf, math.inf)
+
+
+def test_interquartile_intervals_are_those_of_a_plain_bootstrap():
+    rng = np.random.default_rng(5)
+    slow, fast = rng.lognormal(3.0, 0.3, size=10).tolist(), rng.lognormal(2.0, 0.3, size=8).tolist()
+    resampled = random.Random(1)
+
+    def percentiles(values: list[float]) -> tuple[float, float]:
+        low, *_, high = statistics.quantiles(values, n=40)
+        return low, high
+
+    def resample(samples: list[float]) -> float:
+        return plain_interquartile_mean(resampled.choices(samples, k=len(samples)))
+
+    means = percentiles([resample(slow) for _ in range(20_000)])
+    value, *ends = interquartile_mean_interval(slow)
+    assert value == pytest.approx(plain_interquartile_mean(slow))
+    assert ends == pytest.approx(means, rel=0.02)
+    ratios = percentiles([resample(slow) / resample(fast) for _ in range(20_000)])
+    value, *ends = interquartile_ratio_interval(slow, fast)
+    assert value == pytest.approx(plain_interquartile_mean(slow) / plain_interquartile_mean(fast))
+    assert ends == pytest.approx(ratios, rel=0.02)
+
+
+def test_interquartile_intervals_of_too_few_samples_are_not_known():
+    assert interquartile_mean_interval([2.0]) == (2.0, -math.inf, math.inf)
+    assert all(math.isnan(end) for end in interquartile_mean_interval([]))
+    assert math.isnan(interquartile_mean([]))
+    assert math.isnan(interquartile_ratio_interval([1.0, 2.0], []).value)
+    assert math.isnan(interquartile_ratio_interval([math.inf] * 3, [math.inf] * 3).value)
+    assert interquartile_ratio_interval([1.0] * 4, [math.inf] * 4) == (0.0, 0.0, 0.0)
