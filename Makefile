@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build wheel train test test-all test-slow test-gpu test-asan test-ubsan test-trainers rivals drill lint format docs bench check-cuda check-aarch64 prove-gpu clean
+.PHONY: help venv build wheel train test test-all test-slow test-gpu test-asan test-ubsan test-trainers baselines drill lint format docs bench check-cuda check-aarch64 prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -28,7 +28,7 @@ help:
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
 	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL and SkyPilot, each in an environment of its own'
-	@echo 'make rivals      install the trainers that python -m benchmarks ppo --until compares, each in an environment of its own'
+	@echo 'make baselines   install the trainers that python -m benchmarks ppo --until compares, each in an environment of its own'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make wheel       make a wheel in dist/ for this torch and this Python, which installs where no compiler is'
@@ -96,7 +96,7 @@ test-trainers: $(foreach package,ray pufferlib skrl rsl-rl skypilot,$(VENV)/with
 	$(VENV)/with-skypilot/bin/python -m pytest tests/ppo/test_launch_files.py -k skypilot_reads $(PYTEST_ARGS)
 
 # The other trainers of `python -m benchmarks ppo --until`, in versions that go with each other and with it.
-rivals: $(foreach package,sbx rlox rejax,$(VENV)/with-$(package)/.installed)
+baselines: $(foreach package,sbx rlox rejax,$(VENV)/with-$(package)/.installed)
 
 $(VENV)/with-sbx/.installed: PACKAGES = sbx-rl==0.28.0
 $(VENV)/with-rlox/.installed: PACKAGES = rlox==1.2.0

@@ -14,7 +14,7 @@ import torch
 import tyro
 
 from benchmarks.baselines.published import PUBLISHED, THRESHOLDS
-from benchmarks.baselines.rivals import RIVALS, Rival
+from benchmarks.baselines.compared import COMPARED, Trainer
 from benchmarks.baselines.trainers import ALONE, run_alone
 from benchmarks.baselines.training import Outcome, Training
 from benchmarks.harness.collect import Collected, TrainingError, collect, termination_raises
@@ -38,8 +38,8 @@ class Options:
     """What to train on, until the mean return of the last 100 episodes is 475, -100, -200 or 200."""
     hyperparameters: tuple[Literal[tuple(PUBLISHED)], ...] = ("zoo",)
     """Whose. CleanRL's are for CartPole and Acrobot."""
-    trainers: tuple[Literal[tuple(RIVALS)], ...] = tuple(RIVALS)
-    """Who trains. `make rivals` installs sbx, rlox and rejax, each in an environment of its own."""
+    trainers: tuple[Literal[tuple(COMPARED)], ...] = tuple(COMPARED)
+    """Who trains. `make baselines` installs sbx, rlox and rejax, each in an environment of its own."""
     repetitions: int = 10
     """Trainings of each kind, with seeds from 1. The kinds take turns."""
     nproc: tuple[int, ...] = (1, 2)
@@ -107,7 +107,7 @@ class Method:
     """A row of the table."""
 
     name: str
-    rival: Rival
+    who: Trainer
     training: Training
 
     @property
@@ -144,20 +144,20 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
     for whose, env in options.pairs():
         methods = list(methods_of(options, options.training(whose, env), notes))
         for seed in range(1, options.repetitions + 1):
-            turns += [(whose, seed, method, method.rival.trainer) for method in methods]
+            turns += [(whose, seed, method, method.who.trainer) for method in methods]
             if seed <= ALONE_REPETITIONS:
-                firsts = {method.rival.trainer: method for method in reversed(methods)}
+                firsts = {method.who.trainer: method for method in reversed(methods)}
                 turns += [(whose, seed, method, f"{trainer}, {ALONE}") for trainer, method in firsts.items()]
     if not turns:
         return notes
     with progress_bars(shown=True) as progress:
         for whose, seed, method, trainer in named(progress, turns, _say):
-            kind = f"{whose}, {method.training.env}: {method.name if trainer == method.rival.trainer else trainer}"
+            kind = f"{whose}, {method.training.env}: {method.name if trainer == method.who.trainer else trainer}"
             if kind in failures:
                 continue
-            python = method.rival.python()
+            python = method.who.python()
             told = replace(method.training, seed=seed)
-            if trainer != method.rival.trainer:
+            if trainer != method.who.trainer:
                 told = replace(told, total_steps=ALONE_STEPS)
             try:
                 outcome = run_alone(trainer, told, timeout=options.timeout, python=python)
@@ -172,7 +172,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
 
 def _say(turn: tuple[str, int, Method, str]) -> str:
     whose, seed, method, trainer = turn
-    name = method.name if trainer == method.rival.trainer else trainer
+    name = method.name if trainer == method.who.trainer else trainer
     return f"{method.training.env}, {whose}, seed {seed}: {name}"
 
 
@@ -186,24 +186,24 @@ def methods_of(options: Options, training: Training, notes: list[str]) -> Iterat
     """What is compared. Adds a note about each trainer that is left out, and about settings that one lacks."""
     threads = options.threads or sorted({1, _C.num_usable_cores()})
     for name in dict.fromkeys(options.trainers):
-        rival = RIVALS[name]
-        if refusal := rival.refuses(training):
-            _add(notes, f"{rival.title} is left out for {training.env}: {refusal}")
-        elif rival.python() is None:
-            _add(notes, rival.how_to_install)
+        who = COMPARED[name]
+        if refusal := who.refuses(training):
+            _add(notes, f"{who.title} is left out for {training.env}: {refusal}")
+        elif who.python() is None:
+            _add(notes, who.how_to_install)
         else:
-            if lacking := list(rival.lacks(training)):
-                _add(notes, f"{rival.title} on {training.env}, unlike the hyperparameters: {'; '.join(lacking)}")
+            if lacking := list(who.lacks(training)):
+                _add(notes, f"{who.title} on {training.env}, unlike the hyperparameters: {'; '.join(lacking)}")
             if name == "fastsync":
                 for nproc in options.nproc:
                     title = f"fastsync, {nproc} rank{'s' if nproc > 1 else ''}"
-                    yield Method(title, rival, replace(training, nproc=nproc))
-            elif rival.has_threads:
+                    yield Method(title, who, replace(training, nproc=nproc))
+            elif who.has_threads:
                 for number in threads:
-                    title = f"{rival.title}, {number} thread{'s' if number > 1 else ''}"
-                    yield Method(title, rival, replace(training, threads=number))
+                    title = f"{who.title}, {number} thread{'s' if number > 1 else ''}"
+                    yield Method(title, who, replace(training, threads=number))
             else:
-                yield Method(rival.title, rival, training)
+                yield Method(who.title, who, training)
 
 
 def _add(notes: list[str], note: str) -> None:
@@ -215,7 +215,7 @@ def record_of(
     whose: str, method: Method, trainer: str, training: Training, outcome: Outcome, where: Mapping[str, Any]
 ) -> Record:
     """The row of one training, or of environments without one."""
-    is_training = trainer == method.rival.trainer
+    is_training = trainer == method.who.trainer
     return Record(
         benchmark="ppo --until",
         method=method.name if is_training else trainer,

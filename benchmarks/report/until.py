@@ -9,11 +9,12 @@ from statistics import median
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.records import Record
 from benchmarks.harness.statistics import Interval, interquartile_mean_interval, interquartile_ratio_interval
-from benchmarks.report.looks import looks
+from benchmarks.report.looks import LOOKS
 from benchmarks.report.pictures import DPI, SOFT, STYLE, WIDTH
 from benchmarks.report.table import (
     OVERSUBSCRIBED,
@@ -125,7 +126,7 @@ def print_report(collected: Collected) -> None:
 
 
 def _title(records: Sequence[Record]) -> str:
-    settings = next(record for record in records if record.figures["reached"] is not None).settings
+    settings = next(record.settings for record in records if record.figures["reached"] is not None)
     return (
         f"{settings['env']} until a mean return of {settings['until']:g}, hyperparameters of "
         f"{settings['hyperparameters']}: {settings['num_envs']} environments × {settings['num_steps']} steps, "
@@ -153,47 +154,49 @@ def _ratio(sb3: Summary | None, row: Summary) -> str:
 
 def picture(records: Sequence[Record], file: Path) -> None:
     """Seconds with their intervals, a row a method and a panel for each environment and whose hyperparameters."""
-    groups = [(records_of, rows) for records_of in by_hyperparameters(records) if (rows := summaries(records_of))]
+    groups = [(of_group, rows) for of_group in by_hyperparameters(records) if (rows := summaries(of_group))]
+    if not groups:
+        return
     with mpl.rc_context(STYLE):
         heights = [1 + len(rows) for _, rows in groups]
-        figure = Figure((WIDTH + 1.5, 0.6 * len(groups) + 0.32 * sum(heights)))
-        look_of = looks(row.trainer for _, rows in groups for row in rows)
+        figure = Figure((WIDTH + 1.5, 0.7 * len(groups) + 0.3 * sum(heights)))
         panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights).flat
-        for axes, (records_of, rows) in zip(panels, groups, strict=True):
+        for axes, (of_group, rows) in zip(panels, groups, strict=True):
             for place, row in enumerate(rows):
-                _draw(axes, place, row, look_of[row.trainer].line)
-            settings = rows and records_of[0].settings
-            axes.set_title(
-                f"{settings['env']}: seconds until {_until(records_of):g}, {settings['hyperparameters']}",
-                loc="left", fontsize=11,
-            )  # fmt: skip
+                _draw(axes, place, row)
+            settings = of_group[0].settings
+            title = f"{settings['env']} until {settings['until']:g}, hyperparameters of {settings['hyperparameters']}"
+            axes.set_title(title, loc="left", fontsize=11)
             axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
             axes.set_ylim(len(rows) - 0.5, -0.5)  # from the top down
             axes.set_xscale("log")
-            axes.grid(axis="x")
-        figure.savefig(file, dpi=DPI, metadata=dict.fromkeys(("Creator", "Date")) if file.suffix == ".svg" else None)
+            axes.xaxis.set_major_formatter(ScalarFormatter())
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.grid(axis="x", which="both", alpha=0.4)
+            axes.set_xlabel("seconds")
+        metadata = dict.fromkeys(("Creator", "Date")) if file.suffix == ".svg" else None
+        figure.savefig(file, dpi=DPI, metadata=metadata)
 
 
-def _until(records: Sequence[Record]) -> float:
-    return next(record.settings["until"] for record in records)
-
-
-def _draw(axes: Axes, place: int, row: Summary, line: dict[str, object]) -> None:
-    """The mean and its interval, which has no right end where too few have arrived; or in words that none has."""
+def _draw(axes: Axes, place: int, row: Summary) -> None:
+    """The mean and its interval. An arrow ends one that has no right end, and words stand for a mean that is none."""
+    look = LOOKS["fastsync.attach/none" if row.trainer == "fastsync" else "ddp"]
     value, low, high = row.seconds
-    style = line | {"linestyle": "-"}
+    arrived = [time for time in row.times if math.isfinite(time)]
     if not math.isfinite(value):
-        left = min((time for time in row.times if math.isfinite(time)), default=None)
-        if left is not None:  # so that the text has a place on the axis
-            axes.plot([left], [place], alpha=0.0)
+        axes.plot(arrived, [place] * len(arrived), alpha=0.0)  # so that the axis goes as far
         axes.annotate(
             f"reached by {row.reached} of {len(row.times)}", (0.02, place), xycoords=("axes fraction", "data"),
             va="center", color=SOFT, fontsize=9,
         )  # fmt: skip
         return
-    axes.plot([value], [place], **style)
+    axes.plot([value], [place], look.marker, color=look.colour)
+    right = value
     if math.isfinite(low):
-        right = high if math.isfinite(high) else max(time for time in row.times if math.isfinite(time))
-        axes.hlines(place, low, right, color=line["color"], linewidth=2)
+        right = high if math.isfinite(high) else max(arrived)
+        axes.hlines(place, low, right, color=look.colour, linewidth=2)
         if not math.isfinite(high):
-            axes.plot([right], [place], ">", color=line["color"])
+            axes.plot([right], [place], ">", color=look.colour)
+    axes.annotate(
+        f"{value:.3g}", (right, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=SOFT
+    )

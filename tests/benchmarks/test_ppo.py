@@ -118,10 +118,10 @@ def assert_trains(train: Callable[[Training], Outcome]) -> None:
     assert 9 < outcome.mean_return < 200
 
 
-RIVALS = {"sbx", "rlox", "rejax"}  # in environments of their own, see test_until.py
+OTHERS_NEED = {"sbx", "rlox", "rejax"}  # in environments of their own, see test_until.py
 
 
-@pytest.mark.parametrize("trainer", sorted(TRAINERS.keys() - RIVALS - {"environment alone"}))
+@pytest.mark.parametrize("trainer", sorted(TRAINERS.keys() - OTHERS_NEED - {"environment alone"}))
 def test_trainings_run(trainer: str):
     assert_trains(TRAINERS[trainer])
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks ppo --until``: made-up trainings, tiny real ones, rivals that fail; nothing about speed."""
+"""``python -m benchmarks ppo --until``: made-up trainings, tiny real ones, trainers that fail; nothing about speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.baselines.published import PUBLISHED, THRESHOLDS
-from benchmarks.baselines.rivals import RIVALS
+from benchmarks.baselines.compared import COMPARED
 from benchmarks.baselines.trainers import ENVIRONMENTS, TRAINERS, run_alone
 from benchmarks.baselines.training import WINDOW, Outcome, Training, Watch
 from benchmarks.commands.until import Options
@@ -67,7 +67,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Training]]:
         return Outcome(1000, seconds, 480.0, trainer != "rlox", compiling, {"package": "1.0"})
 
     monkeypatch.setattr("benchmarks.commands.until.run_alone", made_up)
-    monkeypatch.setattr("benchmarks.baselines.rivals.find_spec", lambda name: name)
+    monkeypatch.setattr("benchmarks.baselines.compared.find_spec", lambda name: name)
     return trained
 
 
@@ -120,17 +120,17 @@ def test_until_leaves_out_what_cannot_train_and_says_why(
     measured: list[tuple[str, Training]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(
-        "benchmarks.baselines.rivals.find_spec", lambda name: name if name == "stable_baselines3" else None
+        "benchmarks.baselines.compared.find_spec", lambda name: name if name == "stable_baselines3" else None
     )
     monkeypatch.setattr("sys.prefix", "/nonexistent")
     assert main(["ppo", "--until", "--env", "LunarLander-v3", "--repetitions", "1"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "SBX is left out, because it is not installed: `make rivals` installs it" in printed
+    assert "SBX is left out, because it is not installed: `make baselines` installs it" in printed
     assert "Rejax and gymnax is left out for LunarLander-v3: gymnax has no LunarLander-v3" in printed
     assert {trainer for trainer, _ in measured} >= {"stable-baselines3", "fastsync"}
 
 
-def test_a_rival_that_fails_is_named_and_the_others_go_on(
+def test_a_trainer_that_fails_is_named_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def made_up(trainer: str, training: Training, *, timeout: float, python: str | None) -> Outcome:
@@ -151,13 +151,13 @@ def test_a_rival_that_fails_is_named_and_the_others_go_on(
 
 
 @pytest.mark.end_to_end
-def test_a_rival_that_dies_and_one_that_hangs_are_named(
+def test_a_trainer_that_dies_and_one_that_hangs_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n[ "$3" = "cleanrl loop" ] && sleep 1000\necho no such module >&2\nexit 1\n')
     python.chmod(0o755)
-    monkeypatch.setattr("benchmarks.baselines.rivals.Rival.python", lambda self: str(python))
+    monkeypatch.setattr("benchmarks.baselines.compared.Trainer.python", lambda self: str(python))
     options = ["--trainers", "cleanrl", "fastsync", "--threads", "1", "--nproc", "1", "--repetitions", "1"]
     assert main(["ppo", "--until", *options, "--timeout", "2"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
@@ -215,15 +215,15 @@ def test_environments_step_alone(trainer: str):
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("name", ["sbx", "rlox", "rejax"])
-def test_rivals_end_when_they_are_good_enough(name: str):
-    rival = RIVALS[name]
-    if (python := rival.python()) is None:
-        pytest.skip(rival.how_to_install)
-    outcome = run_alone(rival.trainer, TINY, timeout=200, python=python)
+def test_other_trainers_end_when_they_are_good_enough(name: str):
+    who = COMPARED[name]
+    if (python := who.python()) is None:
+        pytest.skip(who.how_to_install)
+    outcome = run_alone(who.trainer, TINY, timeout=200, python=python)
     assert_arrives(outcome)
     assert set(outcome.versions) >= {{"sbx": "sbx-rl"}.get(name, name)}
     assert (outcome.compile_seconds is None) == (name == "rlox")
-    alone = run_alone(f"{rival.trainer}, environment alone", replace(TINY, total_steps=64), timeout=200, python=python)
+    alone = run_alone(f"{who.trainer}, environment alone", replace(TINY, total_steps=64), timeout=200, python=python)
     assert alone.steps == 64
 
 

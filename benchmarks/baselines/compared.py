@@ -10,14 +10,14 @@ from benchmarks.baselines.training import Training
 
 
 @dataclass(frozen=True)
-class Rival:
+class Trainer:
     title: str
     trainer: str
     """In ``trainers.TRAINERS``; with ", environment alone" behind it, its environments without a training."""
     module: str | None = None
     """That it needs, beyond fastsync's own dependencies."""
     package: str | None = None
-    """Of `make rivals`, whose environment has the module where the one that measures has not."""
+    """Of `make baselines`, whose environment has the module where the one that measures has not."""
     has_threads: bool = False
     """Whether torch's number of threads matters to it. JAX takes all cores."""
     lacks: Callable[[Training], Iterator[str]] = lambda _: iter(())
@@ -34,7 +34,7 @@ class Rival:
 
     @property
     def how_to_install(self) -> str:
-        command = "make rivals" if self.package else "pip install stable-baselines3"
+        command = "make baselines" if self.package else "pip install stable-baselines3"
         return f"{self.title} is left out, because it is not installed: `{command}` installs it"
 
 
@@ -73,13 +73,15 @@ def _cleanrl_refuses(training: Training) -> str | None:
 
 
 SB3 = "stable_baselines3"
-RIVALS = {
-    "sb3": Rival("Stable-Baselines3, DummyVecEnv", "stable-baselines3", SB3, has_threads=True),
-    "sb3-subproc": Rival("Stable-Baselines3, SubprocVecEnv", "stable-baselines3, SubprocVecEnv", SB3, has_threads=True),
-    "cleanrl": Rival("CleanRL's loop", "cleanrl loop", has_threads=True, refuses=_cleanrl_refuses),
-    "sbx": Rival("SBX", "sbx", "sbx", "sbx", lacks=_sbx_lacks),
-    "rlox": Rival("rlox", "rlox", "rlox", "rlox", has_threads=True, lacks=_fixed_clip),
-    "rejax": Rival("Rejax and gymnax", "rejax", "rejax", "rejax", lacks=_rejax_lacks, refuses=_gymnax_refuses),
-    "fastsync": Rival("fastsync", "fastsync", lacks=_no_gsde),
+COMPARED = {
+    "sb3": Trainer("Stable-Baselines3, DummyVecEnv", "stable-baselines3", SB3, has_threads=True),
+    "sb3-subproc": Trainer(
+        "Stable-Baselines3, SubprocVecEnv", "stable-baselines3, SubprocVecEnv", SB3, has_threads=True
+    ),
+    "cleanrl": Trainer("CleanRL's loop", "cleanrl loop", has_threads=True, refuses=_cleanrl_refuses),
+    "sbx": Trainer("SBX", "sbx", "sbx", "sbx", lacks=_sbx_lacks),
+    "rlox": Trainer("rlox", "rlox", "rlox", "rlox", has_threads=True, lacks=_fixed_clip),
+    "rejax": Trainer("Rejax and gymnax", "rejax", "rejax", "rejax", lacks=_rejax_lacks, refuses=_gymnax_refuses),
+    "fastsync": Trainer("fastsync", "fastsync", lacks=_no_gsde),
 }
 """By the names of the option."""
