@@ -27,7 +27,7 @@ help:
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
-	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL and SkyPilot, each in an environment of its own'
+	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL, SkyPilot and the baselines, each in an environment of its own'
 	@echo 'make baselines   install the trainers that python -m benchmarks ppo --until compares, each in an environment of its own'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
@@ -88,12 +88,13 @@ test-ubsan: venv
 
 # Ray takes minutes, skrl and RSL-RL some time; PufferLib and SkyPilot contradict what else is installed. An environment of each has
 # what $(VENV) has, and its own packages before that.
-test-trainers: $(foreach package,ray pufferlib skrl rsl-rl skypilot,$(VENV)/with-$(package)/.installed)
+test-trainers: $(foreach package,ray pufferlib skrl rsl-rl skypilot,$(VENV)/with-$(package)/.installed) baselines
 	$(VENV)/with-ray/bin/python -m pytest tests/ppo/test_launch_ray.py $(PYTEST_ARGS)
 	$(VENV)/with-pufferlib/bin/python -m pytest tests/engine/test_examples.py -k pufferlib $(PYTEST_ARGS)
 	$(VENV)/with-skrl/bin/python -m pytest tests/engine/test_examples.py -k skrl_ppo $(PYTEST_ARGS)
 	$(VENV)/with-rsl-rl/bin/python -m pytest tests/engine/test_examples.py -k rsl_rl_ppo $(PYTEST_ARGS)
 	$(VENV)/with-skypilot/bin/python -m pytest tests/ppo/test_launch_files.py -k skypilot_reads $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/benchmarks/test_until.py -k other_trainers $(PYTEST_ARGS)
 
 # The other trainers of `python -m benchmarks ppo --until`, in versions that go with each other and with it.
 baselines: $(foreach package,sbx rlox rejax,$(VENV)/with-$(package)/.installed)

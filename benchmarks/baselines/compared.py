@@ -74,14 +74,12 @@ def _cleanrl_refuses(training: Training) -> str | None:
 
 SB3 = "stable_baselines3"
 COMPARED = {
-    "sb3": Trainer("Stable-Baselines3, DummyVecEnv", "stable-baselines3", SB3, has_threads=True),
-    "sb3-subproc": Trainer(
-        "Stable-Baselines3, SubprocVecEnv", "stable-baselines3, SubprocVecEnv", SB3, has_threads=True
-    ),
+    "sb3": Trainer("SB3 DummyVecEnv", "stable-baselines3", SB3, has_threads=True),
+    "sb3-subproc": Trainer("SB3 SubprocVecEnv", "stable-baselines3, SubprocVecEnv", SB3, has_threads=True),
     "cleanrl": Trainer("CleanRL's loop", "cleanrl loop", has_threads=True, refuses=_cleanrl_refuses),
     "sbx": Trainer("SBX", "sbx", "sbx", "sbx", lacks=_sbx_lacks),
     "rlox": Trainer("rlox", "rlox", "rlox", "rlox", has_threads=True, lacks=_fixed_clip),
-    "rejax": Trainer("Rejax and gymnax", "rejax", "rejax", "rejax", lacks=_rejax_lacks, refuses=_gymnax_refuses),
+    "rejax": Trainer("Rejax, gymnax", "rejax", "rejax", "rejax", lacks=_rejax_lacks, refuses=_gymnax_refuses),
     "fastsync": Trainer("fastsync", "fastsync", lacks=_no_gsde),
 }
 """By the names of the option."""

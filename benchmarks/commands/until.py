@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from benchmarks.baselines.published import PUBLISHED, THRESHOLDS
 from benchmarks.baselines.compared import COMPARED, Trainer
+from benchmarks.baselines.published import PUBLISHED, THRESHOLDS
 from benchmarks.baselines.trainers import ALONE, run_alone
 from benchmarks.baselines.training import Outcome, Training
 from benchmarks.harness.collect import Collected, TrainingError, collect, termination_raises

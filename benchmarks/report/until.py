@@ -9,7 +9,7 @@ from statistics import median
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.records import Record
@@ -33,8 +33,8 @@ LEGEND = (
     "the training's loop, and stops after the update with which the mean return of the last 100 episodes is high "
     "enough. A training that has not reached it counts as infinitely long: up to a quarter of the seeds the mean stays "
     "the same whatever they would have taken, beyond it is ∞. steps: environment steps until then, interquartile mean. "
-    "× SB3: seconds of Stable-Baselines3's fastest row over these. steps/s: of whole trainings, median; of the "
-    "environments alone, with random actions. compiling: seconds of JAX's compiler, part of the first column, median."
+    "× SB3: seconds of Stable-Baselines3's fastest row over these. steps/s: of whole trainings, median. environments "
+    "alone: steps/s with random actions. compiling: seconds of JAX's compiler, part of those above, median."
 )
 
 
@@ -105,23 +105,27 @@ def by_hyperparameters(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def print_report(collected: Collected) -> None:
-    """A table for each environment and whose hyperparameters."""
+    """Two tables for each environment and whose hyperparameters."""
     for records in by_hyperparameters(collected.records):
         rows = summaries(records)
         if not rows:
             continue
         sb3 = fastest_of_sb3(rows)
-        columns = {
+        times = {
             "trainer": lambda row: row.name,
             "reached": lambda row: f"{row.reached}/{len(row.times)}",
             "seconds [95 %]": lambda row: _interval(row.seconds, ".1f"),
             "× SB3 [95 %]": lambda row, sb3=sb3: _ratio(sb3, row),
+        }
+        speeds = {
+            "trainer": lambda row: row.name,
             "steps": lambda row: _figure(row.steps.value, ",.0f"),
             "steps/s": lambda row: number(row.speed, ",.0f"),
             "environments alone": lambda row: number(row.alone, ",.0f"),
             "compiling": lambda row: number(row.compiling, ".1f"),
         }
-        print_table(_title(records), make_table(columns, rows))
+        print_table(_title(records), make_table(times, rows))
+        print_table("steps and speed", make_table(speeds, rows))
     print_lines((LEGEND, *collected.notes) if collected.records else collected.notes)
 
 
@@ -141,7 +145,7 @@ def _figure(value: float, form: str) -> str:
 
 def _interval(interval: Interval, form: str) -> str:
     value, low, high = interval
-    ends = "" if low == -math.inf or math.isnan(low) else f" [{_figure(low, form)}, {_figure(high, form)}]"
+    ends = "" if low == -math.inf or math.isnan(low) else f" [{_figure(low, form)},\u00a0{_figure(high, form)}]"
     return f"{_figure(value, form)}{ends}"
 
 
@@ -170,9 +174,11 @@ def picture(records: Sequence[Record], file: Path) -> None:
             axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
             axes.set_ylim(len(rows) - 0.5, -0.5)  # from the top down
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(ScalarFormatter())
-            axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.grid(axis="x", which="both", alpha=0.4)
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.margins(x=0.12)  # for the figures
+            axes.grid(axis="x")
             axes.set_xlabel("seconds")
         metadata = dict.fromkeys(("Creator", "Date")) if file.suffix == ".svg" else None
         figure.savefig(file, dpi=DPI, metadata=metadata)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.baselines.published import PUBLISHED, THRESHOLDS
 from benchmarks.baselines.compared import COMPARED
+from benchmarks.baselines.published import PUBLISHED, THRESHOLDS
 from benchmarks.baselines.trainers import ENVIRONMENTS, TRAINERS, run_alone
 from benchmarks.baselines.training import WINDOW, Outcome, Training, Watch
 from benchmarks.commands.until import Options
@@ -80,16 +80,16 @@ def test_until_compares_trainers(
     rows = [row for row in json.loads(json_file.read_text()) if row["figures"]["reached"] is not None]
     methods = {row["method"]: row for row in rows}
     assert list(methods) == [
-        "Stable-Baselines3, DummyVecEnv, 1 thread",
-        "Stable-Baselines3, DummyVecEnv, 2 threads",
-        "Stable-Baselines3, SubprocVecEnv, 1 thread",
-        "Stable-Baselines3, SubprocVecEnv, 2 threads",
+        "SB3 DummyVecEnv, 1 thread",
+        "SB3 DummyVecEnv, 2 threads",
+        "SB3 SubprocVecEnv, 1 thread",
+        "SB3 SubprocVecEnv, 2 threads",
         "CleanRL's loop, 1 thread",
         "CleanRL's loop, 2 threads",
         "SBX",
         "rlox, 1 thread",
         "rlox, 2 threads",
-        "Rejax and gymnax",
+        "Rejax, gymnax",
         "fastsync, 1 rank",
         "fastsync, 2 ranks",
     ]
@@ -99,13 +99,16 @@ def test_until_compares_trainers(
     wanted = {"until": 475.0, "total_steps": 100_000, "num_envs": 8, "nproc": 2, "gae_lambda": 0.8, "seed": 5}
     assert {name: of_fastsync["settings"][name] for name in wanted} == wanted
     printed = capsys.readouterr().out
-    lines = {line.split("│")[1].strip(): line for line in printed.splitlines() if line.startswith("│")}
+    lines: dict[str, str] = {}
+    for line in printed.splitlines():
+        if line.startswith("│"):
+            lines.setdefault(line.split("│")[1].strip(), line)
     # Of 1 to 5 seconds the mean of 2, 3 and 4, and of Stable-Baselines3 twice that.
     assert "5/5" in lines["fastsync, 1 rank"]
     assert "3.0 [1" in lines["fastsync, 1 rank"]
     assert "2.00 [" in lines["fastsync, 1 rank"]
     assert "0/5" in lines["rlox, 1 thread"]
-    assert "∞ [∞, ∞]" in lines["rlox, 1 thread"]
+    assert "∞ [∞,\u00a0∞]" in lines["rlox, 1 thread"]
     assert "rlox on CartPole-v1, unlike the hyperparameters: the clipping is not annealed" in printed
     assert "<svg" in plot.read_text()
     # The same from the file, without a training.
@@ -126,7 +129,7 @@ def test_until_leaves_out_what_cannot_train_and_says_why(
     assert main(["ppo", "--until", "--env", "LunarLander-v3", "--repetitions", "1"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "SBX is left out, because it is not installed: `make baselines` installs it" in printed
-    assert "Rejax and gymnax is left out for LunarLander-v3: gymnax has no LunarLander-v3" in printed
+    assert "Rejax, gymnax is left out for LunarLander-v3: gymnax has no LunarLander-v3" in printed
     assert {trainer for trainer, _ in measured} >= {"stable-baselines3", "fastsync"}
 
 
