@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from .._checks import check_at_least
 from ..doctor import install_command
 from .envs.interface import Environments
 from .envs.lookup import Env
+from .envs.vector import EnvironmentFailedError
 from .evaluation import MAX_STEPS, make_players, play
 from .policies import Policy, make_policy
 from .ppo import Settings
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and prints the result.
 
     Returns:
-        The exit status: 0, or 1 if the checkpoint is damaged.
+        The exit status: 0, or 1 if the checkpoint is damaged, or if the environment fails.
 
     Raises:
         ValueError: no checkpoint is named or found, its environment or policy cannot be made, or a package is missing.
@@ -76,7 +78,12 @@ def main(arguments: Sequence[str]) -> int:
         for sentence in environment.notes:
             _say(sentence)
         policy = restore_policy(checkpoint, path, environment)
-        episodes = play(policy, environment, options.episodes, max_steps=options.max_steps, say=_say)
+        try:
+            episodes = play(policy, environment, options.episodes, max_steps=options.max_steps, say=_say)
+        except EnvironmentFailedError as error:
+            traceback.print_exception(error.__cause__)  # where in the user's code
+            _say(str(error))
+            return 1
     returns, name = np.array(returns_of(episodes)), "episode" if len(episodes) == 1 else "episodes"
     length = np.mean([episode.length for episode in episodes])
     which = f"after {checkpoint.step:,} steps{', the best checkpoint' if file.name == BEST else ''}"

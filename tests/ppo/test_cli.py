@@ -160,7 +160,7 @@ def test_a_rank_that_fails_is_named_with_its_traceback(tmp_path: Path):
     assert 'raise OSError("as told")' in process.err
     last = process.err.splitlines()[-1]
     assert re.fullmatch(
-        r"fastsync train: torchrun saw rank [01] fail first: RuntimeError: environment \d+ "
+        r"fastsync train: torchrun saw rank [01] fail first: EnvironmentFailedError: environment \d+ "
         r"\(BrokenOnRanks\) failed in step 1 of episode 0: OSError: as told",
         last,
     )

@@ -71,13 +71,15 @@ def test_options_that_belong_elsewhere_are_answered(word: str, answer: str, caps
         ("./envs/my_env.py", "module:name, such as envs.my_env:NAME,"),
         ("CartPole", "did you mean CartPole-v1"),
         ("cartpole-v1", "did you mean CartPole-v1"),
-        ("CartPole-v7", "did you mean CartPole-v1"),
+        ("CartPole-v7", "did you mean CartPole-v1 or CartPole-v0?"),
+        ("Taxi-v3", "Please use `Taxi-v4` instead."),
     ],
 )
 def test_an_environment_that_gymnasium_does_not_have_is_answered(env: str, answer: str):
     with pytest.raises(ValueError, match=rf"^env='{re.escape(env)}' cannot be made: ") as error:
         check_environment(Settings(env=env))
     assert answer in str(error.value)
+    assert "Ant-v" not in str(error.value)  # which is written much like Taxi-v3
     assert "phys2d" not in str(error.value)
 
 

@@ -23,7 +23,7 @@ from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
 from fastsync.ppo.runs.folder import CHECKPOINTS
 from fastsync.ppo.runs.metrics import returns_of
 from tests.ppo.test_runs_checkpoints import make_checkpoint
-from tests.toy_envs import Endless, Payout
+from tests.toy_envs import Endless, Faulty, Payout
 
 DISCRETE = Settings(env="tests.toy_envs:Payout")
 
@@ -113,6 +113,20 @@ def test_statistics_of_an_environments_own_are_warned_of(tmp_path: Path, capsys:
     assert note in capsys.readouterr().err
     with make_environments(DISCRETE, rank=0) as environments:
         assert not environments.notes
+
+
+def test_an_environment_that_fails_is_named_behind_its_own_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    settings = Settings(env="tests.toy_envs:Faulty")
+    policy = make_policy(settings, Faulty.observation_space, Faulty.action_space)
+    made = replace(make_checkpoint(1000, settings=settings.as_dict()), learner={"model": policy.state_dict()})
+    CheckpointFolder(tmp_path / CHECKPOINTS).save(made, 0.0)
+    assert main(["eval", str(tmp_path), "--episodes", "1"]) == 1
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("Traceback")
+    where = "environment 0 of the evaluation (Faulty) failed in step 2 of episode 0"
+    assert last == f"fastsync eval: {where}: KeyError: 'of my own'"
 
 
 def test_runs_are_named_where_none_is_said(

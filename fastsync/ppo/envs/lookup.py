@@ -166,8 +166,11 @@ def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
 
 def _why_unknown(name: str, error: Exception) -> str:
     """Returns what is wrong with the name of an environment that gymnasium does not have, and what to write."""
-    if isinstance(error, gymnasium.error.VersionNotFound | gymnasium.error.DeprecatedEnv):
-        return f"{error}{did_you_mean(name, _usual_ids())}"
+    if isinstance(error, gymnasium.error.DeprecatedEnv):
+        return str(error)  # it names the version to use
+    if isinstance(error, gymnasium.error.VersionNotFound):
+        same = name.rpartition("-v")[0]
+        return f"{error}{did_you_mean(name, [each for each in _usual_ids() if each.rpartition('-v')[0] == same])}"
     is_file = name.endswith(".py")
     module, _, attribute = name.removesuffix(".py").strip("./").replace("/", ".").rpartition(".")
     own = f"{module}.{attribute}".strip(".") + ":NAME" if is_file else f"{module or 'MODULE'}:{attribute}"

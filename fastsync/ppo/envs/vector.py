@@ -28,6 +28,10 @@ TRIAL_STEPS = 100
 """Steps of the trial episode, which is played twice before an environment is restored."""
 
 
+class EnvironmentFailedError(RuntimeError):
+    """An environment raised an error, which is the cause of this one, or broke gymnasium's interface."""
+
+
 class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Seeds every episode of an environment separately, and records its actions.
 
@@ -45,8 +49,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         first_episode: k of the first episode.
 
     Raises:
-        RuntimeError: in ``reset`` and ``step``, if the environment raises an error or returns what gymnasium's
-            interface does not allow. The message names environment, episode and step.
+        EnvironmentFailedError: in ``reset`` and ``step``, if the environment raises an error or returns what
+            gymnasium's interface does not allow. The message names environment, episode and step.
     """
 
     restore_from: dict[str, Any]
@@ -150,12 +154,12 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         if not np.can_cast(found.dtype, self._dtype, "same_kind"):
             raise ValueError(f"the observation has the dtype {found.dtype}; observation_space has {self._dtype}")
 
-    def _named(self, call: str, error: Exception) -> RuntimeError:
+    def _named(self, call: str, error: Exception) -> EnvironmentFailedError:
         """Returns the error that says where another one was raised."""
         name, (_, index) = type(self.unwrapped).__name__, self._stream
         which = f"environment {index}" if index < UNSEEN else f"environment {index - UNSEEN} of the evaluation"
         where = f"{which} ({name}) failed in {call} of episode {self._episode}"
-        return RuntimeError(f"{where}: {type(error).__name__}: {error}")
+        return EnvironmentFailedError(f"{where}: {type(error).__name__}: {error}")
 
 
 def _check_reward(reward: Any) -> None:
