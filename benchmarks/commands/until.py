@@ -26,6 +26,7 @@ from benchmarks.report.until import picture, print_report
 from fastsync import _C
 from fastsync._checks import check_at_least
 
+BENCHMARK = "ppo --until"
 ALONE_STEPS, ALONE_REPETITIONS = 20_000, 3
 """Of environments without a training."""
 
@@ -51,6 +52,8 @@ class Options:
     which their schedules go by."""
     threshold: float | None = None
     """Another mean return to wait for."""
+    gsde: bool = True
+    """Explore by gSDE where the hyperparameters do and the trainer can. --no-gsde: nobody does."""
     json: Path | None = None
     """File to write all rows to: one a training, with settings, versions and hardware."""
     rows: tuple[Path, ...] = ()
@@ -75,6 +78,9 @@ class Options:
         for option in ("nproc", "threads"):
             if any(number < 1 for number in getattr(self, option)):
                 raise ValueError(f"{option}={getattr(self, option)} must be at least 1 each")
+        for file in self.rows:
+            if any(record.benchmark != BENCHMARK for record in read_json(file)):
+                raise ValueError(f"rows={file} has rows of another benchmark than {BENCHMARK}")
         if "fastsync" in self.trainers and not self.rows:
             check_device("cpu", max(self.nproc), self.oversubscribe)
         for whose, env in self.pairs():
@@ -98,8 +104,12 @@ class Options:
     def training(self, whose: str, env: str) -> Training:
         """What all trainers are told."""
         training = PUBLISHED[whose][env]
-        steps = self.total_steps or training.total_steps
-        return replace(training, total_steps=steps, until=THRESHOLDS[env] if self.threshold is None else self.threshold)
+        return replace(
+            training,
+            total_steps=self.total_steps or training.total_steps,
+            until=THRESHOLDS[env] if self.threshold is None else self.threshold,
+            gsde=training.gsde and self.gsde,
+        )
 
 
 @dataclass(frozen=True)
@@ -110,9 +120,34 @@ class Method:
     who: Trainer
     training: Training
 
+
+@dataclass(frozen=True)
+class Turn:
+    """One training; or, alone, steps of its environments without one."""
+
+    whose: str
+    method: Method
+    seed: int
+    alone: bool = False
+
     @property
-    def crowded(self) -> bool:
-        return self.training.nproc > places(self.training.nproc, cpu=True)
+    def trainer(self) -> str:
+        trainer = self.method.who.trainer
+        return f"{trainer}, {ALONE}" if self.alone else trainer
+
+    @property
+    def name(self) -> str:
+        return self.trainer if self.alone else self.method.name
+
+    @property
+    def kind(self) -> str:
+        """What it is but for the seed."""
+        return f"{self.method.training.env}, {self.whose}: {self.name}"
+
+    @property
+    def training(self) -> Training:
+        seeded = replace(self.method.training, seed=self.seed)
+        return replace(seeded, total_steps=ALONE_STEPS) if self.alone else seeded
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -139,41 +174,32 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
     Raises:
         TrainingError: some failed or hung, each of which the message names. The others have been measured.
     """
-    where, notes, failures = environment(torch.device("cpu")), list[str](), dict[str, str]()
-    turns = list[tuple[str, int, Method, str]]()
-    for whose, env in options.pairs():
-        methods = list(methods_of(options, options.training(whose, env), notes))
-        for seed in range(1, options.repetitions + 1):
-            turns += [(whose, seed, method, method.who.trainer) for method in methods]
-            if seed <= ALONE_REPETITIONS:
-                firsts = {method.who.trainer: method for method in reversed(methods)}
-                turns += [(whose, seed, method, f"{trainer}, {ALONE}") for trainer, method in firsts.items()]
-    if not turns:
-        return notes
+    notes, failures, where = list[str](), dict[str, str](), environment(torch.device("cpu"))
+    turns = [turn for whose, env in options.pairs() for turn in turns_of(options, whose, env, notes)]
     with progress_bars(shown=True) as progress:
-        for whose, seed, method, trainer in named(progress, turns, _say):
-            kind = f"{whose}, {method.training.env}: {method.name if trainer == method.who.trainer else trainer}"
-            if kind in failures:
+        for turn in named(progress, turns, lambda turn: f"{turn.kind}, seed {turn.seed}") if turns else ():
+            if turn.kind in failures:
                 continue
-            python = method.who.python()
-            told = replace(method.training, seed=seed)
-            if trainer != method.who.trainer:
-                told = replace(told, total_steps=ALONE_STEPS)
+            python = turn.method.who.python()
             try:
-                outcome = run_alone(trainer, told, timeout=options.timeout, python=python)
+                outcome = run_alone(turn.trainer, turn.training, timeout=options.timeout, python=python)
             except TrainingError as error:
-                failures[kind] = f"{kind}, seed {seed}: {_shortly(error)}"
-                continue
-            rows.add([record_of(whose, method, trainer, told, outcome, where)])
+                failures[turn.kind] = f"{turn.kind}, seed {turn.seed}: {_shortly(error)}"
+            else:
+                rows.add([record_of(turn, outcome, where)])
     if failures:
-        raise TrainingError("\n".join([*notes, *failures.values(), "the trainings that failed are left out"]))
+        raise TrainingError("\n".join([*notes, *failures.values(), "what failed is not tried again"]))
     return notes
 
 
-def _say(turn: tuple[str, int, Method, str]) -> str:
-    whose, seed, method, trainer = turn
-    name = method.name if trainer == method.who.trainer else trainer
-    return f"{method.training.env}, {whose}, seed {seed}: {name}"
+def turns_of(options: Options, whose: str, env: str, notes: list[str]) -> Iterator[Turn]:
+    """All seeds of all methods, the methods in turns. Adds notes as ``methods_of`` does."""
+    methods = list(methods_of(options, options.training(whose, env), notes))
+    firsts = {method.who.trainer: method for method in reversed(methods)}
+    for seed in range(1, options.repetitions + 1):
+        yield from (Turn(whose, method, seed) for method in methods)
+        if seed <= ALONE_REPETITIONS:
+            yield from (Turn(whose, method, seed, alone=True) for method in firsts.values())
 
 
 def _shortly(error: TrainingError) -> str:
@@ -211,24 +237,22 @@ def _add(notes: list[str], note: str) -> None:
         notes.append(note)
 
 
-def record_of(
-    whose: str, method: Method, trainer: str, training: Training, outcome: Outcome, where: Mapping[str, Any]
-) -> Record:
-    """The row of one training, or of environments without one."""
-    is_training = trainer == method.who.trainer
+def record_of(turn: Turn, outcome: Outcome, where: Mapping[str, Any]) -> Record:
+    """The row of a turn."""
+    nproc = turn.training.nproc
     return Record(
-        benchmark="ppo --until",
-        method=method.name if is_training else trainer,
+        benchmark=BENCHMARK,
+        method=turn.name,
         settings={
-            "hyperparameters": whose,
-            "trainer": trainer,
-            **vars(training),
-            **({OVERSUBSCRIBED: True} if method.crowded else {}),
+            "hyperparameters": turn.whose,
+            "trainer": turn.trainer,
+            **vars(turn.training),
+            **({OVERSUBSCRIBED: True} if nproc > places(nproc, cpu=True) else {}),
         },
         figures={
             "steps": outcome.steps,
             "steps_per_second": outcome.speed,
-            "reached": float(outcome.reached) if is_training else None,
+            "reached": None if turn.alone else float(outcome.reached),
             "compile_seconds": outcome.compile_seconds,
             "mean_return": outcome.mean_return,
         },

@@ -101,7 +101,8 @@ def fastest_of_sb3(rows: Iterable[Summary]) -> Summary | None:
 
 def by_hyperparameters(records: Sequence[Record]) -> list[list[Record]]:
     """Rows that can be compared, together."""
-    return grouped_by(records, lambda record: (record.settings["env"], record.settings["hyperparameters"]))
+    same = ("env", "hyperparameters", "gsde", "until")
+    return grouped_by(records, lambda record: tuple(record.settings[name] for name in same))
 
 
 def print_report(collected: Collected) -> None:
@@ -134,7 +135,8 @@ def _title(records: Sequence[Record]) -> str:
     return (
         f"{settings['env']} until a mean return of {settings['until']:g}, hyperparameters of "
         f"{settings['hyperparameters']}: {settings['num_envs']} environments × {settings['num_steps']} steps, "
-        f"{settings['num_epochs']} epochs of {settings['num_minibatches']} minibatches, at most "
+        f"{settings['num_epochs']} epochs of {settings['num_minibatches']} minibatches, "
+        f"{'gSDE, ' if settings['gsde'] else ''}at most "
         f"{settings['total_steps']:,} steps\n{measured_on(records[0])}"
     )
 

@@ -16,7 +16,7 @@ from benchmarks.baselines.trainers import ENVIRONMENTS, TRAINERS, run_alone
 from benchmarks.baselines.training import WINDOW, Outcome, Training, Watch
 from benchmarks.commands.until import Options
 from benchmarks.harness.collect import TrainingError
-from benchmarks.harness.records import RowFile
+from benchmarks.harness.records import Record, RowFile
 
 TINY = Training(
     total_steps=4096, num_envs=4, num_steps=32, num_minibatches=2, num_epochs=1, seed=1, threads=1, until=10.0
@@ -150,7 +150,7 @@ def test_a_trainer_that_fails_is_named_and_the_others_go_on(
     assert trained.count("CleanRL's loop, 1 thread") == 1
     assert trained.count("fastsync, 1 rank") == 3
     printed = capsys.readouterr().out
-    assert "zoo, CartPole-v1: CleanRL's loop, 1 thread, seed 2: cleanrl loop failed: ValueError: no luck" in printed
+    assert "CartPole-v1, zoo: CleanRL's loop, 1 thread, seed 2: cleanrl loop failed: ValueError: no luck" in printed
 
 
 @pytest.mark.end_to_end
@@ -164,8 +164,26 @@ def test_a_trainer_that_dies_and_one_that_hangs_are_named(
     options = ["--trainers", "cleanrl", "fastsync", "--threads", "1", "--nproc", "1", "--repetitions", "1"]
     assert main(["ppo", "--until", *options, "--timeout", "2"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "zoo, CartPole-v1: CleanRL's loop, 1 thread, seed 1: cleanrl loop has not ended within 2 s" in printed
-    assert "zoo, CartPole-v1: fastsync, 1 rank, seed 1: fastsync failed: no such module" in printed
+    assert "CartPole-v1, zoo: CleanRL's loop, 1 thread, seed 1: cleanrl loop has not ended within 2 s" in printed
+    assert "CartPole-v1, zoo: fastsync, 1 rank, seed 1: fastsync failed: no such module" in printed
+
+
+def test_until_refuses_rows_of_other_benchmarks(tmp_path: Path):
+    rows = RowFile(tmp_path / "rows.json")
+    rows.add([Record("ppo", "fastsync", {}, {}, True, [1.0], {})])
+    with pytest.raises(ValueError, match=r"rows.json has rows of another benchmark than ppo --until"):
+        Options(rows=(rows.path,))
+
+
+def test_without_gsde_nobody_has_it(measured: list[tuple[str, Training]], capsys: pytest.CaptureFixture[str]):
+    options = ["--env", "Pendulum-v1", "--trainers", "sb3", "fastsync", "--repetitions", "1"]
+    assert main(["ppo", "--until", *options]) == 0
+    assert "fastsync on Pendulum-v1, unlike the hyperparameters: no gSDE" in capsys.readouterr().out
+    assert {training.gsde for _, training in measured} == {True}
+    measured.clear()
+    assert main(["ppo", "--until", *options, "--no-gsde"]) == 0
+    assert "gSDE" not in capsys.readouterr().out
+    assert {training.gsde for _, training in measured} == {False}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +200,7 @@ def test_a_trainer_that_dies_and_one_that_hangs_are_named(
         ({"plot": Path("times.jpg")}, r"plot=times.jpg must be the name of a file that ends in .svg or .png"),
         ({"json": Path("/nonexistent/rows.json")}, "there is no folder /nonexistent"),
         ({"total_steps": 0}, "total_steps=0 must be more than 0"),
+        ({"rows": (Path("/nonexistent/rows.json"),)}, "/nonexistent/rows.json: there is no such file"),
     ],
 )
 def test_until_refuses_bad_options(wrong: dict[str, object], message: str):
