@@ -12,7 +12,8 @@ COMMANDS = {
     "ddp": "training steps of real models: what DDP and communication cost, and how much of it backward hides",
     "stream": "whether a bucket on its way holds up the backward behind it, on the stream that computes",
     "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
-    "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop",
+    "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop; with "
+    "--until, seconds until a policy is good enough, beside more trainers",
     "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",
     "outer": "training between sites over slow links: at each step, or every H by DiLoCo and local SGD",
     "outer_loss": "what a token teaches where sites synchronise every H steps: a small GPT, its loss over tokens",
