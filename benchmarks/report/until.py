@@ -147,15 +147,14 @@ def _figure(value: float, form: str) -> str:
 
 def _interval(interval: Interval, form: str) -> str:
     value, low, high = interval
-    ends = "" if low == -math.inf or math.isnan(low) else f" [{_figure(low, form)},\u00a0{_figure(high, form)}]"
+    ends = "" if low == -math.inf or math.isnan(low) else f" [{_figure(low, form)}, {_figure(high, form)}]"
     return f"{_figure(value, form)}{ends}"
 
 
 def _ratio(sb3: Summary | None, row: Summary) -> str:
-    if sb3 is None or row.method == sb3.method:
-        return "" if sb3 is None else "1"
-    ratio = interquartile_ratio_interval(sb3.times, row.times)
-    return _interval(ratio, ".2f") if math.isfinite(ratio.value) else "not known"
+    if sb3 is None or not (math.isfinite(sb3.seconds.value) and math.isfinite(row.seconds.value)):
+        return ""
+    return "1" if row.method == sb3.method else _interval(interquartile_ratio_interval(sb3.times, row.times), ".2f")
 
 
 def picture(records: Sequence[Record], file: Path) -> None:
