@@ -12,7 +12,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.baselines.compared import COMPARED
 from benchmarks.baselines.published import PUBLISHED, THRESHOLDS
-from benchmarks.baselines.trainers import ENVIRONMENTS, TRAINERS, run_alone
+from benchmarks.baselines.trainers import ENVIRONMENTS, EVERYTHING, TRAINERS, run_alone
 from benchmarks.baselines.training import WINDOW, Outcome, Training, Watch
 from benchmarks.commands.until import Options
 from benchmarks.harness.collect import TrainingError
@@ -250,7 +250,11 @@ def test_other_trainers_end_when_they_are_good_enough(name: str):
 
 
 @pytest.mark.end_to_end
-def test_until_runs_tiny_trainings(tmp_path: Path):
+def test_until_runs_tiny_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def here(trainer: str, training: Training, **_: object) -> Outcome:
+        return EVERYTHING[trainer](training)
+
+    monkeypatch.setattr("benchmarks.commands.until.run_alone", here)  # processes of their own would import for seconds
     arguments = ["--trainers", "sb3", "fastsync", "--threads", "1", "--nproc", "1", "--repetitions", "1"]
     arguments += ["--threshold", "10", "--total-steps", "8192", "--json", str(tmp_path / "rows.json")]
     assert main(["ppo", "--until", *arguments, "--plot", str(tmp_path / "times.png")]) == 0
