@@ -227,6 +227,10 @@ PYBIND11_MODULE(_C, m) {
       .def("grad_stats", locked(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked(&EngineState::num_steps), no_gil)
       .def("is_captured", locked(&EngineState::is_captured), no_gil)
+      .def(
+          "give_up", [](EngineState& engine) { engine.locked([&] { engine.give_up(); }); }, no_gil)
+      .def("take_back_step", between_steps(&EngineState::take_back_step), no_gil)
+      .def("take_failure", [](EngineState& engine) { return engine.liveness().take_failure(); })
       .def("stats", [](EngineState& engine) {
         const auto totals = [&engine] {
           const py::gil_scoped_release no_gil;
@@ -262,6 +266,9 @@ PYBIND11_MODULE(_C, m) {
       .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
       .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
       .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
+      .def("make_revocable", between_steps<Synchronizer>(&ParameterSync::make_revocable), no_gil)
+      .def("set_signal", between_steps<Synchronizer>(&ParameterSync::set_signal), py::arg("signal"), no_gil)
+      .def("signals_since", locked<Synchronizer>(&ParameterSync::signals_since), py::arg("step"), no_gil)
       .def(
           "set_buffers",
           [](Synchronizer& self, std::function<std::string()> description,

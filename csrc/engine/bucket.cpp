@@ -154,6 +154,10 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   const WithoutPythonObjects without_python;
   FlatGradients gradients = flatten(std::move(grads), options, side_values);
   liveness_->note_averaging(options.step);
+  if (options.may_be_taken_back) {
+    const at::Tensor scale = this->scale();
+    before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.residuals()};
+  }
   if (needs_scale(options.compression)) {
     agree_on_scale(gradients);
   } else if (options.compression.wire != DType::kFloat16) {
@@ -300,6 +304,14 @@ void Bucket::set_scale(const at::Tensor& scale) {
     scale_.copy_(scale);
   } else if (has_scale_) {
     scale_ = scale;
+  }
+}
+
+void Bucket::take_back(int64_t step) {
+  if (before_ && before_->step == step) {
+    set_scale(before_->scale);
+    feedback_.set_residuals(before_->residuals);
+    before_.reset();
   }
 }
 

@@ -68,6 +68,7 @@ struct SendOptions {
   at::Tensor weight = {};            // see FlatGradients
   bool in_place = false;             // whether nobody else uses the gradients' memory until the sum is there
   const Scatter* scatter = nullptr;  // null for an all-reduce
+  bool may_be_taken_back = false;    // see Bucket::take_back
 };
 constexpr int kTagsPerBucket = 4;
 
@@ -181,6 +182,10 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
 
   ErrorFeedback& feedback() { return feedback_; }
 
+  // Puts the scale and the residuals back to what they were before this step, if the bucket was sent in it. The step
+  // must have been one that may be taken back.
+  void take_back(int64_t step);
+
   // Replaces the newest sync's statistics by those of these gradients. The largest magnitude stays, because the scale
   // has followed it.
   void measure(const std::vector<at::Tensor>& grads);
@@ -193,6 +198,13 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
 
  private:
   friend class BucketWork;
+
+  // The state before a step.
+  struct Before {
+    int64_t step;
+    at::Tensor scale;
+    std::vector<at::Tensor> residuals;
+  };
 
   bool needs_scale(const Compression& compression) const {
     return compression.wire == DType::kFloat16 && (!has_scale_ || has_lost_scale());
@@ -216,8 +228,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   ErrorFeedback feedback_;
   at::Tensor scale_;  // float32 [1], the same memory from step to step, see Note [Captured steps]
   bool has_scale_ = false;
-  bool is_half_sent_ = false;  // whether the newest send failed, and its messages would be taken for the next one's
-  bool has_followed_ = false;  // whether the scale has followed a sum since it was set
+  bool is_half_sent_ = false;     // whether the newest send failed, and its messages would be taken for the next one's
+  bool has_followed_ = false;     // whether the scale has followed a sum since it was set
+  std::optional<Before> before_;  // the newest step that may be taken back
   at::Tensor stats_;
   std::shared_ptr<Workspace> workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();

@@ -20,6 +20,13 @@ void EngineState::check_not_forked(const char* way_out) const {
 
 // ---- settings and agreement -------------------------------------------------------------------------------------
 
+void EngineState::take_back_step() {
+  for (const auto& bucket : buckets_.all()) {
+    bucket->take_back(step_under_way());
+  }
+  set_step(step_under_way());
+}
+
 void EngineState::set_compressions(std::shared_ptr<const CompressionTable> compressions) {
   compressions_ = std::move(compressions);
   agree_anew("its compression was set");

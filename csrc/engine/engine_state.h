@@ -64,6 +64,16 @@ class EngineState {
   std::vector<SavedState::Row> saved() { return buckets_.saved(); }
   void set_saved(const std::vector<SavedState::Row>& rows);
 
+  // From now on a step may be taken back, at the cost of a copy of its residuals. Errors come at once: they do not tell
+  // where the other ranks are.
+  void make_revocable() {
+    is_revocable_ = true;
+    liveness_->ask_nobody();
+  }
+  bool is_revocable() const { return is_revocable_; }
+  // Makes scales and residuals what they were before the newest step.
+  void take_back_step();
+
   // ---- for the steps ----
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
@@ -105,11 +115,11 @@ class EngineState {
   // it is.
   void wait_for_ranks(const std::string& what, const std::function<void()>& call);
 
- protected:
   // Tells the ranks that share memory with this rank that it sends no more. They would not notice it by the process
   // group.
   virtual void give_up() const;
 
+ protected:
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<Liveness> liveness_;
@@ -125,6 +135,7 @@ class EngineState {
   int64_t version_ = 0;                                   // how often the ranks had to agree anew
   std::string why_agree_ = "its compression is another";  // the newest reason
   bool is_captured_ = false;
+  bool is_revocable_ = false;
 };
 
 }  // namespace fastsync

@@ -61,6 +61,21 @@ void ParameterSync::set_joining(bool is_joining) {
   context_.agreement->step_check.say_nothing();
 }
 
+void ParameterSync::make_revocable() {
+  context_.engine.make_revocable();
+  context_.engine.agree_anew("fastsync.Elastic takes its steps");
+  set_signal(0.0F);
+}
+
+int64_t ParameterSync::set_signal(float signal) {
+  context_.side_values.signal = signal;
+  return context_.engine.step();
+}
+
+double ParameterSync::signals_since(int64_t step) {
+  return context_.engine.step() > step ? context_.side_values.signals() : 0.0;
+}
+
 double ParameterSync::num_active() { return context_.active.sum().item<double>(); }
 
 bool ParameterSync::gradients_are_unchanged() {
@@ -239,7 +254,8 @@ void ParameterSync::agree(bool init_sync) {
   std::ostringstream text;
   text << (agreement.number < 0 ? "a new engine" : c10::str("engine ", agreement.number)) << "\ninit_sync "
        << (init_sync ? "True" : "False") << "\nbucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20)
-       << "\nop " << (context_.sums ? "sum" : "mean") << (context_.weight.is_on() ? ", weighted\n" : "\n")
+       << (context_.engine.is_revocable() ? "\nfastsync.Elastic True" : "") << "\nop "
+       << (context_.sums ? "sum" : "mean") << (context_.weight.is_on() ? ", weighted\n" : "\n")
        << context_.buffers.description();
   for (const Parameter& parameter : context_.parameters) {
     text << parameter.description(parameter.lock());

@@ -48,6 +48,14 @@ class ParameterSync {
   // The number of ranks that had not run out in the newest step; nan if one has failed. Waits for the device.
   double num_active();
 
+  // From now on steps may be taken back, see EngineState::make_revocable, and each rank adds a signal to each step.
+  void make_revocable();
+  // Sets the signal of the next step, and returns that step's number.
+  int64_t set_signal(float signal);
+  // The sum of the newest step's signals; nan if a rank has failed in that step. 0 if there was none from that number
+  // on. Waits for the device.
+  double signals_since(int64_t step);
+
   void set_buffers(ModelBuffers buffers) { context_.buffers = std::move(buffers); }
 
   // Whether the gradients are still those that the newest step left.

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
 #include <utility>
 
 #include "passes/backend.h"
@@ -16,14 +17,17 @@ at::Tensor SideValues::to_send(std::optional<std::vector<float>> stamp, bool cou
     stamp_ = std::move(*stamp);
   }
   std::vector<at::Tensor> all = named.to_send(counts, has_failed, device);
-  all.insert(all.begin(), flags_and_stamp(device));
+  all.insert(all.begin(), fixed(has_failed, device));
   return all.size() == 1 ? all.front() : at::cat(all);
 }
 
 // Copies them to the device only when they change. A CUDA graph cannot do that.
-at::Tensor SideValues::flags_and_stamp(c10::Device device) {
+at::Tensor SideValues::fixed(bool has_failed, c10::Device device) {
   std::vector<float> fixed = flags.values();
   fixed.insert(fixed.end(), stamp_.begin(), stamp_.end());
+  if (signal) {
+    fixed.push_back(has_failed ? std::numeric_limits<float>::quiet_NaN() : *signal);
+  }
   if (!fixed_on_device_.defined() || fixed_on_device_.device() != device || fixed != fixed_) {
     TORCH_CHECK(!is_capturing(device), "fastsync: other parameters have a gradient in the step that a CUDA graph ",
                 "captures than in the one before it: take a step like this one before");

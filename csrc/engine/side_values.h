@@ -13,11 +13,13 @@
 
 namespace fastsync {
 
-// The vector holds the flags, then the step check's stamp, then the named values.
+// The vector holds the flags, then the step check's stamp, then the signal, then the named values.
 class SideValues {
  public:
   GradientFlags flags;
   NamedValues named;
+  // A number that each rank adds in each step, nan if it has failed. Unset if nobody asks for it; then it is not sent.
+  std::optional<float> signal;
 
   // Returns the vector, on the device. Without a new stamp the one before is sent again, and stamps() returns nothing.
   // See NamedValues::to_send for the rest.
@@ -26,17 +28,19 @@ class SideValues {
   void arrive(const at::Tensor& sums, bool is_captured);
   // The sums of the stamps; undefined if no new ones were sent.
   at::Tensor stamps() const;
+  // The sum of the signals, which must be set. Waits for the device.
+  double signals() const { return sums_[num_fixed() - 1].item<double>(); }
   // The sums of the named values.
   at::Tensor named_sums() const { return sums_.narrow(0, num_fixed(), sums_.numel() - num_fixed()); }
 
  private:
-  at::Tensor flags_and_stamp(c10::Device device);
+  at::Tensor fixed(bool has_failed, c10::Device device);
   int64_t num_flags() const { return static_cast<int64_t>(flags.values().size()); }
-  int64_t num_fixed() const { return num_flags() + static_cast<int64_t>(stamp_.size()); }
+  int64_t num_fixed() const { return num_flags() + static_cast<int64_t>(stamp_.size()) + (signal ? 1 : 0); }
 
   std::vector<float> stamp_;
   bool has_new_stamp_ = false;
-  std::vector<float> fixed_;  // the flags and the stamp that fixed_on_device_ holds
+  std::vector<float> fixed_;  // the flags, the stamp and the signal that fixed_on_device_ holds
   at::Tensor fixed_on_device_;
   at::Tensor sums_;
 };

@@ -195,7 +195,10 @@ void Step::send_next() {
                             first_tag(context_.agreement->number) + static_cast<int>(number) * kTagsPerBucket,
                             engine().num_steps(),
                             /*is_weighted_mean=*/context_.weight.is_on() && !context_.sums,
-                            weights_ && !has_failed() ? weights_->factor(device) : at::Tensor()};
+                            weights_ && !has_failed() ? weights_->factor(device) : at::Tensor(),
+                            /*in_place=*/false,
+                            /*scatter=*/nullptr,
+                            engine().is_revocable()};
   works_.push_back(bucket.send(std::move(grads), options, engine().start_bucket(bucket), side_values, stand_in));
   if (is_last) {
     engine().end_step();

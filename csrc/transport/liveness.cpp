@@ -78,7 +78,8 @@ std::vector<RankState> Liveness::note_failure() {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     has_failed_ = true;
   }
-  return heartbeats_ ? heartbeats_->ask(kSameFailure) : std::vector<RankState>();
+  failed_ = true;
+  return heartbeats_ && asks_ ? heartbeats_->ask(kSameFailure) : std::vector<RankState>();
 }
 
 std::vector<int64_t> Liveness::silent_ranks() const {

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -50,6 +51,11 @@ class Liveness {
   // there is no store to ask through. Throws c10::Error if the store does not answer.
   std::vector<RankState> note_failure();
 
+  // For who finds out in another way which ranks are lost: note_failure returns nothing from now on, at once.
+  void ask_nobody() { asks_ = false; }
+  // Returns whether a wait has failed since the last call.
+  bool take_failure() { return failed_.exchange(false); }
+
   // Returns the ranks that send no heartbeat: they are stopped, gone, cut off, or without an engine of this group.
   // Takes as long as note_failure, and throws as it does.
   std::vector<int64_t> silent_ranks() const;
@@ -62,6 +68,8 @@ class Liveness {
   const std::shared_ptr<Heartbeats> heartbeats_;  // the group's; null if there are none
   const std::shared_ptr<SharedStatus> shared_;
   bool has_failed_ = false;  // guarded by the status's mutex
+  std::atomic<bool> asks_ = true;
+  std::atomic<bool> failed_ = false;  // whether a wait has failed since take_failure
 };
 
 }  // namespace fastsync
