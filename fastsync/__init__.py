@@ -18,6 +18,7 @@ __all__ = [
     "CommHook",
     "Compression",
     "DiLoCo",
+    "Elastic",
     "GradStats",
     "GradientHandle",
     "GradientSynchronizer",
@@ -71,6 +72,7 @@ else:
     from .compression import Algorithm, AnyCompression, Auto, Compression, Reduce, Wire
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
     from .distributed import check_consistency
+    from .elastic import Elastic
     from .fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
     from .integrations.accelerate import register_prepared
     from .outer import DiLoCo, LocalSGD

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 HELP = """\
 usage: fastsync launch {slurm,kubernetes,skypilot} [OPTIONS] [-- SCRIPT ...]
+       fastsync launch local [-n RANKS] [--replace] SCRIPT ...
 
 Write the file by which a cluster starts ranks with torchrun. It starts nothing:
-the last line tells the command that submits it.
+the last line tells the command that submits it. Only local starts ranks, on this
+host, where no rank ends because another one does; see fastsync.Elastic.
 
   slurm       a batch script, for sbatch
   kubernetes  a TrainJob of Kubeflow Trainer, for kubectl
@@ -251,10 +253,14 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP, end="", file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     name, *words = arguments
+    if name == "local":
+        from . import local
+
+        return local.main(words)
     if name.startswith("-"):
         raise ValueError(f"one of {', '.join(KINDS)} comes first, as in: fastsync launch slurm -- train.py")
     if name not in KINDS:
-        raise ValueError(f"{name!r} is not one of {', '.join(KINDS)}{did_you_mean(name, KINDS)}")
+        raise ValueError(f"{name!r} is not one of local, {', '.join(KINDS)}{did_you_mean(name, ['local', *KINDS])}")
     job, work = read(name, words)
     text = content(job, work)
     try:

@@ -1,0 +1,209 @@
+"""Which ranks go on together: one list, which all of them read in the store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from ._peer_watch import PeerWatch, reachable
+
+POLL_SECONDS = 0.004
+LOOK_SECONDS = 0.5
+"""Seconds between two looks of a process that waits to join."""
+
+
+class TooFewRanksError(RuntimeError):
+    """Fewer ranks are left than the training needs."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The ranks that go on together, and how far each had come."""
+
+    epoch: int
+    progress: dict[int, int]
+    """The number of steps that each rank has finished, by its number; -1 for one that is new."""
+    addresses: dict[int, str] = field(repr=False)
+    """Where each rank can be watched."""
+    is_over: bool = False
+    """Whether all of them have finished the last step."""
+
+    @property
+    def members(self) -> list[int]:
+        return list(self.progress)
+
+    def to_json(self) -> str:
+        return json.dumps([self.epoch, list(self.progress.items()), list(self.addresses.items()), self.is_over])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Membership:
+        epoch, progress, addresses, is_over = json.loads(text)
+        return cls(epoch, dict(progress), dict(addresses), is_over)
+
+
+class Members:
+    """Agrees with the other ranks, again and again, on who goes on.
+
+    Note [One membership]
+    A membership has a number, its epoch. When a step has failed, or a rank wants to join, each member writes to the
+    store that it is here, and how far it has come. It waits for the other members, but not for those that are dead, and
+    for silent ones until the time-out. Then it proposes the ranks that are here, and the new ones, as the next
+    membership. The proposal that comes first holds, by one atomic operation of the store. A rank that is not in it was
+    taken for lost, and ends. So there are never two halves, whatever a rank believes of the others.
+    """
+
+    def __init__(
+        self, store: Store, own: int, watch: PeerWatch, timeout: float, min_ranks: int = 1, max_ranks: int | None = None
+    ) -> None:
+        self._store = store
+        self.own = own
+        self._watch = watch
+        self._timeout = timeout
+        self._min_ranks = min_ranks
+        self._max_ranks = max_ranks
+        self.now = Membership(-1, {}, {})
+
+    def begin(self, members: list[int]) -> None:
+        """Takes these ranks, all of which call this, as the first membership. Raises RuntimeError if one is missing."""
+        self._store.set(f"address/{self.own}", self._watch.address)
+        addresses = {each: self._store.get(f"address/{each}").decode() for each in members}
+        if self.own == members[0]:
+            self._store.set("size", str(len(members)))
+        self._take(Membership(0, dict.fromkeys(members, 0), addresses))
+
+    def agree(self, progress: int, has_ended: bool) -> Membership:
+        """Returns the next membership, see Note [One membership].
+
+        Raises:
+            TooFewRanksError: no more than so many ranks are left.
+            RuntimeError: the others have gone on without this rank.
+        """
+        here = PrefixStore(f"{self.now.epoch}/here", self._store)
+        here.set(str(self.own), json.dumps([progress, has_ended]))
+        key = f"{self.now.epoch}/next"
+        deadline = time.monotonic() + self._timeout
+        while not self._store.check([key]):
+            dead = self._watch.dead()
+            came = {each: here.check([str(each)]) for each in self.now.members}
+            is_late = time.monotonic() >= deadline
+            if not is_late and any(not came[each] and each not in dead for each in came):
+                time.sleep(POLL_SECONDS)
+                continue
+            new = self._waiting(self._store, sum(came.values()))
+            if sum(came.values()) + len(new) >= self._min_ranks:
+                told = {each: json.loads(here.get(str(each))) for each in came if came[each]}
+                self._store.compare_set(key, "", self._proposal(told, new).to_json())
+            elif is_late:
+                raise TooFewRanksError(
+                    f"fastsync.Elastic: {sum(came.values())} of ranks {self.now.members} are left, and min_ranks="
+                    f"{self._min_ranks}; no others have joined within {self._timeout:g} s"
+                )
+            else:
+                time.sleep(LOOK_SECONDS / 2)
+        decided = Membership.from_json(self._store.get(key))
+        if self.own not in decided.progress:
+            raise RuntimeError(
+                f"fastsync.Elastic: ranks {decided.members} have gone on without rank {self.own}, which was silent for "
+                f"{self._timeout:g} s, or could not be reached; start it again, and it joins them"
+            )
+        self._take(decided)
+        return decided
+
+    def _proposal(self, told: Mapping[int, tuple[int, bool]], new: Mapping[int, str]) -> Membership:
+        is_over = all(has_ended for _, has_ended in told.values())
+        progress = {each: steps for each, (steps, _) in told.items()}
+        addresses = {each: self.now.addresses[each] for each in told}
+        if not is_over:
+            progress |= dict.fromkeys(new, -1)
+            addresses |= new
+        return Membership(self.now.epoch + 1, progress, addresses, is_over)
+
+    def _take(self, membership: Membership) -> None:
+        before, self.now = self.now, membership
+        self._watch.watch({each: at for each, at in membership.addresses.items() if each != self.own})
+        self._store.set("newest", membership.to_json())
+        if self.own == membership.members[0] and before.epoch > 0:
+            self._forget(before.epoch - 1)
+
+    def _forget(self, epoch: int) -> None:
+        """Deletes the keys of an old membership, which all ranks have left."""
+        with suppress(RuntimeError, NotImplementedError):  # a FileStore does not list its keys
+            for key in self._store.list_keys():
+                if key.startswith((f"{epoch}/", f"group{epoch}/")):
+                    self._store.delete_key(key)
+
+    def wait_until_ready(self) -> bool:
+        """Waits until all members have come here. Returns false if one is lost meanwhile."""
+        ready = PrefixStore(f"{self.now.epoch}/ready", self._store)
+        ready.set(str(self.own), "")
+        deadline = time.monotonic() + self._timeout
+        while not all(ready.check([str(each)]) for each in self.now.members):
+            if self.has_lost() or time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def has_lost(self) -> bool:
+        """Whether a member is dead."""
+        return not self._watch.dead().isdisjoint(self.now.members)
+
+    # ---- new ranks --------------------------------------------------------------------------------------------------
+
+    def wants_to_change(self, store: Store) -> bool:
+        """Whether a rank waits that may join. ``store`` is another connection, for another thread."""
+        return bool(self._waiting(store, len(self.now.members)))
+
+    def _waiting(self, store: Store, num_ranks: int) -> dict[int, str]:
+        """Returns the addresses of those that wait to join, at most as many as there is room for beside so many."""
+        found: dict[int, str] = {}
+        size = int(store.get("size"))
+        for each in range(size, size + store.add("joined", 0)):
+            if self._max_ranks is not None and num_ranks + len(found) >= self._max_ranks:
+                break
+            if each in self.now.progress or not store.check([f"address/{each}"]):
+                continue
+            address = store.get(f"address/{each}").decode()
+            if reachable(address):
+                found[each] = address
+            else:
+                store.delete_key(f"address/{each}")
+        return found
+
+    def join(self) -> Membership | None:
+        """Waits until the others take this process in. Returns None if the training is over.
+
+        Raises:
+            RuntimeError: none of them could be reached for the time-out.
+        """
+        size = int(self._store.get("size"))
+        self.own = size + self._store.add("joined", 1) - 1
+        seen = time.monotonic()
+        while True:
+            self._store.set(f"address/{self.own}", self._watch.address)
+            newest = Membership.from_json(self._store.get("newest"))
+            while self._store.check([f"{newest.epoch}/next"]):  # a slow member may have written an old one last
+                newest = Membership.from_json(self._store.get(f"{newest.epoch}/next"))
+            if newest.is_over:
+                return None
+            if self.own in newest.progress:
+                self._take(newest)
+                return newest
+            if any(reachable(address) for address in newest.addresses.values()):
+                seen = time.monotonic()
+            elif time.monotonic() - seen > self._timeout:
+                raise RuntimeError(
+                    f"fastsync.Elastic: this process waited to join ranks {newest.members}, none of which could be "
+                    f"reached for {self._timeout:g} s"
+                )
+            time.sleep(LOOK_SECONDS / 2)
+
+    def leave(self) -> None:
+        """Tells the others at once that this rank does not go on."""
+        with suppress(RuntimeError):
+            self._store.delete_key(f"address/{self.own}")
+        self._watch.close()

@@ -1,0 +1,443 @@
+"""``Elastic``: a training goes on when a rank is lost, in the same step, and new ranks join between two steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+from . import _C
+from ._checks import check_at_least
+from ._membership import Members, Membership
+from ._peer_watch import PeerWatch
+from .attach import GradientSynchronizer
+from .distributed import gloo_group
+from .training_state import TrainingState
+
+STORE, JOINS = "FASTSYNC_STORE", "FASTSYNC_JOINS"
+"""Environment variables: HOST:PORT of a store outside of all ranks, and whether this process joins a running training.
+``fastsync launch local`` sets them."""
+_NO_STORE = (
+    "store: the ranks that are left agree in a store that no rank holds, and there is none. Start the ranks with "
+    "`fastsync launch local -n 4 train.py`, with one torchrun for each rank, or pass a store of your own, such as "
+    "torch.distributed.FileStore on a disk that all hosts share"
+)
+MOST_FAILURES = 3
+"""A new group may fail so often, and once for each rank that may be lost meanwhile."""
+_KEYS = "fastsync/elastic{}/{}"
+BEGUN = _KEYS.format(1, 0) + "/newest"
+"""A key of that store, which is there once the ranks have met."""
+_num_made = 0
+
+
+class RankLostError(RuntimeError):
+    """A rank was lost in this step. ``Elastic`` catches it, and the step runs again."""
+
+
+class Elastic:
+    """Lets a training go on with the ranks that are left when one is lost, and takes in new ones.
+
+        elastic = fastsync.Elastic(model, optimizer, sync)
+        for step in elastic.steps(10_000):
+            with step:
+                loss = loss_of(model, batches[step.index, elastic.rank, elastic.num_ranks])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    If a rank is lost inside the block, the others leave it, agree on who is left, and run the same step again. So no
+    step is dropped, and each mean is over one and the same ranks. Where some have finished the step already, the others
+    take over their state. New ranks come in between two steps, and take over the state of another. That is: parameters
+    and buffers, the states of the optimizers of these parameters, of their schedulers and of GradScalers.
+
+    Before a step runs again, gradients are dropped. Buffers, torch's random state on the CPU, and the residuals of
+    error feedback become what they were. Other state that the block changes, such as a data loader's, is not
+    put back: let ``step.index`` choose the data.
+
+    Args:
+        model: the model that ``sync`` was attached to. Its gradients have to be on the CPU.
+        optimizer: steps once in each block, or not at all. What follows it in the block must not need other ranks.
+        sync: what ``attach`` has returned.
+        min_ranks: with fewer ranks the training ends. Before, it waits for new ones for ``timeout``.
+        max_ranks: with that many ranks, others that want to join wait until one is lost.
+        timeout: how long a rank that is silent, but not dead, is waited for, in seconds.
+        on_change: is called on every rank with ``members`` after each change, before the step runs again.
+        store: a store that outlives every rank. By default that of ``fastsync launch local``, or of torchrun's agent.
+            Other hosts reach this one by the interface that GLOO_SOCKET_IFNAME names, or that leads to the store.
+
+    Raises:
+        ValueError: an argument is refused, or there is no store that outlives the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sync: GradientSynchronizer,
+        *,
+        min_ranks: int = 1,
+        max_ranks: int | None = None,
+        timeout: float = 60.0,
+        on_change: Callable[[Sequence[int]], object] | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self._check(model, optimizer, sync, timeout)
+        self.min_ranks, self.max_ranks = min_ranks, max_ranks
+        check_at_least(self, min_ranks=1, max_ranks=max(1, min_ranks))
+        self._model, self._optimizer, self._sync = model, optimizer, sync
+        self._timeout = timedelta(seconds=timeout)
+        self._on_change = on_change
+        self._stores_buffers = [module for module in model.modules() if module._buffers]
+        store = _store(store, self._timeout)
+        look_store = _again(store)  # a store's connection serves one thread at a time
+        self._store = store
+        on_death, look = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._look)
+        self._watch = PeerWatch(
+            _host_of(store),
+            on_death=lambda lost: known(lost) if (known := on_death()) else None,
+            look=lambda: known(look_store) if (known := look()) else None,
+        )
+        weakref.finalize(self, self._watch.close)
+        own = dist.get_rank(sync._group)
+        self._members = Members(store, own, self._watch, timeout, min_ranks, max_ranks)
+        self._joins = bool(os.environ.get(JOINS))
+        self._index = 0
+        self._has_begun = self._has_ended = False
+        self._is_inside = self._has_stepped = self._has_failed = False
+        self._wants_change = False  # set by the watching thread
+        self._wishes = 0.0
+        self._num_failures = 0
+        self._engine_step = 0
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._random_state = torch.get_rng_state()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_optimizer),
+            optimizer.register_step_post_hook(self._after_optimizer),
+        ]
+        if not self._joins:
+            self._members.begin(list(range(sync._group.size())))
+
+    def _check(self, model: nn.Module, optimizer: Optimizer, sync: GradientSynchronizer, timeout: float) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model: expected a module, got {type(model).__name__}")
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if not isinstance(sync, GradientSynchronizer):
+            raise ValueError(
+                f"sync: expected what fastsync.attach() returns, got {type(sync).__name__}; DDP and FSDP2 bind the "
+                "model to one process group, so a lost rank ends them: see docs/guides/losing_ranks.md"
+            )
+        if not timeout > 0:
+            raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+        device = next(iter(sync._named.values())).device
+        if device.type != "cpu":
+            raise ValueError(
+                f"model: it is on {device}, and a group of GPUs cannot go on without a rank yet; let the launcher "
+                "start all ranks again from a checkpoint, as torchrun --max-restarts does"
+            )
+
+    # ---- what a training asks ---------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[int]:
+        """The numbers of the ranks that train together. A rank keeps its number, and a new one gets a new number."""
+        return self._members.now.members
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the members."""
+        return self.members.index(self._members.own)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of members."""
+        return len(self.members)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The members' process group, for collectives of your own inside a step. It is another one after a change."""
+        return self._sync._group
+
+    # ---- the steps --------------------------------------------------------------------------------------------------
+
+    def steps(self, num_steps: int) -> Iterator[Step]:
+        """Yields each step up to ``num_steps``, to put a ``with`` block on. One that has failed comes again.
+
+        Every rank has to take all steps. A process that joins first waits until the others take it in.
+
+        Raises:
+            SystemExit: the training was over before this process could join it.
+            RuntimeError: the others have gone on without this rank. Or fewer than ``min_ranks`` are left.
+        """
+        self._begin()
+        step = Step(self)
+        while True:
+            while self._index < num_steps:
+                step.index, step.was_entered = self._index, False
+                yield step
+                if not step.was_entered:
+                    raise RuntimeError("fastsync.Elastic: a step was not entered; write `with step:` around its code")
+            self._has_ended = True
+            if self._agree(has_ended=True).is_over:
+                return
+            self._has_ended = False
+
+    def _begin(self) -> None:
+        """Goes over to a group that ends with a rank, once."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self._joins:
+            if self._members.join() is None:
+                print("fastsync.Elastic: the training was over before this process could join it", file=sys.stderr)
+                sys.exit()
+            self._index = -1
+        if not self._move(self._members.now):
+            self._agree(has_ended=False)
+
+    def _enter(self) -> None:
+        self._has_stepped = False
+        self._is_inside = True
+        self._random_state = torch.get_rng_state()
+        self._buffers = [
+            (buffer, buffer.clone())
+            for module in self._stores_buffers
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
+        self._engine_step = self._sync._engine.set_signal(float(self._wants_change))
+
+    def _exit(self, error: BaseException | None) -> bool:
+        """Ends a step. Returns whether the error is dealt with."""
+        self._is_inside = False
+        if error is None and not self._has_stepped:
+            try:
+                self._check_step()
+            except RankLostError as lost:
+                error = lost
+        if error is None:
+            self._index += 1
+            if self._wishes > 0:
+                self._agree(has_ended=False)
+            return True
+        if self._is_of_lost_rank(error):
+            return self._go_on(error)
+        self._members.leave()
+        return False
+
+    def _go_on(self, error: BaseException) -> bool:
+        """Goes on after a failed step, which runs again unless its optimizer has stepped."""
+        self._sync._engine.give_up()
+        self._close_group()
+        self._has_failed = not self._has_stepped
+        if self._has_stepped:
+            self._index += 1
+            warnings.warn(
+                f"fastsync.Elastic: step {self._index - 1} has failed after its optimizer had stepped, so it does not "
+                f"run again, and what followed in the block was left out ({error})",
+                stacklevel=4,
+            )
+        self._agree(has_ended=False)
+        return True
+
+    def _check_step(self) -> None:
+        """Notes whether ranks want to join. Raises RankLostError if a rank has failed in this step."""
+        self._wishes = self._sync._engine.signals_since(self._engine_step)
+        if self._wishes != self._wishes:
+            raise RankLostError("fastsync.Elastic: another rank has failed in this step")
+
+    def _before_optimizer(self, *_: object) -> None:
+        if not self._is_inside:
+            return
+        if self._has_stepped:
+            raise ValueError(
+                "fastsync.Elastic: the optimizer steps twice in one step, which could not be taken back; give each of "
+                "its steps a block of its own"
+            )
+        self._check_step()
+
+    def _after_optimizer(self, *_: object) -> None:
+        self._has_stepped = self._is_inside
+
+    def _is_of_lost_rank(self, error: BaseException) -> bool:
+        """Whether an error comes from a group that has lost a rank."""
+        if isinstance(error, RankLostError | dist.DistError) or self._sync._engine.take_failure():
+            return True
+        # torch.distributed raises a ValueError in place of a failed collective's error, as it does not list the group.
+        if isinstance(error, RuntimeError | ValueError):
+            for _ in range(10):  # a collective may notice a death before the watch does
+                if self._members.has_lost():
+                    return True
+                time.sleep(0.1)
+        return False
+
+    def _take_back(self) -> None:
+        """Puts back what the failed step has changed."""
+        self._has_failed = False
+        engine = self._sync._engine
+        with suppress(RuntimeError):  # what the step still waited for
+            engine.end_interrupted()
+        if engine.step() != self._engine_step:
+            engine.take_back_step()
+        torch.set_rng_state(self._random_state)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+
+    # ---- from one membership to the next ----------------------------------------------------------------------------
+
+    def _agree(self, has_ended: bool) -> Membership:
+        """Agrees on the members, and makes all of them equal."""
+        try:
+            while True:
+                decided = self._members.agree(self._index, has_ended)
+                if decided.is_over or self._move(decided):
+                    return decided
+        except BaseException:
+            self._members.leave()
+            raise
+
+    def _move(self, decided: Membership) -> bool:
+        """Goes on in a group of these members. Returns false if one of them is lost meanwhile."""
+        if not self._members.wait_until_ready():
+            return False
+        group = self._form(decided)
+        if group is None:
+            return False
+        furthest = max(decided.progress.values())
+        if furthest < 0:
+            raise RuntimeError("fastsync.Elastic: all ranks are lost that had the training's state; start it again")
+        if self._has_failed and self._index == furthest:  # else another rank has finished the step
+            self._take_back()
+        try:
+            self._sync.use_group(group, init_sync=False)
+            self._sync._engine.make_revocable()
+            if min(decided.progress.values()) < furthest:
+                self._share(group, decided.members.index(next(m for m, p in decided.progress.items() if p == furthest)))
+        except (RuntimeError, ValueError):  # torch raises the latter for a group that it does not list
+            self._num_failures += 1
+            if self._num_failures > len(decided.members) + MOST_FAILURES:
+                raise
+            self._close_group()
+            return False
+        self._num_failures = 0
+        self._has_failed = False
+        for parameter in self._sync.parameters():
+            parameter.grad = None
+        self._index = furthest
+        self._wants_change = False
+        if decided.epoch > 0 and self._on_change is not None:
+            self._on_change(decided.members)
+        return True
+
+    def _form(self, decided: Membership) -> dist.ProcessGroup | None:
+        """Forms the members' group. Returns None if one of them is lost: then the connecting thread ends by itself."""
+        made: list[dist.ProcessGroup] = []
+        rank, size = decided.members.index(self._members.own), len(decided.members)
+        store = PrefixStore(f"group{decided.epoch}", _again(self._store))
+
+        def connect() -> None:
+            with suppress(RuntimeError):
+                made.append(gloo_group(store, rank, size, self._timeout, f"fastsync: ranks {decided.members}"))
+
+        thread = threading.Thread(target=connect, name="fastsync connects", daemon=True)
+        thread.start()
+        while thread.is_alive() and not self._members.has_lost():
+            thread.join(0.05)
+        return made[0] if made and not thread.is_alive() else None
+
+    def _share(self, group: dist.ProcessGroup, root: int) -> None:
+        """Gives all ranks the state of one, or leaves it as it is."""
+        sync, is_behind = self._sync, self._index < max(self._members.now.progress.values())
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        before = [each.detach().clone() for each in tensors] if is_behind else []
+        try:
+            sync._init_sync(root)
+            sent = [{key: value for key, value in sync.state_dict().items() if key != "residuals"}]
+            dist.broadcast_object_list(sent, group=group, group_src=root)
+            sync.load_state_dict(sync.state_dict() | sent[0])
+            TrainingState(sync.parameters()).share(group, root)
+        except BaseException:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, before, strict=False):
+                    tensor.copy_(value)
+            raise
+
+    def _on_death(self, lost: int) -> None:
+        if lost in self._members.now.progress and not self._has_ended:  # others may be done sooner
+            self._close_group()
+
+    def _close_group(self) -> None:
+        """Ends all waits in the group, on this rank and then on others."""
+        if self._sync._group.size() > 1:
+            _C.close_connections(self._sync._group)
+
+    def _look(self, store: Store) -> None:
+        """Looks whether a rank waits to join, on the first member."""
+        now = self._members.now
+        if now.progress and now.members[0] == self._members.own:
+            with suppress(RuntimeError):
+                self._wants_change = self._members.wants_to_change(store)
+
+
+class Step:
+    """One step of a training, as a context. See ``Elastic``."""
+
+    index: int
+    """The step's number, from 0."""
+
+    def __init__(self, elastic: Elastic) -> None:
+        self._elastic = elastic
+        self.was_entered = False
+
+    def __enter__(self) -> Step:
+        self.was_entered = True
+        self._elastic._enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return self._elastic._exit(error)
+
+
+def _store(given: Store | None, timeout: timedelta) -> Store:
+    """Returns the store in which the ranks agree. It outlives every rank."""
+    global _num_made
+    attempt = "0"
+    if given is None:
+        if place := os.environ.get(STORE):
+            host, _, port = place.rpartition(":")
+            given = TCPStore(host, int(port), is_master=False, timeout=timeout)
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+            given = TCPStore(host, int(port), is_master=False, timeout=timeout)
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]  # torchrun keeps the store when it starts all anew
+        else:
+            raise ValueError(_NO_STORE)
+    _num_made += 1
+    return PrefixStore(_KEYS.format(_num_made, attempt), _again(given))
+
+
+def _again(store: Store) -> Store:
+    """Returns another connection to the store."""
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    return clone
+
+
+def _host_of(store: Store) -> str:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else os.environ.get("MASTER_ADDR", "localhost")

@@ -1,0 +1,386 @@
+"""``Elastic``: what the ranks that are left end with is bitwise what the same memberships give without any loss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore
+
+import fastsync
+from fastsync.elastic import JOINS, STORE, Elastic, RankLostError
+from fastsync.training_state import TrainingState
+from tests.ranks import run_ranks
+
+NUM_STEPS = 8
+Changes = list[tuple[int, dict[int, int]]]
+"""The steps before which the members have changed. For each member: how many steps it had finished; -1 if it is new."""
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Training:
+    """A model whose step draws random numbers, counts in a buffer, and leaves a parameter without a gradient."""
+
+    def __init__(self, members: Sequence[int], compression: str = "none") -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 3))
+        self.model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        group = dist.new_group(list(members), use_local_synchronization=True)
+        self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=0.0003, process_group=group)
+        torch.manual_seed(100 + dist.get_rank())
+
+    def step(self, index: int, backward: Callable[[Tensor], None] = Tensor.backward) -> None:
+        data = torch.Generator().manual_seed(100 * index + dist.get_rank())
+        loss = self.model(torch.randn(8, 6, generator=data)).square().mean()
+        self.optimizer.zero_grad()
+        backward(loss)
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def result(self) -> list[Tensor]:
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        drawn = torch.rand(1)  # tells whether the random state went on as in a step that was not lost
+        return [*(each.detach() for each in self.model.parameters()), *moments, *self.model.buffers(), drawn]
+
+
+def end_now() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+Moment = tuple[int, str | float]
+"""A step, and a place in it or the seconds after its begin."""
+
+
+def go_on(
+    rank: int,
+    world_size: int,
+    store: int | str,
+    compression: str,
+    lost: dict[int, Moment],
+    new: Sequence[int] = (),
+    timeout: float = 20.0,
+) -> tuple[Changes, list[Tensor]]:
+    """Takes steps.
+
+    Args:
+        store: the port of a TCPStore, or the file of a FileStore.
+        lost: when a rank dies.
+        new: the ranks that join, at the end of the first step.
+    """
+    kept = dist.FileStore(store, -1) if isinstance(store, str) else TCPStore("127.0.0.1", store, is_master=False)
+    if rank in new:
+        os.environ[JOINS] = "1"
+    training = Training([rank] if rank in new else [each for each in range(world_size) if each not in new], compression)
+    changes: Changes = []
+    elastic = Elastic(
+        training.model,
+        training.optimizer,
+        training.sync,
+        timeout=timeout,
+        on_change=lambda members: changes.append((elastic._index, elastic._members.now.progress)),
+        store=kept,
+    )
+    moment = lost.get(rank, (-1, ""))
+
+    def die_amid(loss: Tensor) -> None:
+        training.model[0].weight.register_hook(lambda gradient: end_now())
+        loss.backward()
+
+    for step in elastic.steps(NUM_STEPS):
+        place = moment[1] if moment[0] == step.index else ""
+        if place == "between":
+            end_now()
+        with step:
+            if isinstance(place, float):
+                threading.Timer(place, end_now).start()
+            elif place == "forward":
+                end_now()
+            elif place == "optimizer":
+                training.optimizer.register_step_pre_hook(lambda *_: end_now())
+            elif place == "stop":
+                moment = (-1, "")
+                subprocess.Popen(["sh", "-c", f"sleep {3 * timeout}; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            training.step(step.index, die_amid if place == "backward" else Tensor.backward)
+            until = time.monotonic() + 10
+            while rank == 0 and step.index == 0 and not (elastic._wants_change or {*new} <= {*elastic.members}):
+                if time.monotonic() > until:  # this rank was stopped, and the others have gone on without it
+                    break
+                time.sleep(0.01)  # until the new ones are there
+    return changes, training.result()
+
+
+def replay(rank: int, world_size: int, compression: str, first: list[int], changes: Changes) -> list[Tensor] | None:
+    """Takes the same steps with the same ranks, none of which is lost."""
+    training, members = Training(first if rank in first else [rank], compression), first
+    for index in range(NUM_STEPS):
+        for _, progress in (change for change in changes if change[0] == index):
+            members = list(progress)
+            if rank in members:
+                training.sync.use_group(dist.new_group(members, use_local_synchronization=True), init_sync=False)
+                if min(progress.values()) < index:
+                    root = list(progress.values()).index(index)
+                    training.sync._init_sync(root)
+                    TrainingState(training.sync.parameters()).share(training.sync._group, root)
+        if rank in members:
+            training.step(index)
+    return training.result() if rank in members else None
+
+
+def check(
+    ran: Sequence[tuple[Changes, list[Tensor]] | None],
+    first: list[int],
+    compression: str,
+    run: Callable[..., list[list[Tensor] | None]] = run_ranks,
+) -> Changes:
+    """Checks that all have gone through the same changes, and hold what a replay gives. Returns the changes."""
+    left = {rank: each for rank, each in enumerate(ran) if each is not None}
+    changes = next(changes for rank, (changes, _) in left.items() if rank in first)
+    print(f"changes {changes}")
+    expected = run(replay, len(ran), compression, first, changes)
+    for rank, (seen, result) in left.items():
+        assert seen == (changes if rank in first else changes[-len(seen) :])
+        torch.testing.assert_close(result, expected[rank], rtol=0, atol=0)
+    assert left
+    return changes
+
+
+@pytest.mark.parametrize("compression", ["none", "int8+ef"])
+@pytest.mark.parametrize("place", ["forward", "backward", "optimizer", "between"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_end_as_without_a_loss(store: TCPStore, compression: str, place: str, victim: int) -> None:
+    ran = run_ranks(go_on, 3, store.port, compression, {victim: (4, place)}, lost=[victim])
+    left = [each for each in range(3) if each != victim]
+    changes = check(ran, [0, 1, 2], compression)
+    # A rank that dies in its optimizer has given its gradients, but its death may be noticed before they are taken.
+    assert [(index, list(members)) for index, members in changes] in [[(4, left)], [(5 - (place != "optimizer"), left)]]
+
+
+@pytest.mark.parametrize("lost", [{}, {1: (1, "backward")}], ids=["join", "a death while another joins"])
+def test_a_new_rank_joins(store: TCPStore, lost: dict[int, Moment]) -> None:
+    ran = run_ranks(go_on, 4, store.port, "none", lost, [3], lost=list(lost))
+    changes = check(ran, [0, 1, 2], "none")
+    assert list(changes[-1][1]) == [each for each in range(4) if each not in lost]
+
+
+def finish_apart(rank: int, world_size: int, port: int, furthest: int) -> tuple[int, list[Tensor]]:
+    """Step 2 ends well on one rank alone."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size), "int8+ef")
+    elastic = Elastic(training.model, training.optimizer, training.sync, timeout=20)
+    num_runs = 0
+    for step in elastic.steps(NUM_STEPS):
+        num_runs += 1
+        with step:
+            if step.index == 2 and num_runs == 3 and rank != furthest:
+                training.optimizer.register_step_pre_hook(fail_once())
+            training.step(step.index)
+    return num_runs, training.result()
+
+
+def fail_once() -> Callable[..., None]:
+    errors = [RankLostError("as if a rank had been lost")]
+
+    def fail(*_: object) -> None:
+        if errors:
+            raise errors.pop()
+
+    return fail
+
+
+@pytest.mark.parametrize("furthest", [0, 1])
+def test_a_step_that_one_has_finished_is_finished_on_all(store: TCPStore, furthest: int) -> None:
+    ran = run_ranks(finish_apart, 3, store.port, furthest)
+    expected = run_ranks(replay, 3, "int8+ef", [0, 1, 2], [])
+    for rank, (num_runs, result) in enumerate(ran):
+        # The one that had finished step 2 has begun step 3 in vain. The others do not run step 2 again.
+        assert num_runs == NUM_STEPS + (rank == furthest)
+        same_moments, own = result[:-4], result[-4:]
+        torch.testing.assert_close(same_moments, expected[rank][:-4], rtol=0, atol=0)
+        torch.testing.assert_close(own[-1], expected[rank][-1], rtol=0, atol=0)
+
+
+def stop_one(rank: int, world_size: int, port: int, folder: str) -> list[int] | str:
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size))
+    elastic = Elastic(training.model, training.optimizer, training.sync, timeout=2)
+    pid = Path(folder) / "pid"
+    try:
+        for step in elastic.steps(NUM_STEPS):
+            with step:
+                if (rank, step.index) == (1, 3):
+                    pid.write_text(str(os.getpid()))
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                training.step(step.index)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        if rank == 0:
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+    return elastic.members
+
+
+def test_a_rank_that_wakes_too_late_ends_by_itself(store: TCPStore, tmp_path: Path) -> None:
+    ran = run_ranks(stop_one, 3, store.port, str(tmp_path))
+    assert ran[0] == ran[2] == [0, 2]
+    assert "ranks [0, 2] have gone on without rank 1, which was silent for 2 s" in ran[1]
+
+
+def fail_alone(rank: int, world_size: int, port: int, min_ranks: int) -> list[int] | str:
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size))
+    elastic = Elastic(training.model, training.optimizer, training.sync, timeout=3, min_ranks=min_ranks)
+    try:
+        for step in elastic.steps(NUM_STEPS):
+            with step:
+                if (rank, step.index) == (1, 3):
+                    raise RuntimeError("a mistake in the script")
+                training.step(step.index)
+    except RuntimeError as error:
+        return str(error)
+    return elastic.members
+
+
+@pytest.mark.parametrize("min_ranks", [1, 3])
+def test_a_rank_whose_script_fails_is_a_lost_one(store: TCPStore, min_ranks: int) -> None:
+    ran = run_ranks(fail_alone, 3, store.port, min_ranks)
+    assert ran[1] == "a mistake in the script"
+    if min_ranks == 1:
+        assert ran[0] == ran[2] == [0, 2]
+    else:
+        assert all(
+            "2 of ranks [0, 1, 2] are left, and min_ranks=3; no others have joined" in ran[each] for each in (0, 2)
+        )
+
+
+def change_often(rank: int, world_size: int, port: int) -> list[tuple[int, int]]:
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size))
+    elastic = Elastic(training.model, training.optimizer, training.sync)
+    left: list[tuple[int, int]] = []
+    for step in elastic.steps(24):
+        has_changed = len(left) > step.index
+        with step:
+            if not has_changed:
+                left.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+                raise RankLostError("as if a rank had been lost")
+            training.step(step.index)
+    return left
+
+
+def test_changes_leave_nothing_behind(store: TCPStore) -> None:
+    for left in run_ranks(change_often, 2, store.port):
+        descriptors, threads = zip(*left, strict=True)
+        assert max(descriptors[12:]) <= max(descriptors[4:12])
+        assert max(threads[12:]) <= max(threads[4:12])
+    assert store.num_keys() < 50
+
+
+@pytest.fixture
+def alone(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    monkeypatch.setenv(STORE, f"127.0.0.1:{store.port}")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Training([0])
+    dist.destroy_process_group()
+
+
+def test_a_second_optimizer_step_is_refused(alone: Training) -> None:
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    step = next(elastic.steps(3))
+    step.__enter__()
+    alone.step(0)
+    with pytest.raises(ValueError, match="the optimizer steps twice in one step"):
+        alone.step(0)
+
+
+def test_a_step_that_is_not_entered_is_an_error(alone: Training) -> None:
+    with pytest.raises(RuntimeError, match="write `with step:` around its code"):
+        for _ in Elastic(alone.model, alone.optimizer, alone.sync).steps(3):
+            pass
+
+
+def test_what_follows_the_optimizer_is_told_to_be_left_out(alone: Training) -> None:
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    steps = elastic.steps(3)
+    step, error = next(steps), RankLostError("as if a rank had been lost")
+    step.__enter__()
+    alone.step(0)
+    with pytest.warns(UserWarning, match="step 0 has failed after its optimizer had stepped"):
+        assert step.__exit__(type(error), error, None)
+    assert next(steps).index == 1
+
+
+def test_bad_arguments_are_refused(alone: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, sync = alone.model, alone.optimizer, alone.sync
+    with pytest.raises(ValueError, match=r"sync: expected what fastsync\.attach"):
+        Elastic(model, optimizer, model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"optimizer: expected a torch\.optim\.Optimizer, got list"):
+        Elastic(model, [optimizer], sync)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model: expected a module"):
+        Elastic(model.parameters(), optimizer, sync)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="min_ranks=0 must be at least 1"):
+        Elastic(model, optimizer, sync, min_ranks=0)
+    with pytest.raises(ValueError, match="max_ranks=2 must be at least 3"):
+        Elastic(model, optimizer, sync, min_ranks=3, max_ranks=2)
+    with pytest.raises(ValueError, match="timeout: expected a positive number of seconds"):
+        Elastic(model, optimizer, sync, timeout=0)
+    monkeypatch.delenv(STORE)
+    with pytest.raises(ValueError, match=r"fastsync launch local -n 4 train\.py"):
+        Elastic(model, optimizer, sync)
+
+
+SCRIPT = """
+import os, sys, time, torch, fastsync
+with fastsync.distributed.process_group(timeout=60):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = fastsync.attach(model)
+    elastic = fastsync.Elastic(model, optimizer, sync, min_ranks=2, max_ranks=2)
+    lonely = os.environ["RANK"] == "1"
+    for step in elastic.steps(40):
+        with step:
+            if lonely and step.index == 20:
+                os._exit(3)
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+    fastsync.check_consistency(model, process_group=elastic.group)
+    sys.stdout.write(f"members {elastic.members} arguments {sys.argv[1:]}" + os.linesep)  # at once, beside another rank
+"""
+
+
+def launch(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "fastsync.cli", "launch", "local", *words, "train.py", "--lr", "1"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.end_to_end
+def test_launch_local_replaces_a_rank(tmp_path: Path) -> None:
+    ran = launch(tmp_path, SCRIPT, "-n", "2", "--replace")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["members [0, 2] arguments ['--lr', '1']"] * 2
+    assert "rank 1 has failed with status 3; 1 ranks go on, and rank 2 is started in its place" in ran.stderr
+
+
+@pytest.mark.end_to_end
+def test_launch_local_ends_all_if_one_fails_before_they_have_met(tmp_path: Path) -> None:
+    script = "import os, time; os.environ['RANK'] == '0' and time.sleep(100); raise SystemExit(5)"
+    ran = launch(tmp_path, script, "-n", "2")
+    assert ran.returncode == 1
+    assert "rank 1 has failed with status 5; the ranks have not met in fastsync.Elastic yet" in ran.stderr
