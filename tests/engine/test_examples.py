@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
 from collections.abc import Iterable
 from importlib.machinery import SourceFileLoader
@@ -161,6 +164,29 @@ def test_learns_with_two_bytes_a_gradient(name: str, factor: float, steps: float
     assert (num_steps, num_elements) == (steps, elements or num_elements)
     # Beside them goes a stamp, at the width of its transport.
     assert 0 < num_bytes / num_steps - 2 * num_elements <= 4 * STAMP * 2 + 2
+
+
+def test_elastic_ranks_go_on_without_one_that_is_killed(tmp_path: Path):
+    command = [sys.executable, "-m", "fastsync.cli", "launch", "local", "-n", "3", str(EXAMPLES / "elastic.py")]
+    with subprocess.Popen(
+        [*command, "--steps", "400"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launched:
+        assert launched.stdout is not None
+        assert "loss" in launched.stdout.readline()  # rank 0 has taken its first step
+        victim = next(int(pid) for pid in children_of(launched.pid) if b"\0RANK=1\0" in environment_of(pid))
+        os.kill(victim, signal.SIGKILL)
+        out, err = launched.communicate(timeout=120)
+    assert launched.returncode == 0, err
+    assert "rank 1 was ended by SIGKILL; 2 ranks go on" in err
+    assert re.search(r"^done: loss [\d.]+ on 2 ranks$", out, re.MULTILINE)
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def environment_of(pid: str) -> bytes:
+    return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_hugging_faces_callback_asks_for_its_trainer():

@@ -118,6 +118,7 @@ MADE: dict[str, Callable[[Names], Any]] = {
     "optimizer": lambda names: torch.optim.Adam(names["model"].parameters()),
     "scaler": lambda names: torch.amp.GradScaler("cpu"),
     "sync": lambda names: fastsync.attach(names["model"]),
+    "batch_of": lambda names: lambda *place: place,
     "diloco": lambda names: fastsync.DiLoCo(names["model"], names["optimizer"]),
     "loss_of": loss_of,
     "loss": lambda names: names["loss_of"](),
@@ -143,13 +144,14 @@ MADE: dict[str, Callable[[Names], Any]] = {
 }
 
 
-def run_blocks(rank: int, world_size: int, shown: list[Block]) -> list[tuple[str, str]]:
+def run_blocks(rank: int, world_size: int, shown: list[Block], port: int) -> list[tuple[str, str]]:
     """Runs them in a folder of its own; returns what each prints. The first one that fails ends the rank."""
+    os.environ["FASTSYNC_STORE"] = f"127.0.0.1:{port}"
     printed = []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         for block in shown:
-            code, names = block.code.replace("total_steps=500_000", "total_steps=2_000"), Names()
+            code, names = block.code.replace("=500_000", "=2_000").replace("(10_000)", "(20)"), Names()
             for handle in ("sync", "hook"):  # there before the losses that it averages
                 if re.search(rf"\b{handle}\.|\({handle},", code) and f"{handle} = " not in code:
                     names[handle]
@@ -167,8 +169,9 @@ def run_blocks(rank: int, world_size: int, shown: list[Block]) -> list[tuple[str
 def test_each_block_of_python_runs_on_two_ranks() -> None:
     shown = [block for block in blocks() if block.language == "python" and block.reason is None]
     assert len(shown) > 30
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with mock.patch.dict(os.environ, {"PYTHONPATH": str(ROOT)}):
-        printed = run_ranks(run_blocks, 2, shown, timeout=120.0)[0]
+        printed = run_ranks(run_blocks, 2, shown, store.port, timeout=120.0)[0]
     # The complete scripts learn: their loss is about 0.3 before the first step.
     losses = {place: float(match[1]) for place, text in printed if (match := re.match(r"loss ([\d.]+)", text))}
     assert {place.split(",")[0] for place in losses} == {"README.md", "docs/tutorials/script.md"}
