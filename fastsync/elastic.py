@@ -50,6 +50,8 @@ class RankLostError(RuntimeError):
 class Elastic:
     """Lets a training go on with the ranks that are left when one is lost, and takes in new ones.
 
+    Put each step into a block::
+
         elastic = fastsync.Elastic(model, optimizer, sync)
         for step in elastic.steps(10_000):
             with step:
