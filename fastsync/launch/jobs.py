@@ -26,8 +26,8 @@ usage: fastsync launch {slurm,kubernetes,skypilot} [OPTIONS] [-- SCRIPT ...]
        fastsync launch local [-n RANKS] [--replace] SCRIPT ...
 
 Write the file by which a cluster starts ranks with torchrun. It starts nothing:
-the last line tells the command that submits it. Only local starts ranks, on this
-host, where no rank ends because another one does; see fastsync.Elastic.
+the last line tells the command that submits it. Only local starts ranks, on
+this host. There no rank ends because another one does; see fastsync.Elastic.
 
   slurm       a batch script, for sbatch
   kubernetes  a TrainJob of Kubeflow Trainer, for kubectl

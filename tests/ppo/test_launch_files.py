@@ -174,7 +174,7 @@ def test_what_an_option_is_given_is_no_script(tmp_path: Path, monkeypatch: pytes
         (["slurm", "--", "train.py"], "'train.py' is no file in this folder"),
         (["skypilot", "--", "train.py"], "'train.py' is no file in this folder"),
         (["slurm", "--nodes", "0", "--", "-m", "mine"], "nodes=0 must be at least 1"),
-        (["kubernets"], "'kubernets' is not one of slurm, kubernetes, skypilot; did you mean kubernetes?"),
+        (["kubernets"], "'kubernets' is not one of local, slurm, kubernetes, skypilot; did you mean kubernetes?"),
     ],
 )
 def test_what_cannot_be_written_is_refused(
