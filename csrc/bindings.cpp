@@ -45,6 +45,7 @@ using fastsync::HookState;
 using fastsync::ModelBuffers;
 using fastsync::ParameterSync;
 using fastsync::ShardedState;
+using fastsync::SharedTensors;
 using fastsync::Synchronizer;
 using fastsync::SyncTotals;
 
@@ -217,6 +218,12 @@ PYBIND11_MODULE(_C, m) {
            no_gil)  // it connects to the store
       .def("silent_ranks", &fastsync::Liveness::silent_ranks, no_gil);
 
+  py::class_<SharedTensors, std::shared_ptr<SharedTensors>>(m, "SharedTensors")
+      .def(py::init(&make_shared<SharedTensors, Group, int64_t, int64_t>), py::arg("process_group"), py::arg("bytes"),
+           py::arg("num_numbers"), no_gil)
+      .def("tensor", &SharedTensors::tensor, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"))
+      .def("give_up", &SharedTensors::give_up, no_gil);
+
   py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")
       .def("set_compressions", between_steps(&EngineState::set_compressions), py::arg("compressions"), no_gil)
       .def("step", between_steps(&EngineState::step), no_gil)
@@ -282,6 +289,15 @@ PYBIND11_MODULE(_C, m) {
           "take_over",
           [](Synchronizer& self, Synchronizer& other) { self.locked([&] { self.sync().take_over(other.sync()); }); },
           py::arg("other"), no_gil)
+      .def("set_optimizer", locked<Synchronizer>(&ParameterSync::set_optimizer), py::arg("description"), no_gil)
+      .def("set_shards", locked<Synchronizer>(&ParameterSync::set_shards), py::arg("shards"), no_gil)
+      .def("pieces", locked<Synchronizer>(&ParameterSync::pieces), no_gil)
+      .def("pieces_number", locked<Synchronizer>(&ParameterSync::pieces_number), no_gil)
+      .def("have_means", locked<Synchronizer>(&ParameterSync::have_means), no_gil)
+      .def("num_writes", locked<Synchronizer>(&ParameterSync::num_writes), no_gil)
+      .def("begin_optimizer_step", locked<Synchronizer>(&ParameterSync::begin_optimizer_step), py::arg("numbers"),
+           no_gil)
+      .def("meet", locked<Synchronizer>(&ParameterSync::meet), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil)
       .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
 

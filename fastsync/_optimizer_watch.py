@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import _C
 from ._handle import GradientHandle
 from ._handles_in_use import in_use
+from ._host_optimizer import HostOptimizer
 from ._late_parameters import LateParameters
 from ._optimizer_steps import is_training_step
 
@@ -25,6 +26,8 @@ class WatchedHandle(GradientHandle):
     _engine: _C.HookState | _C.Synchronizer
     _deferred_clip_step = -1
     """The step whose gradients the optimizer's next step clips, for ``clip_grad_norm_``; -1 if there is none."""
+    _host_optimizer: HostOptimizer | None = None
+    """Steps one copy of the parameters for all ranks of the host; None without ``attach(optimizer=)``."""
     _late_reason: ClassVar[str]
     """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
     _ids: frozenset[int]

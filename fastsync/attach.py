@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from . import _C
 from ._checks import check_not_in_ddp, have_a_stage, named_parameters, resolve_group, with_gradients
 from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
+from ._host_checks import check_optimizer
+from ._host_optimizer import HostOptimizer
 from ._optimizer_watch import WatchedHandle, watch_optimizers
 from .compression import AnyCompression
 from .distributed import as_bytes
@@ -138,6 +140,7 @@ class GradientSynchronizer(WatchedHandle):
             RuntimeError: it is inside another ``join``; or as ``synchronize()``. No rank waits longer than the process
                 group's time-out.
         """
+        self._refuse("join()", "Leave optimizer out, on every rank")
         if getattr(_thread, "joins", False):
             raise RuntimeError(
                 "fastsync: join() was called inside another join(), so that ranks that have run out of batches would "
@@ -235,6 +238,16 @@ class GradientSynchronizer(WatchedHandle):
         self._engine.set_weight(number)
         self._weight = number
 
+    def averaged_gradients(self) -> dict[str, Tensor]:
+        """Returns the means over ranks that the newest sync has made, by parameter's name. Every rank must call it.
+
+        It is for looking at the means with ``attach(optimizer=)``, where ``.grad`` stays this rank's own. What is
+        changed here changes no step.
+        """
+        if self._host_optimizer is not None:
+            return self._host_optimizer.averaged_gradients()
+        return {name: p.grad.clone() for name, p in self._named.items() if p.grad is not None}
+
     # ---- from one group to another, and the end ---------------------------------------------------------------------
 
     def use_group(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, init_sync: bool = True) -> None:
@@ -255,6 +268,7 @@ class GradientSynchronizer(WatchedHandle):
         """
         if not self._is_attached:
             raise RuntimeError("fastsync: use_group() was called after detach(); attach to the new group")
+        self._refuse("use_group()", "Call detach(), and attach to the new group")
         group = resolve_group(process_group)
         self._end_interrupted()
         state, growth = self.state_dict(), group.size() / self._group.size()
@@ -283,6 +297,10 @@ class GradientSynchronizer(WatchedHandle):
         self.load_state_dict(state | {"step": step, "scales": ours})
         if init_sync:
             self._init_sync()
+
+    def _refuse(self, call: str, way_out: str) -> None:
+        if self._host_optimizer is not None:
+            raise RuntimeError(f"fastsync: {call} does not work with attach(optimizer=). {way_out}")
 
     def _end_interrupted(self) -> None:
         """Ends a step that failed on the old group. Errors are ignored, because the group is replaced.
@@ -313,6 +331,8 @@ class GradientSynchronizer(WatchedHandle):
             RuntimeError: it was called inside a backward.
         """
         self._engine.detach()
+        if self._host_optimizer is not None and self._is_attached:
+            self._host_optimizer.end()
         self._is_attached = False
         end_use(self)
 
@@ -413,6 +433,7 @@ def attach(
     init_sync: bool = True,
     op: str = "mean",
     broadcast_buffers: bool = False,
+    optimizer: Optimizer | None = None,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
@@ -452,14 +473,25 @@ def attach(
     named = with_gradients(given, "module_or_params")
     check_free(named, "module_or_params")
     check_not_in_ddp(named, "module_or_params", but=handles_of)
+    checked = None if optimizer is None else check_optimizer(optimizer, named)
+    if checked is not None and op != "mean":
+        raise ValueError(f"op: expected 'mean' with optimizer=, whose ranks keep means of the gradients, got {op!r}")
     group = resolve_group(process_group)
     owner = module_or_params if isinstance(module_or_params, nn.Module) else None
     sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap)
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers)
     sync._send_buffers()
+    host = None if checked is None or group.size() == 1 else HostOptimizer(sync, checked)
+    if host is not None:
+        sync._engine.set_optimizer(host.description())
     if init_sync:
         sync._init_sync()
+    elif host is not None:
+        sync._engine.agree(init_sync=False)
+    if host is not None:
+        host.begin()
+        sync._host_optimizer = host
     sync._engine.attach(list(named.values()), overlap)
     sync._keep(owner)
     return sync

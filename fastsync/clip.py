@@ -70,7 +70,10 @@ def clip_grad_norm_(
             "error_if_nonfinite"
         )
     divisor = (grad_norm + 1e-6).div_(max_norm).clamp_(min=1.0)
-    if optimizer is not None and _takes_grad_scale(optimizer, sync):
+    if sync._host_optimizer is not None:
+        sync._deferred_clip_step = sync._engine.num_steps()
+        sync._host_optimizer.clip(divisor)
+    elif optimizer is not None and _takes_grad_scale(optimizer, sync):
         sync._deferred_clip_step = sync._engine.num_steps()
         _scale_next_step(optimizer, divisor, sync)
     else:
@@ -84,6 +87,15 @@ def _norm(sync: WatchedHandle, norm_type: float, optimizer: Optimizer | None, sc
     if scaler is not None:
         assert optimizer is not None
         is_unscaled = has_unscaled(scaler, optimizer)
+    if sync._host_optimizer is not None:
+        if norm_type != 2.0 or is_unscaled:
+            what = "unscale_() has divided only this rank's own gradients" if is_unscaled else f"norm_type {norm_type}"
+            raise ValueError(
+                f"fastsync.clip_grad_norm_: with attach(optimizer=) the norm is the 2-norm of the means, got: {what}. "
+                "Leave out unscale_(), and norm_type; or leave optimizer= out of attach(), on every rank"
+            )
+        norm = sync.grad_stats().grad_norm
+        return norm if scaler is None else norm / loss_scale(scaler)
     known = _known_norm(sync) if norm_type == 2.0 else None  # None after unscale_
     norm = torch.nn.utils.get_total_norm(_gradients(sync), norm_type).float() if known is None else known
     if scaler is None or is_unscaled:

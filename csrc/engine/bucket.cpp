@@ -5,6 +5,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "passes/aten/passes.h"
@@ -166,6 +167,10 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   guard([&] { choose_plan(gradients, options); });
   stopwatch->mark(Mark::kStart);
   gradients.scale = has_scale_ ? scale_ : at::Tensor();
+  if (options.keeps_shard) {
+    gradients.output = shard_means_;
+    scale_sent_ = has_scale_ ? scale_.clone() : at::Tensor();
+  }
   totals_->numel = numel_of(gradients.grads);
   totals_->num_syncs += 1;
   has_followed_ = true;
@@ -197,7 +202,7 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
 FlatGradients Bucket::flatten(std::vector<at::Tensor> grads, const SendOptions& options,
                               const at::Tensor& side_values) {
   const DType wire = options.compression.wire_dtype(dtype_of(grads.front().scalar_type()));
-  FlatGradients gradients(std::move(grads), wire, device_);
+  FlatGradients gradients(std::move(grads), wire, device_, options.keeps_shard ? kPieceValues : 1);
   gradients.side_values = side_values;
   gradients.output = options.scatter ? options.scatter->output : at::Tensor();
   gradients.mean_factor = mean_factor_;
@@ -229,6 +234,7 @@ PlanKey Bucket::plan_key(const FlatGradients& gradients, const SendOptions& opti
           .wire_dtype = gradients.wire_dtype,
           .num_values = options.scatter ? options.scatter->output.numel() : gradients.num_values,
           .side_bytes = gradients.side_bytes(),
+          .keeps_shard = options.keeps_shard,
           .rows_add_up = options.is_weighted_mean,
           .factor = options.scatter ? options.scatter->factor : mean_factor_};
 }
@@ -250,6 +256,9 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
     const bool has_plan = key.algorithm != Algorithm::kAllReduce;
     memory.plan = has_plan ? std::make_shared<const Plan>(plan_for(key, teams)) : nullptr;
     memory.key = key;
+    if (options.keeps_shard) {
+      make_shard(gradients);
+    }
     if (!options.scatter) {
       memory.buffer.reset();  // because another plan has left bytes where gaps between gradients must be zero
     }
@@ -262,6 +271,30 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
   totals_->num_hosts = key.shares_memory ? num_hosts : 1;
   totals_->why_not_shared =
       options.scatter && num_hosts > 1 ? c10::str("its ranks are on ", num_hosts, " hosts") : teams.why_not_shared();
+}
+
+void Bucket::make_shard(const FlatGradients& gradients) {
+  static std::atomic<int64_t> number = 0;
+  const bool is_kept = memory_.plan && memory_.key->algorithm != Algorithm::kTwoLevel;
+  TORCH_CHECK(is_kept,
+              "with attach(optimizer=) the ranks have to add in the memory of one host, and they can no longer",
+              teams_.why_not_shared().empty() ? "" : ", because " + teams_.why_not_shared());
+  const std::vector<Range>& ranges = memory_.plan->shard;
+  const int64_t numel = ranges.empty() ? 0 : ranges.back().offset + ranges.back().end - ranges.back().begin;
+  shard_means_ = at::zeros({numel}, gradients.grads.front().options());
+  shard_.clear();
+  shard_number_ = ++number;
+  for (const Range& range : ranges) {
+    for (size_t i = 0; i < gradients.segments.size(); ++i) {
+      const Segment& segment = gradients.segments[i];
+      const int64_t begin = std::max(range.begin, segment.offset);
+      const int64_t end = std::min(range.end, segment.offset + segment.numel);
+      if (begin < end) {
+        shard_.push_back(
+            {i, begin - segment.offset, shard_means_.narrow(0, range.offset + begin - range.begin, end - begin)});
+      }
+    }
+  }
 }
 
 std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOptions& options) {
@@ -312,6 +345,21 @@ void Bucket::take_back(int64_t step) {
     set_scale(before_->scale);
     feedback_.set_residuals(before_->residuals);
     before_.reset();
+  }
+}
+
+void Bucket::take_stats(const std::vector<const double*>& all) {
+  auto* const stats = stats_.data_ptr<double>();
+  std::fill_n(stats, kNumStats, 0.0);
+  for (const double* const theirs : all) {
+    for (const Stat stat : {kSumOfSquares, kNumNonfinite, kNumSaturated}) {
+      stats[stat] += theirs[stat];
+    }
+    stats[kMaxMagnitude] = std::max(stats[kMaxMagnitude], theirs[kMaxMagnitude]);
+  }
+  if (scale_sent_.defined() && has_scale_) {
+    *scale_.data_ptr<float>() =
+        next_bucket_scale(*scale_sent_.const_data_ptr<float>(), stats[kMaxMagnitude] / mean_factor_);
   }
 }
 

@@ -28,6 +28,16 @@ namespace fastsync {
 
 class Bucket;
 
+// Values of one gradient whose means this rank keeps.
+struct ShardPiece {
+  size_t gradient;  // its index in the bucket
+  int64_t begin;    // the index of the first value, in the order of the gradient's memory
+  at::Tensor means;
+};
+// Pieces begin and end at multiples of so many values, or where their gradient ends. torch's vectorised kernels then
+// give each value the same bits in a piece as in the whole gradient.
+constexpr int64_t kPieceValues = 64;
+
 // Note [Agreement]
 //   Ranks that send different gradients, or send them in different ways, would hang or add up garbage. So they compare
 //   lines of text before they send: check_agreement throws on every rank if the lines differ.
@@ -69,6 +79,7 @@ struct SendOptions {
   bool in_place = false;             // whether nobody else uses the gradients' memory until the sum is there
   const Scatter* scatter = nullptr;  // null for an all-reduce
   bool may_be_taken_back = false;    // see Bucket::take_back
+  bool keeps_shard = false;          // whether the gradients stay what they are, and Bucket::shard takes the means
 };
 constexpr int kTagsPerBucket = 4;
 
@@ -186,6 +197,14 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   // must have been one that may be taken back.
   void take_back(int64_t step);
 
+  // With keeps_shard: which means this rank keeps, in the memory that each sum writes to. It is made anew if the plan
+  // changes. Then it has another number, and no two shards of the process have the same.
+  const std::vector<ShardPiece>& shard() const { return shard_; }
+  int64_t shard_number() const { return shard_number_; }
+  // Takes the statistics that all ranks have of their shards, in place of this rank's own. The scale follows
+  // them.
+  void take_stats(const std::vector<const double*>& all);
+
   // Replaces the newest sync's statistics by those of these gradients. The largest magnitude stays, because the scale
   // has followed it.
   void measure(const std::vector<at::Tensor>& grads);
@@ -214,6 +233,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   FlatGradients flatten(std::vector<at::Tensor> grads, const SendOptions& options, const at::Tensor& side_values);
   PlanKey plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const;
   void choose_plan(const FlatGradients& gradients, const SendOptions& options);
+  void make_shard(const FlatGradients& gradients);
   SumMemory& memory_for(const SendOptions& options) { return options.scatter ? options.scatter->memory : memory_; }
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options);
   void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
@@ -232,6 +252,10 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   bool has_followed_ = false;     // whether the scale has followed a sum since it was set
   std::optional<Before> before_;  // the newest step that may be taken back
   at::Tensor stats_;
+  at::Tensor shard_means_;
+  std::vector<ShardPiece> shard_;
+  int64_t shard_number_ = 0;
+  at::Tensor scale_sent_;  // the scale of the newest sum, if that keeps a shard and has one
   std::shared_ptr<Workspace> workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();
 };

@@ -119,6 +119,20 @@ bool Gradient::take_mean(bool exists) {
   return !adds;
 }
 
+void Gradient::keep() {
+  parameter_->is_new = parameter_->is_left_over = false;
+  parameter_->averaged = Snapshot(tensor_.grad());
+}
+
+bool Gradient::spoil() const {
+  const at::Tensor& gradient = tensor_.grad();
+  if (!gradient.defined() || gradient.numel() == 0) {
+    return false;
+  }
+  gradient.fill_(std::numeric_limits<double>::quiet_NaN());
+  return true;
+}
+
 void Gradient::count_kept_or_zeros(bool is_kept) {
   if (is_kept) {
     stand_in_.copy_(tensor_.grad());

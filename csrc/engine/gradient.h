@@ -43,6 +43,10 @@ class Gradient {
   // gradient. If so, the gradient becomes the mean, or the mean is added to the parameter's sum. Returns false if it
   // was added.
   bool take_mean(bool exists);
+  // Leaves the gradient what it is, in a step that keeps shards. From now on it counts as averaged.
+  void keep();
+  // Makes the gradient not finite, if there is one. Returns whether there is.
+  bool spoil() const;
   // Has statistics count the gradient of an earlier sync if it is kept, else zeros. Call it only for a gradient that is
   // new on no rank, see Note [Statistics of a step].
   void count_kept_or_zeros(bool is_kept);

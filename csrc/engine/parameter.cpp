@@ -45,7 +45,7 @@ bool Parameter::has_own_gradient(bool has_hook) const {
     return false;
   }
   const at::Tensor tensor(id.lock());
-  if (!tensor.defined() || !tensor.grad().defined()) {
+  if (!tensor.defined() || !tensor.grad().defined() || tensor.numel() == 0) {
     return false;
   }
   return is_new || averaged.was_written_by_autograd(tensor.grad());
@@ -53,7 +53,7 @@ bool Parameter::has_own_gradient(bool has_hook) const {
 
 bool Parameter::has_left_over() const {
   const at::Tensor tensor(id.lock());
-  return is_left_over && tensor.defined() && accumulated.holds(tensor.grad());
+  return is_left_over && tensor.defined() && tensor.numel() > 0 && accumulated.holds(tensor.grad());
 }
 
 void Parameter::take_over(Parameter& other) {

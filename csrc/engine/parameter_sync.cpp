@@ -82,9 +82,8 @@ bool ParameterSync::gradients_are_unchanged() {
   for (size_t index = 0; index < context_.parameters.size(); ++index) {
     const Parameter& parameter = context_.parameters[index];
     const at::Tensor tensor(parameter.id.lock());
-    const bool takes_part =
-        context_.layout.bucket_of(index) != Layout::kNone || (tensor.defined() && tensor.requires_grad());
-    if (tensor.defined() && takes_part && !parameter.averaged.is_still(tensor.grad())) {
+    const bool counts = context_.layout.bucket_of(index) != Layout::kNone || (tensor.defined() && takes_part(tensor));
+    if (tensor.defined() && counts && !parameter.averaged.is_still(tensor.grad())) {
       return false;
     }
   }
@@ -99,6 +98,49 @@ std::vector<at::Tensor> ParameterSync::with_own_gradients(bool have_hooks) {
     }
   }
   return found;
+}
+
+std::vector<ParameterSync::Piece> ParameterSync::pieces() {
+  std::vector<Piece> pieces;
+  for (const LayoutBucket& each : context_.layout.buckets) {
+    for (const ShardPiece& piece : each.bucket->shard()) {
+      pieces.emplace_back(each.parameters[piece.gradient], piece.begin, piece.means);
+    }
+  }
+  return pieces;
+}
+
+int64_t ParameterSync::pieces_number() {
+  int64_t newest = 0;
+  for (const LayoutBucket& each : context_.layout.buckets) {
+    newest = std::max(newest, each.bucket->shard_number());
+  }
+  return newest;
+}
+
+std::vector<int64_t> ParameterSync::num_writes() {
+  std::vector<int64_t> all;
+  for (const Parameter& parameter : context_.parameters) {
+    all.push_back(parameter.averaged.num_writes(parameter.lock().grad()));
+  }
+  return all;
+}
+
+std::vector<std::vector<double>> ParameterSync::begin_optimizer_step(const std::vector<double>& numbers) {
+  std::vector<std::vector<double>> all;
+  context_.engine.wait_for_ranks("the step of the optimizer", [&] {
+    context_.shards->tell(numbers);
+    all = context_.shards->hear();
+    for (const auto& theirs : all) {
+      TORCH_CHECK(theirs.size() == numbers.size(), "another rank averages gradients, where this rank steps with the ",
+                  "optimizer: every rank has to call optimizer.step() after the same backwards");
+    }
+  });
+  return all;
+}
+
+void ParameterSync::meet() {
+  context_.engine.wait_for_ranks("the step of the optimizer", [&] { context_.shards->meet(); });
 }
 
 void ParameterSync::put_sums_back(bool only_lone_ones) {
@@ -256,7 +298,7 @@ void ParameterSync::agree(bool init_sync) {
        << (init_sync ? "True" : "False") << "\nbucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20)
        << (context_.engine.is_revocable() ? "\nfastsync.Elastic True" : "") << "\nop "
        << (context_.sums ? "sum" : "mean") << (context_.weight.is_on() ? ", weighted\n" : "\n")
-       << context_.buffers.description();
+       << context_.buffers.description() << optimizer_;
   for (const Parameter& parameter : context_.parameters) {
     text << parameter.description(parameter.lock());
   }

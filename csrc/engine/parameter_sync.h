@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "engine/engine_state.h"
@@ -63,6 +65,26 @@ class ParameterSync {
   // The parameters whose gradients hold something that only this rank has, of a backward after the newest step.
   std::vector<at::Tensor> with_own_gradients(bool have_hooks);
 
+  // ---- with shards, see Note [Shards] ----
+
+  // Has ranks keep shards of the means from the next step on. The description of what they do with them has to be equal
+  // on all ranks.
+  void set_shards(std::shared_ptr<SharedTensors> shards) { context_.shards = std::move(shards); }
+  void set_optimizer(std::string description) { optimizer_ = std::move(description); }
+  // A piece of a parameter's means: the parameter's index, the piece's first value, and the means.
+  using Piece = std::tuple<size_t, int64_t, at::Tensor>;
+  // This rank's pieces. They stay in the same memory from step to step, until their number is another.
+  std::vector<Piece> pieces();
+  int64_t pieces_number();
+  // Which parameters have means of the newest step, by parameter.
+  std::vector<bool> have_means() { return context_.have_means; }
+  // How often each parameter's gradient was written to since the newest step, see Snapshot::num_writes.
+  std::vector<int64_t> num_writes();
+  // Waits until all ranks are about to step. Returns the numbers that each of them gives, by rank.
+  std::vector<std::vector<double>> begin_optimizer_step(const std::vector<double>& numbers);
+  // Waits until all ranks have written to what they share.
+  void meet();
+
   // Takes over the state of the gradients from another engine of the same parameters.
   void take_over(ParameterSync& other);
 
@@ -100,6 +122,7 @@ class ParameterSync {
   std::unique_ptr<Step> end();
 
   const int64_t bucket_cap_bytes_;
+  std::string optimizer_;  // what the ranks do with shards; empty without
   StepContext context_;
   int64_t weighted_step_ = -1;              // the step that the weight was set for
   std::unique_ptr<Step> step_;              // the step under way; null if there is none

@@ -24,6 +24,12 @@ class Snapshot {
   bool is_of(const at::Tensor& gradient) const;
   // Whether the gradient is that tensor, and nothing has changed it since, as far as PyTorch counts.
   bool holds(const at::Tensor& gradient) const { return is_of(gradient) && version_ == gradient._version(); }
+  // How often the gradient was written to since, as far as PyTorch counts; -1 if it is another tensor now, or none. An
+  // undefined gradient that is still undefined was not written to.
+  int64_t num_writes(const at::Tensor& gradient) const {
+    const bool is_same = gradient_ ? is_of(gradient) : !gradient.defined();
+    return !is_same ? -1 : gradient.defined() ? static_cast<int64_t>(gradient._version()) - version_ : 0;
+  }
   // Whether it is proven that nothing has changed the gradient since, by any means. For an undefined gradient: whether
   // it is still undefined.
   bool is_still(const at::Tensor& gradient) const;

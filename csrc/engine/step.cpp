@@ -4,7 +4,10 @@
 #include <c10/core/Event.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
+
+#include "passes/backend.h"
 
 namespace fastsync {
 
@@ -148,6 +151,9 @@ void Step::leave_behind() {
   for (const auto& work : works_) {
     BucketWork::drive_later(work, engine().progress());
   }
+  if (context_.shards && has_sent_all()) {
+    tell_stats();
+  }
   engine().liveness().note_failed_backward();
 }
 
@@ -198,7 +204,8 @@ void Step::send_next() {
                             weights_ && !has_failed() ? weights_->factor(device) : at::Tensor(),
                             /*in_place=*/false,
                             /*scatter=*/nullptr,
-                            engine().is_revocable()};
+                            engine().is_revocable(),
+                            /*keeps_shard=*/context_.shards != nullptr};
   works_.push_back(bucket.send(std::move(grads), options, engine().start_bucket(bucket), side_values, stand_in));
   if (is_last) {
     engine().end_step();
@@ -243,13 +250,17 @@ void Step::receive() {
     return;
   }
   context_.side_values.arrive(works_.back()->side_values(), engine().is_captured());
+  if (context_.shards) {
+    tell_stats();
+    hear_stats();
+  }
   if (!has_failed()) {
     if (weights_) {
       weights_->wait_on_stream();
       layout().buckets.back().bucket->totals()->wire_bytes += weights_->sent_bytes();
       context_.active = weights_->active();
     }
-    hand_out();
+    context_.shards ? keep_gradients() : hand_out();
     take_side_values();
   }
   context_.agreement->step_check.arrive(context_.side_values.stamps());
@@ -293,6 +304,71 @@ void Step::hand_out(const LayoutBucket& bucket, bool kept_travels) {
       counted.push_back(gradients_[index].counted());
     }
     bucket.bucket->measure(counted);
+  }
+}
+
+// Note [Shards]
+//   With attach(optimizer=) each rank keeps the means of its own shards, and steps these. `.grad` stays this rank's
+//   own. Ranks end a sync by telling each other the statistics of their shards: so each rank knows the norm, whether a
+//   mean is not finite, and which scale fp16 has next. A GradScaler looks at `.grad` alone. So if a mean is not finite,
+//   each rank makes a gradient of its own nan, and all scalers skip the same step.
+
+// After a failure it may be called twice: first early, so that nobody waits for this rank.
+void Step::tell_stats() {
+  if (std::exchange(has_told_stats_, true)) {
+    return;
+  }
+  std::vector<double> numbers;
+  for (const LayoutBucket& each : layout().buckets) {
+    const double* const stats = readable(each.bucket->stats());
+    numbers.insert(numbers.end(), stats, stats + kNumStats);
+    if (has_failed()) {
+      numbers[numbers.size() - kNumStats + kNumNonfinite] = 1.0;
+    }
+  }
+  context_.shards->tell(numbers);
+}
+
+void Step::hear_stats() {
+  std::vector<std::vector<double>> all;
+  engine().wait_for_ranks("adding up the norm of the gradients", [&] {
+    all = context_.shards->hear();
+    for (const auto& theirs : all) {
+      TORCH_CHECK(theirs.size() == kNumStats * layout().buckets.size(), "another rank steps with the optimizer, where ",
+                  "this rank averages gradients: every rank has to call optimizer.step() after the same backwards");
+    }
+  });
+  for (size_t i = 0; i < layout().buckets.size(); ++i) {
+    std::vector<const double*> stats;
+    for (const auto& theirs : all) {
+      stats.push_back(theirs.data() + i * kNumStats);
+    }
+    layout().buckets[i].bucket->take_stats(stats);
+  }
+}
+
+// A parameter has means if some rank has a new gradient, or if all have kept one.
+void Step::keep_gradients() {
+  GradientFlags& flags = context_.side_values.flags;
+  context_.have_means.assign(gradients_.size(), false);
+  bool is_finite = true;
+  for (const LayoutBucket& each : layout().buckets) {
+    is_finite = is_finite && readable(each.bucket->stats())[kNumNonfinite] == 0.0;
+    for (size_t i = 0; i < each.parameters.size(); ++i) {
+      const size_t index = each.parameters[i];
+      const size_t flag = layout().flag_of(index);
+      const bool is_new = flags.on_some_rank(flag, gradients_[index].parameter().name);
+      context_.have_means[index] = is_new || flags.is_kept_everywhere(flag);
+      if (!context_.have_means[index]) {
+        each.bucket->feedback().take_back(i);
+      }
+    }
+  }
+  if (!is_finite) {
+    std::ignore = std::ranges::any_of(gradients_, [](const Gradient& gradient) { return gradient.spoil(); });
+  }
+  for (Gradient& gradient : gradients_) {
+    gradient.keep();
   }
 }
 

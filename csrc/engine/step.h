@@ -17,6 +17,7 @@
 #include "engine/parameter.h"
 #include "engine/side_values.h"
 #include "engine/weight.h"
+#include "transport/shared_tensors.h"
 
 namespace fastsync {
 
@@ -30,10 +31,14 @@ struct StepContext {
   SideValues side_values = {};
   Weight weight = {};
   ModelBuffers buffers = {};
+  // Null unless ranks keep shards of the means. Then the gradients stay this rank's own, and the ranks tell each other
+  // the statistics of their shards.
+  std::shared_ptr<SharedTensors> shards = nullptr;
 
   // The results of the newest step.
-  NamedValues::Tensors means = {};  // the means of what was piggybacked
-  at::Tensor active = {};           // see WeightSum
+  NamedValues::Tensors means = {};    // the means of what was piggybacked
+  at::Tensor active = {};             // see WeightSum
+  std::vector<bool> have_means = {};  // with shards: which parameters have means, by parameter
 };
 
 // Note [Steps]
@@ -100,6 +105,9 @@ class Step {
   // kept_travels tells whether a kept gradient travels as it is, see Note [Statistics of a step] in step.cpp.
   void hand_out(const LayoutBucket& bucket, bool kept_travels);
   void take_side_values();
+  void keep_gradients();
+  void tell_stats();
+  void hear_stats();
 
   StepContext& context_;
   const int64_t number_;
@@ -108,8 +116,9 @@ class Step {
   std::vector<size_t> order_;                       // indices, as gradients got ready; kept while there is no layout
   std::vector<size_t> num_waiting_;                 // by bucket: how many gradients are not final
   std::vector<std::shared_ptr<BucketWork>> works_;  // the works of the buckets that were sent
-  size_t num_tried_ = 0;                            // how many of them receive_beside has tried
-  std::optional<WeightSum> weights_;                // set once this rank's weight was sent
+  bool has_told_stats_ = false;
+  size_t num_tried_ = 0;              // how many of them receive_beside has tried
+  std::optional<WeightSum> weights_;  // set once this rank's weight was sent
 };
 
 }  // namespace fastsync

@@ -46,12 +46,12 @@ int64_t values_in(int64_t bytes, DType dtype) {
   return bytes / unit.bytes * unit.values;
 }
 
-FlatGradients::FlatGradients(std::vector<at::Tensor> of, DType wire, c10::Device where)
+FlatGradients::FlatGradients(std::vector<at::Tensor> of, DType wire, c10::Device where, int64_t least_alignment)
     : device(where),
       grads(std::move(of)),
       grad_dtype(dtype_of(grads.front().scalar_type())),
       wire_dtype(wire),
-      alignment(alignment_of(wire, grads.size())),
+      alignment(std::max(least_alignment, alignment_of(wire, grads.size()))),
       segments(lay_out(grads, wire, {}, alignment)),
       num_values(wire_length(segments, alignment)),
       limit(saturation_limit(wire, /*world_size=*/1)) {}

@@ -30,7 +30,8 @@ int64_t values_in(int64_t bytes, DType dtype);
 
 struct FlatGradients {
   // The gradients must be dense, contiguous, of one supported dtype and on the device.
-  FlatGradients(std::vector<at::Tensor> grads, DType wire_dtype, c10::Device device);
+  // Each begins at a multiple of least_alignment on the wire, at least.
+  FlatGradients(std::vector<at::Tensor> grads, DType wire_dtype, c10::Device device, int64_t least_alignment = 1);
 
   c10::Device device;
   std::vector<at::Tensor> grads;
@@ -44,7 +45,7 @@ struct FlatGradients {
   at::Tensor stats;                      // the bucket's statistics, float64 [kNumStats]
   std::shared_ptr<Workspace> workspace;  // the bucket's
   at::Tensor side_values;    // float32, on the device, summed over the ranks as they are; undefined if there are none
-  at::Tensor output;         // takes a reduce-scatter's result in place of the gradients; else undefined
+  at::Tensor output;         // takes this rank's shard of the result in place of the gradients; else undefined
   double mean_factor = 1.0;  // the result is the mean times this
   at::Tensor weight;         // float64 [1], multiplies gradients before residuals are added; undefined if it is 1
   double multiplier = 1.0;   // multiplies what is packed

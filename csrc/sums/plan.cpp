@@ -104,8 +104,9 @@ class Planner {
   }
 
   // Returns how many values of the chunk each shard has.
-  int64_t shard_length(const Chunk& chunk) const {
-    return round_up((chunk.end - chunk.begin + num_shards_ - 1) / num_shards_, shard_multiple(key_.wire_dtype));
+  int64_t shard_length(const Chunk& chunk) const { return shard_length(chunk, num_shards_); }
+  int64_t shard_length(const Chunk& chunk, int64_t num_shards) const {
+    return round_up((chunk.end - chunk.begin + num_shards - 1) / num_shards, shard_multiple(key_.wire_dtype));
   }
 
   // Returns the size of a row of so many values. In the last chunk the side values follow them.
@@ -170,12 +171,26 @@ class Planner {
     chunk.unpacked = shards(chunk, length, key_.wire_dtype, [&](int64_t member) { return member * rows.stride; });
   }
 
+  // Unpacks only this rank's shard of the chunk, which begins so many values behind the beginning of the rows.
+  void keep_shard(Chunk& chunk, int64_t length, const Rows& rows, int64_t skipped) {
+    const int64_t begin = std::min(chunk.begin + plan_.team->rank() * length, chunk.end);
+    const int64_t end = std::min(begin + length, chunk.end);
+    const int64_t kept = plan_.shard.empty() ? 0 : plan_.shard.back().offset + length_of(plan_.shard.back());
+    chunk.unpacked_from = rows;
+    if (begin < end) {
+      chunk.unpacked = {{kept, kept + end - begin, skipped}};
+      plan_.shard.push_back({begin, end, kept});
+    }
+  }
+
   Plan done() && {
     plan_.bytes = round_up(used_, kRegionAlignment);
     return std::move(plan_);
   }
 
  private:
+  static int64_t length_of(const Range& range) { return range.end - range.begin; }
+
   // Returns the chunk's shards as ranges. offset_of(member) tells where the member's shard begins, in bytes.
   static std::vector<Range> shards(const Chunk& chunk, int64_t length, DType dtype,
                                    const std::function<int64_t(int64_t)>& offset_of) {
@@ -207,18 +222,36 @@ Plan one_shot(const PlanKey& key, const std::shared_ptr<Team>& team) {
     chunk.unpacked_from = rows;
     chunk.phases = {gather(team, key.tag, rows)};
     chunk.phases.back().side_values = planner.side_values(chunk, rows);
+    if (key.keeps_shard) {
+      const int64_t shard = planner.shard_length(chunk, team->size());
+      chunk.unpacked.clear();
+      planner.keep_shard(chunk, shard, rows, team->rank() * shard);
+    }
   }
   return std::move(planner).done();
 }
 
 Plan two_shot(const PlanKey& key, const std::shared_ptr<Team>& team) {
   const int64_t size = team->size();
-  Planner planner(key, team, key.wire_dtype, /*num_shards=*/size, key.factor);
+  const auto alone =  // means that are kept go to nobody
+      key.keeps_shard
+          ? std::make_shared<Team>(team->group(), team->device(), std::vector<int64_t>{team->group()->getRank()})
+          : nullptr;
+  const bool adds_while_unpacking = key.keeps_shard && key.wire_dtype == key.grad_dtype;
+  Planner planner(key, team, key.wire_dtype, /*num_shards=*/size,
+                  adds_while_unpacking ? key.factor * key.row_factor(size) : key.factor);
   for (Chunk& chunk : planner.cut(key.num_values, planner.chunk_length(key.num_values))) {
     const int64_t shard = planner.shard_length(chunk);
     auto [sent, received, means] = planner.exchange_rows(size, planner.row_of(chunk, shard, key.wire_dtype));
     means.length = bytes_of(shard, key.wire_dtype);  // no side values travel with them
-    chunk.phases = {exchange(team, key.tag, sent, received), gather(team, key.tag + 1, means)};
+    chunk.phases = {exchange(team, key.tag, sent, received)};
+    planner.pack_shards(chunk, shard);
+    if (adds_while_unpacking) {
+      chunk.phases.back().side_values = planner.side_values(chunk, received);
+      planner.keep_shard(chunk, shard, received, /*skipped=*/0);
+      continue;
+    }
+    chunk.phases.push_back(gather(key.keeps_shard ? alone : team, key.tag + 1, means));
     chunk.phases.front().reduce = Reduce{.dtype = key.wire_dtype,
                                          .num_values = shard,
                                          .outs = {means.begin(team->rank())},
@@ -227,8 +260,11 @@ Plan two_shot(const PlanKey& key, const std::shared_ptr<Team>& team) {
                                          .residual_factor = 1.0 / static_cast<double>(size)};
     chunk.phases.back().overwrites_sent = !key.shares_memory;
     chunk.phases.back().side_values = planner.side_values(chunk, received);
-    planner.pack_shards(chunk, shard);
-    planner.unpack_shards(chunk, shard, means);
+    if (key.keeps_shard) {
+      planner.keep_shard(chunk, shard, {means.begin(team->rank()), means.length, means.stride, /*count=*/1}, 0);
+    } else {
+      planner.unpack_shards(chunk, shard, means);
+    }
   }
   return std::move(planner).done();
 }

@@ -14,6 +14,9 @@
 //   reduce_scatter  The exchange of two_shot alone. The rows are added up into the output.
 //   two_level       See TwoLevelPlanner.
 //
+// With keeps_shard, each rank takes only its own shard of each chunk of a one_shot or a two_shot, and gets the same
+// bits as without. A two_shot then has no gather, unless its wire rounds the means.
+//
 // Ranks add in float32 (float64 for float64 gradients) and in rank order, whatever the wire is. So values are rounded
 // once when they are packed, and once for each sum that travels on, however many ranks there are.
 //
@@ -85,6 +88,7 @@ struct PlanKey {
   DType wire_dtype;
   int64_t num_values;  // how many values the bucket takes on the wire, or each shard of a reduce-scatter
   int64_t side_bytes;
+  bool keeps_shard;  // whether a rank takes only its own shards
   bool rows_add_up;  // whether the mean is the sum of what the ranks send, because each has weighted its values
   double factor;     // multiplies the mean or, in a reduce-scatter, the sum
 
@@ -99,6 +103,8 @@ struct Plan {
   DType packed_as;             // the dtype that packing encodes to
   double factor;               // multiplies each row that is unpacked
   std::vector<Chunk> chunks = {};
+  // With keeps_shard: which of the bucket's values this rank takes. The offsets count from the first of them.
+  std::vector<Range> shard = {};
   int64_t bytes = 0;  // how much memory this rank needs for rows, whatever the key's region_bytes
 
   size_t num_phases() const { return chunks.empty() ? 0 : chunks.front().phases.size(); }

@@ -62,6 +62,8 @@ void SharedMemory::map() {
   data_ = static_cast<std::byte*>(mapped);
 }
 
+void SharedMemory::keep_in_children() const { madvise(data_, bytes_, MADV_DOFORK); }
+
 // A forked child has the file, but not the mapping.
 SharedMemory::~SharedMemory() {
   close_file();

@@ -29,6 +29,9 @@ class SharedMemory {
   // Closes the file, which would also be open in each child that is forked. The memory stays.
   void close_file();
 
+  // Lets children that are forked have the memory, which they share with all others.
+  void keep_in_children() const;
+
   std::byte* data() const { return data_; }
 
  private:

@@ -148,7 +148,10 @@ std::unique_ptr<Transfer> SharedTeam::all_gather(const at::Tensor& /*buffer*/, c
 
 // After a wait has failed, no other wait begins.
 void SharedTeam::wait_for_all(size_t which, int64_t number) {
-  const char* const what = which == kRead ? " to have read the gradients of the step before" : "'s gradients";
+  const bool is_meeting = which < kPhases && num_meetings_[which] > 0;
+  const char* const what = which == kRead ? " to have read the gradients of the step before"
+                           : is_meeting   ? " to come to the same optimizer step"
+                                          : "'s gradients";
   std::optional<Waiting::Clock::time_point> deadline;
   for (int64_t step = 1; step < size(); ++step) {
     const int64_t peer = (rank() + step) % size();

@@ -34,6 +34,13 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   void give_up() override { numbers_of(rank())[kGivenUp].raise_to(1); }
   // Tells the other ranks that this rank lets go of the team because another team takes its place.
   void replace() { numbers_of(rank())[kLeft].raise_to(kReplaced); }
+  // Has children that this process forks keep the memory. Otherwise they do not have it.
+  void keep_in_children() { shared_->keep_in_children(); }
+
+  // A team without sums lets its ranks meet, at one of kPhases places. Each rank comes there, and then may wait until
+  // all others have come as often.
+  void come_to(size_t place) { numbers_of(rank())[place].raise_to(++num_meetings_[place]); }
+  void wait_for_others(size_t place) { wait_for_all(place, num_meetings_[place]); }
   std::unique_ptr<Transfer> all_to_all(const at::Tensor& buffer, const Rows& from, const Rows& to, int tag) override;
   std::unique_ptr<Transfer> all_gather(const at::Tensor& buffer, const Rows& rows, int tag) override;
 
@@ -67,6 +74,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   int64_t sum_ = 0;         // the number of the newest sum, which is the same on all ranks
   int64_t sum_before_ = 0;  // the number of the sum before it
   int64_t announced_ = 0;   // this rank's kAnnounced in the newest sum; 0 if ranks cannot mistake the sum
+  std::array<int64_t, kPhases> num_meetings_{};
   std::array<int64_t, kPhases> num_chunks_{};  // how many transfers of the newest sum each phase has
   std::weak_ptr<void> use_;                    // expires when this rank's newest sum no longer uses the rows
   std::mutex mutex_;                           // guards the next

@@ -205,3 +205,22 @@ def test_wide_gradients_with_a_narrow_wire(rank: int, world_size: int, compressi
         expected = torch.linspace(1.0, 2.0, 300, dtype=torch.float64) * 1.5
         torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=2.0**-5)
         sync.load_state_dict(sync.state_dict())
+
+
+# ---- no values ------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_parameter_without_values_holds_up_no_step(rank: int, world_size: int) -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))]
+    sync = fastsync.attach(parameters)
+    optimizer = torch.optim.SGD(parameters, 1.0)
+    for number in range(2):
+        sync.set_weight(1.0)
+        with sync.no_sync():
+            sum((parameter * rank).sum() for parameter in parameters).backward()
+        sum((parameter * rank).sum() for parameter in parameters).backward()
+        assert sync._engine.gradients_are_unchanged()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert parameters[0].tolist() == [-float(number)] * 3

@@ -1,0 +1,79 @@
+#include "transport/shared_tensors.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace fastsync {
+
+namespace {
+
+constexpr size_t kTelling = 0;
+constexpr size_t kMeeting = 1;
+
+// A rank tells into one of two places by turns. When it comes to a place again, all ranks have read what was there,
+// because each has told something since.
+constexpr int64_t kTurns = 2;
+
+int64_t round_up(int64_t bytes) {
+  constexpr int64_t kAlignment = 4096;
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+}  // namespace
+
+SharedTensors::SharedTensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t bytes, int64_t num_numbers)
+    : num_numbers_(num_numbers + 1),
+      tensors_begin_(round_up(kTurns * group->getSize() * num_numbers_ * static_cast<int64_t>(sizeof(double)))) {
+  Teams teams(group, c10::kCPU);
+  const int64_t num_hosts = teams.can_share() ? teams.hosts().num_nodes : 0;
+  if (num_hosts == 1) {
+    teams.make_room(round_up((tensors_begin_ + bytes) / group->getSize() + 1));
+  }
+  team_ = teams.shared();
+  TORCH_CHECK_VALUE(team_, "optimizer: the ranks cannot have one copy of the parameters, because ",
+                    num_hosts > 1                     ? c10::str("they are on ", num_hosts, " hosts")
+                    : !teams.why_not_shared().empty() ? teams.why_not_shared()
+                                                      : "their process group is not Gloo's, or no two are on one host",
+                    ". Leave optimizer out, on every rank: then each rank steps all parameters");
+  memory_ = team_->allocate(0);
+  team_->keep_in_children();
+}
+
+at::Tensor SharedTensors::tensor(int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
+                                 at::ScalarType dtype) const {
+  std::byte* const begin = static_cast<std::byte*>(memory_.data_ptr()) + tensors_begin_ + offset;
+  return at::from_blob(begin, sizes, strides, [kept = memory_](void*) {}, at::TensorOptions().dtype(dtype));
+}
+
+double* SharedTensors::numbers_of(int64_t rank) const {
+  const int64_t place = num_told_ % kTurns * team_->size() + rank;
+  return static_cast<double*>(memory_.data_ptr()) + place * num_numbers_;
+}
+
+void SharedTensors::tell(const std::vector<double>& numbers) {
+  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) < num_numbers_);
+  num_told_ += 1;
+  double* const own = numbers_of(team_->rank());
+  own[0] = static_cast<double>(numbers.size());
+  std::copy(numbers.begin(), numbers.end(), own + 1);
+  team_->come_to(kTelling);
+}
+
+std::vector<std::vector<double>> SharedTensors::hear() {
+  team_->wait_for_others(kTelling);
+  std::vector<std::vector<double>> all;
+  for (int64_t rank = 0; rank < team_->size(); ++rank) {
+    const double* const theirs = numbers_of(rank);
+    all.emplace_back(theirs + 1, theirs + 1 + static_cast<int64_t>(theirs[0]));
+  }
+  return all;
+}
+
+void SharedTensors::meet() {
+  team_->come_to(kMeeting);
+  team_->wait_for_others(kMeeting);
+}
+
+}  // namespace fastsync

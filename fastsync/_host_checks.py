@@ -1,0 +1,69 @@
+"""Which optimizers and parameters ``attach(optimizer=)`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ._optimizer_steps import innermost
+
+WAY_OUT = "Leave optimizer= out of attach(), on every rank: then each rank steps all parameters"
+
+
+def has_count(optimizer: Optimizer) -> bool:
+    """Tells whether the optimizer counts each parameter's steps, in ``state["step"]``."""
+    return isinstance(optimizer, (Adam, AdamW))
+
+
+def state_names(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the state that has a value for each value of a parameter."""
+    if has_count(optimizer):
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+
+def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
+    """Returns the optimizer, out of its wrappers. Raises ValueError if ranks cannot step shards with it."""
+    if not isinstance(given, Optimizer):
+        raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {type(given).__name__}")
+    optimizer = innermost(given)
+    if type(optimizer) not in (Adam, AdamW, SGD):
+        name = type(optimizer).__name__
+        raise ValueError(f"optimizer: expected torch.optim.AdamW, Adam or SGD, got {name}. {WAY_OUT}")
+    for flag in ("capturable", "differentiable"):
+        if any(group.get(flag) for group in optimizer.param_groups):
+            raise ValueError(f"optimizer: {flag}=True does not go with shards. {WAY_OUT}")
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owner_of: dict[int, str] = {}
+    for name, parameter in named.items():
+        if parameter.numel() == 0:
+            continue
+        if id(parameter) not in stepped:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"optimizer: it does not have parameter {name}, so nobody would see its mean. Attach the "
+                    "optimizer's parameters in place of their module, or give it all of them"
+                )
+            continue
+        if obstacle := _obstacle(parameter):
+            raise ValueError(f"optimizer: parameter {name} {obstacle}. {WAY_OUT}")
+        other = owner_of.setdefault(parameter.untyped_storage().data_ptr(), name)
+        if other != name:
+            raise ValueError(f"optimizer: parameters {other} and {name} are views of one tensor. {WAY_OUT}")
+    return optimizer
+
+
+def _obstacle(parameter: Tensor) -> str:
+    """Tells why a parameter cannot lie in memory that ranks share; empty if it can."""
+    if parameter.device.type != "cpu":
+        return f"is on {parameter.device}, and only CPU ranks of one host have one copy of the parameters"
+    if type(parameter) not in (nn.Parameter, Tensor) or parameter.layout != torch.strided:
+        return f"is a {type(parameter).__name__} of layout {parameter.layout}, and no plain dense tensor"
+    if not parameter.is_floating_point() or parameter.grad_dtype not in (None, parameter.dtype):
+        return f"is of {parameter.dtype}, with gradients of {parameter.grad_dtype}: expected one real dtype"
+    is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return "" if is_dense else "is a view with gaps"

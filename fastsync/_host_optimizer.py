@@ -1,0 +1,357 @@
+"""One copy of the parameters and of an optimizer's state for all ranks of a host: each rank steps its own shard."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import _C
+from ._host_checks import WAY_OUT, has_count, state_names
+from ._optimizer_steps import is_training_step
+
+if TYPE_CHECKING:
+    from .attach import GradientSynchronizer
+
+ALIGNMENT = 128
+"""Of a tensor in shared memory, in bytes."""
+STATISTICS = 4
+"""How many numbers the ranks tell each other of each bucket. There are no more buckets than parameters."""
+PARAMETERS = "parameters"
+
+
+class HostOptimizer:
+    """Lets a user's optimizer step one copy of the parameters, with a shard on each rank of a host.
+
+    Before the optimizer's own step, another one of its class steps this rank's pieces of the parameters with the means.
+    Then the optimizer's own step finds no gradients of these parameters. So torch does all arithmetic, and
+    ``param_groups`` and ``state`` are the user's, as without shards.
+
+    All ranks come together before a step, because another rank may still read the parameters, and after it.
+    """
+
+    def __init__(self, sync: GradientSynchronizer, optimizer: Optimizer) -> None:
+        self._sync, self._optimizer = sync, optimizer
+        self._names = list(sync._named)
+        index_of = {id(parameter): index for index, parameter in enumerate(sync._named.values())}
+        self._groups = [[index_of.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+        self._group_of = {i: number for number, indices in enumerate(self._groups) for i in indices if i is not None}
+        self._parameters = {
+            index: parameter
+            for index, parameter in enumerate(sync._named.values())
+            if index in self._group_of and parameter.numel() > 0
+        }
+        self._offsets, self._num_bytes = {}, 0
+        for index, parameter in self._parameters.items():
+            self._offsets[index] = self._num_bytes
+            self._num_bytes += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        self._memory: dict[str, _C.SharedTensors] = {}  # of the parameters, and of each part of the state
+        self._views: dict[tuple[int, str], Tensor] = {}  # parts of the state, of whole parameters
+        self._addresses: dict[int, int] = {}
+        self._pieces: list[_Piece] = []
+        self._pieces_number = -1
+        self._inner: Optimizer | None = None  # steps the pieces
+        self._handed: dict[int, Tensor | None] = {}  # whose state the pieces have, with the step's number if it counts
+        self._divisor: Tensor | None = None
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def description(self) -> str:
+        """Returns the text that has to be equal on all ranks."""
+        groups = "; ".join(" ".join(map(str, indices)) for indices in self._groups)
+        return f"optimizer {type(self._optimizer).__name__} of parameters {groups}\n"
+
+    @property
+    def _engine(self) -> _C.Synchronizer:
+        return self._sync._engine
+
+    # ---- the memory -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Puts the parameters into the host's memory, with the values of rank 0. Every rank must call it.
+
+        Raises:
+            ValueError: the ranks cannot share memory.
+        """
+        memory = self._memory_of(PARAMETERS)
+        self._engine.set_shards(memory)
+        views = {index: self._view(index, memory) for index in self._parameters}
+        if self._sync._group.rank() == 0:
+            for index, view in views.items():
+                view.copy_(self._parameters[index].detach())
+        self._engine.meet()
+        for index, view in views.items():
+            self._parameters[index].data = view
+            self._addresses[index] = view.data_ptr()
+        self._hooks = (
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        )
+
+    def end(self) -> None:
+        """Gives this rank its own copy of the parameters and of the state."""
+        for hook in self._hooks:
+            hook.remove()
+        for index, parameter in self._parameters.items():
+            if parameter.data_ptr() == self._addresses[index]:
+                parameter.data = parameter.detach().clone()
+            state = self._optimizer.state.get(parameter) or {}
+            for name in state_names(self._optimizer, self._group(index)):
+                if name in state and state[name] is self._views.get((index, name)):
+                    state[name] = state[name].clone()
+
+    def _memory_of(self, what: str) -> _C.SharedTensors:
+        """Returns memory as large as the parameters. The first call waits for all ranks."""
+        if what not in self._memory:
+            self._memory[what] = _C.SharedTensors(
+                self._sync._group, self._num_bytes, STATISTICS * max(1, len(self._names))
+            )
+        return self._memory[what]
+
+    def _view(self, index: int, memory: _C.SharedTensors) -> Tensor:
+        parameter = self._parameters[index]
+        return memory.tensor(self._offsets[index], parameter.shape, parameter.stride(), parameter.dtype)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if not is_training_step(optimizer):
+            return
+        if args[1:] or kwargs.get("closure") is not None:  # the first is the optimizer
+            name = type(optimizer).__name__
+            raise RuntimeError(
+                f"fastsync: with attach(optimizer=), {name}.step() takes no closure. Call backward() before. {WAY_OUT}"
+            )
+        self._check()
+        stepped = self._stepped()
+        self._meet(stepped)
+        try:
+            self._step(stepped)
+        except BaseException:
+            self._memory[PARAMETERS].give_up()
+            raise
+        self._engine.meet()
+        self._hidden = [(p, p.grad) for p in self._parameters.values() if p.grad is not None]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        hidden, self._hidden = self._hidden, []
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+
+    def _check(self) -> None:
+        """Raises RuntimeError if the step would not be that of the parameters that the ranks have."""
+        if not self._sync._is_enabled:
+            raise RuntimeError(
+                "fastsync: with attach(optimizer=) the ranks have one copy of the parameters, so a rank cannot take a "
+                f"step of its own inside no_sync(): step outside. {WAY_OUT}"
+            )
+        if [len(group["params"]) for group in self._optimizer.param_groups] != [len(each) for each in self._groups]:
+            raise RuntimeError(
+                "fastsync: the optimizer got other parameters after attach(optimizer=). Call detach() of the handle, "
+                "and attach again, on every rank"
+            )
+        for index, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._addresses[index]:
+                raise RuntimeError(
+                    f"fastsync: parameter {self._names[index]} left the memory that attach(optimizer=) gave it, as "
+                    "after an assignment to .data, to(dtype) or share_memory(). Write to it in place (copy_). Or call "
+                    "detach() of the handle before, and attach again afterwards, on every rank"
+                )
+
+    def _stepped(self) -> list[int]:
+        """Returns which parameters to step: those with a gradient on some rank, unless this rank set its own to None.
+
+        Raises RuntimeError if a gradient has another value than the one that was averaged.
+        """
+        have_means, writes = self._engine.have_means(), self._engine.num_writes()
+        # With a fused optimizer, GradScaler.step multiplies each gradient by 1 to look for inf and nan.
+        is_scaled = getattr(self._optimizer, "grad_scale", None) is not None and hasattr(self._optimizer, "found_inf")
+        stepped = []
+        for index, parameter in self._parameters.items():
+            if not have_means or not have_means[index] or (writes[index] < 0 and parameter.grad is None):
+                continue
+            if writes[index] not in ((0, 1) if is_scaled else (0,)):
+                raise RuntimeError(
+                    "fastsync: with attach(optimizer=) a step takes the means that backward() has made, and the "
+                    f"gradient of {self._names[index]} was changed since, as torch.nn.utils.clip_grad_norm_ and "
+                    "GradScaler.unscale_ do. Call fastsync.clip_grad_norm_(sync, ...) alone, and make the optimizer "
+                    f"with fused=True for a GradScaler. {WAY_OUT}"
+                )
+            stepped.append(index)
+        return stepped
+
+    def _meet(self, stepped: Sequence[int]) -> None:
+        """Waits until all ranks are about to step. Raises RuntimeError if they would step in different ways."""
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        with_state = [index for index, p in self._parameters.items() if self._optimizer.state.get(p)]
+        own = {
+            "settings in param_groups": repr(settings),
+            "parameters that have gradients": repr(stepped),
+            "state, as after a load_state_dict() on some": repr((with_state, [*map(self._is_foreign, with_state)])),
+        }
+        told = self._engine.begin_optimizer_step([float(zlib.crc32(text.encode())) for text in own.values()])
+        for number, what in enumerate(own):
+            others = [rank for rank, theirs in enumerate(told) if theirs[number] != told[0][number]]
+            if others:
+                raise RuntimeError(
+                    f"fastsync: the ranks were about to step with different {what}: rank {others[0]} is not as rank 0. "
+                    "With attach(optimizer=) do the same to the optimizer on every rank"
+                )
+
+    def _step(self, stepped: Sequence[int]) -> None:
+        inner = self._inner_optimizer()
+        clipped_step, self._sync._deferred_clip_step = self._sync._deferred_clip_step, -1
+        divisor = self._divisor if clipped_step == self._engine.num_steps() else None
+        self._divisor = None
+        if hasattr(self._optimizer, "found_inf") and self._sync.grad_stats().num_nonfinite > 0:
+            return  # all ranks' GradScalers skip this step
+        scale = getattr(self._optimizer, "grad_scale", None)  # a GradScaler's
+        scale = divisor if scale is None else scale if divisor is None else scale * divisor
+        vars(inner)["grad_scale"] = scale
+        self._hand_state_to_pieces(stepped)
+        for group, of_pieces in zip(self._optimizer.param_groups, inner.param_groups, strict=True):
+            of_pieces.update({name: value for name, value in group.items() if name != "params"}, params=[])
+        chosen = set(stepped)
+        for piece in self._pieces:
+            if piece.index in chosen:
+                inner.param_groups[self._group_of[piece.index]]["params"].append(piece.parameter)
+        inner.step()
+        self._take_state_from_pieces(stepped)
+        if steps := [step for index in stepped if (step := self._handed[index]) is not None]:
+            torch._foreach_add_(steps, 1)
+        torch.autograd.graph.increment_version([self._parameters[index] for index in stepped])
+
+    def _inner_optimizer(self) -> Optimizer:
+        """Returns the optimizer of this rank's pieces. Makes pieces anew if this rank has other shards now."""
+        number = self._engine.pieces_number()
+        if self._inner is None or number != self._pieces_number:
+            self._pieces = [
+                _Piece(index, begin, self._parameters[index], means) for index, begin, means in self._engine.pieces()
+            ]
+            of_same_class: Any = type(self._optimizer)
+            self._inner = of_same_class([{**group, "params": []} for group in self._optimizer.param_groups])
+            self._handed.clear()
+            self._pieces_number = number
+        return self._inner
+
+    # ---- the state --------------------------------------------------------------------------------------------------
+
+    def _group(self, index: int) -> dict[str, Any]:
+        return self._optimizer.param_groups[self._group_of[index]]
+
+    def _state(self, index: int) -> dict[str, Any]:
+        return self._optimizer.state.get(self._parameters[index]) or {}
+
+    def _parts(self, index: int) -> tuple[str, ...]:
+        return state_names(self._optimizer, self._group(index))
+
+    def _is_foreign(self, index: int) -> bool:
+        """Tells whether a parameter has state that is not in the host's memory, as after ``load_state_dict``."""
+        state = self._state(index)
+        return any(state.get(part) is not self._views.get((index, part)) for part in self._parts(index))
+
+    def _shared(self, index: int, part: str) -> Tensor:
+        if (index, part) not in self._views:
+            self._views[index, part] = self._view(index, self._memory_of(part))
+        return self._views[index, part]
+
+    def _hand_state_to_pieces(self, stepped: Sequence[int]) -> None:
+        """Gives the pieces the state that their parameters have. If it is a loaded one, the host's memory takes it.
+
+        Each rank writes its own pieces alone, from what it has loaded itself.
+        """
+        inner = self._inner_optimizer()
+        changed = {
+            index
+            for index in stepped
+            if not (state := self._state(index))
+            or self._is_foreign(index)
+            or index not in self._handed
+            or self._handed[index] is not state.get("step")
+        }
+        for index in sorted(changed):
+            self._handed[index] = self._state(index).get("step")
+            for part in self._parts(index):
+                self._shared(index, part)
+        for piece in self._pieces:
+            if piece.index not in changed:
+                continue
+            own: dict[str, Any] = dict(self._state(piece.index))
+            for part in self._parts(piece.index):
+                if (loaded := own.get(part)) is not None:
+                    own[part] = piece.of(self._shared(piece.index, part))
+                    own[part].copy_(piece.of(_laid_out_as(self._parameters[piece.index], loaded)))
+            if "step" in own:
+                own["step"] = own["step"].clone()
+            inner.state[piece.parameter] = own
+        for index in changed:
+            state = self._state(index)
+            state.update({part: self._shared(index, part) for part in self._parts(index) if part in state})
+
+    def _take_state_from_pieces(self, stepped: Sequence[int]) -> None:
+        """Puts state that a first step has made into the host's memory, and makes it the optimizer's."""
+        inner = self._inner_optimizer()
+        new = {index for index in stepped if self._parts(index) and self._is_foreign(index)}
+        for piece in self._pieces:
+            if piece.index in new:
+                own = inner.state[piece.parameter]
+                for part in self._parts(piece.index):
+                    shared = piece.of(self._shared(piece.index, part))
+                    shared.copy_(own[part])
+                    own[part] = shared
+        for index in sorted(new):
+            state = self._optimizer.state[self._parameters[index]]
+            if has_count(self._optimizer) and "step" not in state:
+                is_wide = torch.get_default_dtype() == torch.float64 and not self._group(index)["fused"]
+                state["step"] = torch.zeros((), dtype=torch.float64 if is_wide else torch.float32)
+            self._handed[index] = state.get("step")
+            state.update({part: self._shared(index, part) for part in self._parts(index)})
+
+    # ---- clipping and the means -------------------------------------------------------------------------------------
+
+    def clip(self, divisor: Tensor) -> None:
+        """Divides the means by a number. If the optimizer is fused, its next step does so."""
+        if all(group.get("fused") for group in self._optimizer.param_groups):
+            self._divisor = divisor
+            return
+        self._inner_optimizer()
+        if self._pieces:
+            torch._foreach_mul_([piece.means for piece in self._pieces], divisor.reciprocal())
+
+    def averaged_gradients(self) -> dict[str, Tensor]:
+        """Returns the means over ranks, by parameter's name. Every rank must call it."""
+        self._inner_optimizer()
+        have_means = self._engine.have_means()
+        means = {i: torch.zeros_like(p.detach()) for i, p in self._parameters.items() if have_means and have_means[i]}
+        for piece in self._pieces:
+            if piece.index in means:
+                piece.of(means[piece.index]).copy_(piece.means)
+        for mean in means.values():
+            dist.all_reduce(mean, group=self._sync._group)
+        return {self._names[index]: mean for index, mean in means.items()}
+
+
+class _Piece:
+    """Values of a parameter that this rank steps, one after the other in memory, and their means."""
+
+    def __init__(self, index: int, begin: int, parameter: Tensor, means: Tensor) -> None:
+        self.index, self.means, self._begin = index, means, begin
+        self.parameter = nn.Parameter(self.of(parameter.detach()))
+        self.parameter.grad = means
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Returns the same values of a tensor that lies in memory as the parameter does."""
+        return whole.as_strided((self.means.numel(),), (1,), whole.storage_offset() + self._begin)
+
+
+def _laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Returns a tensor with its values in the order in which the parameter's lie in memory."""
+    if tensor.stride() == parameter.stride() and tensor.dtype == parameter.dtype:
+        return tensor
+    return torch.empty_like(parameter, requires_grad=False).copy_(tensor)
