@@ -2,12 +2,488 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
+import io
+import os
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import fastsync
 from tests.engine.host_steps import train_both
-from tests.ranks import run_ranks
+from tests.ranks import RankError, on_ranks, run_ranks
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_steps_are_those_of_every_rank(seed: int) -> None:
     run_ranks(train_both, 2 + seed % 4, seed, 10, timeout=60)
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 70), nn.ReLU(), nn.Linear(70, 3))
+
+
+def step(model: nn.Module, optimizer: Optimizer, rank: int, number: int = 0) -> None:
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def attached(shared: bool = True, **options: Any) -> tuple[nn.Module, AdamW, fastsync.GradientSynchronizer]:
+    model = two_layers()
+    optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
+    sync = fastsync.attach(model, **({"optimizer": optimizer} if shared else {}), **options)
+    return model, optimizer, sync
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+# ---- what is one, and what is each rank's own -----------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_parameters_and_state_are_in_one_memory(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    step(model, optimizer, rank)
+    dist.barrier()
+    weight = model[0].weight
+    if rank == 1:
+        weight.data.fill_(5.0)
+        optimizer.state[weight]["exp_avg"].fill_(7.0)
+    dist.barrier()
+    assert weight.eq(5.0).all()
+    assert optimizer.state[weight]["exp_avg"].eq(7.0).all()
+
+
+@on_ranks(2)
+def test_gradients_stay_this_rank_s_own(rank: int, world_size: int) -> None:
+    model, optimizer, sync = attached()
+    plain, _, _ = attached(shared=False)
+    for each in (model, plain):
+        each(torch.full((1, 5), 1.0 + rank)).sum().backward()
+    own = model[0].weight.grad.clone()
+    theirs = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(theirs, own)
+    assert not torch.equal(*theirs)
+    means = sync.averaged_gradients()
+    assert means.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in plain.named_parameters():
+        same(means[name], parameter.grad)
+    same(sync.grad_stats().grad_norm.item(), fastsync.handle_of(plain).grad_stats().grad_norm.item())
+    kept = model[0].weight.grad
+    optimizer.step()
+    assert model[0].weight.grad is kept
+    same(kept, own)
+
+
+@on_ranks(2)
+def test_kept_gradients_count_again(rank: int, world_size: int) -> None:
+    """Without zero_grad a backward adds to ``.grad``, and so do the means; what it does not reach counts as it was."""
+    model, plain = (nn.ParameterList(torch.zeros(3) for _ in range(2)) for _ in range(2))
+    optimizer = SGD(model.parameters(), 1.0)
+    fastsync.attach(model, optimizer=optimizer)
+    plain_optimizer = SGD(plain.parameters(), 1.0)
+    fastsync.attach(plain)
+    for number in range(3):
+        for each, own in ((model, optimizer), (plain, plain_optimizer)):
+            sum((weight * (4.0 * rank + 2.0)).sum() for weight in list(each)[number % 2 :]).backward()
+            own.step()
+        same(values(model), values(plain))
+
+
+@on_ranks(3)
+def test_what_no_rank_has_is_not_stepped(rank: int, world_size: int) -> None:
+    model = nn.ParameterList(torch.ones(300) for _ in range(3))
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    fastsync.attach(model, optimizer=optimizer)
+    (model[0].sum() + (model[1].sum() if rank == 1 else 0)).backward()
+    optimizer.step()
+    assert model[0].lt(1).all()
+    assert model[1].lt(1).all()
+    assert model[2].eq(1).all()
+    assert len(optimizer.state_dict()["state"]) == 2
+
+
+@on_ranks(2)
+def test_a_gradient_that_all_ranks_drop_is_not_stepped(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    before = values(model)
+    model(torch.ones(1, 5)).sum().backward()
+    model[0].weight.grad = None
+    optimizer.step()
+    same(model[0].weight.data, before[0])
+    assert not torch.equal(model[2].weight, before[2])
+
+
+@on_ranks(2)
+def test_other_parameters_of_the_optimizer_are_stepped_as_ever(rank: int, world_size: int) -> None:
+    model, own, empty = two_layers(), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
+    model.register_parameter("empty", empty)
+    optimizer = SGD([{"params": model.parameters()}, {"params": [own]}], lr=1.0)
+    fastsync.attach(model, optimizer=optimizer)
+    (model(torch.ones(1, 5)).sum() + (rank * own).sum() + empty.sum()).backward()
+    optimizer.step()
+    assert own.tolist() == [1.0 - rank] * 3
+
+
+@on_ranks(1)
+def test_a_single_rank_steps_as_ever(rank: int, world_size: int) -> None:
+    (model, optimizer, sync), (plain, own, _) = attached(), attached(shared=False)
+    for number in range(3):
+        step(model, optimizer, rank, number)
+        step(plain, own, rank, number)
+    same(values(model), values(plain))
+    model(torch.ones(1, 5)).sum().backward()
+    assert sync.averaged_gradients().keys() == dict(model.named_parameters()).keys()
+
+
+# ---- freezing, and other shards -------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_frozen_parameters_and_another_compression(rank: int, world_size: int) -> None:
+    """The shards are others afterwards, and the state is not lost."""
+    (model, optimizer, sync), (plain, own, other) = attached(), attached(shared=False)
+    for number in range(12):
+        for each in (model, plain):
+            each[0].weight.requires_grad_(number not in (3, 4, 5))
+        if number == 8:
+            for handle in (sync, other):
+                handle.compression = fastsync.Compression("int8", algorithm="two_shot")
+        step(model, optimizer, rank, number)
+        step(plain, own, rank, number)
+        same(values(model), values(plain))
+    same(optimizer.state_dict()["state"], own.state_dict()["state"])
+
+
+@on_ranks(2)
+def test_synchronize_without_overlap(rank: int, world_size: int) -> None:
+    (model, optimizer, sync), (plain, own, other) = attached(overlap=False), attached(shared=False, overlap=False)
+    for each, of_each, handle in ((model, optimizer, sync), (plain, own, other)):
+        for _ in range(3):
+            each(torch.full((1, 5), 1.0 + rank)).sum().backward()
+            handle.synchronize()
+            of_each.step()
+            of_each.zero_grad()
+    same(values(model), values(plain))
+
+
+# ---- saved and loaded -----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_resumed_training_has_the_same_bits(rank: int, world_size: int) -> None:
+    """The files are those of a plain training: each of the two resumes the other's."""
+    saved: dict[bool, bytes] = {}
+    ends = []
+    for shared in (True, False):
+        model, optimizer, _ = attached(shared)
+        for number in range(3):
+            step(model, optimizer, rank, number)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        saved[shared] = file.getvalue()
+        for number in range(3, 6):
+            step(model, optimizer, rank, number)
+        ends.append(values(model))
+    same(*ends)
+    assert abs(len(saved[True]) - len(saved[False])) < 2000, "a view has saved its whole memory"
+    for shared, before in ((True, False), (False, True), (True, True)):
+        model, optimizer, _ = attached(shared)
+        if before:
+            step(model, optimizer, rank, 9)
+        state = torch.load(io.BytesIO(saved[not shared]))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        for number in range(3, 6):
+            step(model, optimizer, rank, number)
+        same(values(model), ends[0])
+
+
+@on_ranks(2)
+def test_state_that_was_loaded_before_attach(rank: int, world_size: int) -> None:
+    plain, own, _ = attached(shared=False)
+    for number in range(2):
+        step(plain, own, rank, number)
+    model = two_layers()
+    model.load_state_dict(plain.state_dict())
+    optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
+    optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
+    fastsync.attach(model, optimizer=optimizer)
+    for number in range(2, 4):
+        step(model, optimizer, rank, number)
+        step(plain, own, rank, number)
+    same(values(model), values(plain))
+
+
+@on_ranks(2)
+def test_distributed_checkpoint_makes_the_state(rank: int, world_size: int) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer, _ = attached()
+    step(model, optimizer, rank)
+    weights, state = (copy.deepcopy(each) for each in get_state_dict(model, optimizer))
+    step(model, optimizer, rank, 1)
+    end = values(model)
+    fresh, of_fresh, _ = attached()
+    set_state_dict(fresh, of_fresh, model_state_dict=weights, optim_state_dict=state)
+    step(fresh, of_fresh, rank, 1)
+    same(values(fresh), end)
+
+
+@on_ranks(2)
+def test_copies_have_memory_of_their_own(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    step(model, optimizer, rank)
+    before = values(model)
+    copies = [copy.deepcopy(model), torch.load(_saved(model), weights_only=False)]
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for each in (*copies, average.module):
+        same(values(each), before)
+        with torch.no_grad():
+            each[0].weight.fill_(9.0)
+    dist.barrier()
+    same(values(model), before)
+
+
+def _saved(model: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+@on_ranks(2)
+def test_a_forked_child_reads_the_parameters(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    step(model, optimizer, rank)
+    total = model[0].weight.sum().item()
+    if (child := os.fork()) == 0:
+        os._exit(0 if model[0].weight.detach().sum().item() == total else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    step(model, optimizer, rank)
+
+
+@on_ranks(2)
+def test_detach_gives_each_rank_its_own_copy(rank: int, world_size: int) -> None:
+    (model, optimizer, sync), (plain, own, _) = attached(), attached(shared=False)
+    step(model, optimizer, rank)
+    step(plain, own, rank)
+    sync.detach()
+    same(values(model), values(plain))
+    same(optimizer.state_dict()["state"], own.state_dict()["state"])
+    with torch.no_grad():
+        model[0].weight.fill_(float(rank))
+    dist.barrier()
+    assert model[0].weight.eq(rank).all()
+    fastsync.attach(model, optimizer=optimizer)
+    with torch.no_grad():
+        model[0].weight.copy_(plain[0].weight)
+    dist.barrier()
+    step(model, optimizer, rank, 1)
+    step(plain, own, rank, 1)
+    same(values(model), values(plain))
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "type": (lambda p: "AdamW", "expected a torch.optim.Optimizer, got str"),
+    "class": (lambda p: torch.optim.RMSprop(p), "expected torch.optim.AdamW, Adam or SGD, got RMSprop"),
+    "flag": (lambda p: AdamW(p, differentiable=True), "differentiable=True"),
+    "missing": (lambda p: AdamW(p[1:]), "it does not have parameter 0.weight"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_optimizers_that_are_refused(rank: int, world_size: int, case: str) -> None:
+    model = two_layers()
+    make, reason = REFUSED[case]
+    with pytest.raises(ValueError, match=r"^optimizer: " + reason):
+        fastsync.attach(model, optimizer=make(list(model.parameters())))
+    fastsync.attach(model)
+
+
+@on_ranks(2)
+def test_parameters_that_are_refused(rank: int, world_size: int) -> None:
+    flat = torch.zeros(6)
+    cases = {
+        "views of one tensor": [nn.Parameter(flat[:3]), nn.Parameter(flat[3:])],
+        "complex64": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))],
+        "a view with gaps": [nn.Parameter(torch.zeros(3, 4)[:, :2])],
+    }
+    for reason, parameters in cases.items():
+        with pytest.raises(ValueError, match=reason):
+            fastsync.attach(parameters, optimizer=SGD(parameters, 0.1))
+
+
+@on_ranks(2, shared_memory=False)
+def test_ranks_that_share_no_memory(rank: int, world_size: int) -> None:
+    model = two_layers()
+    with pytest.raises(
+        ValueError, match=r"the ranks cannot have one copy .* FASTSYNC_SHARED_MEMORY=0.* Leave optimizer"
+    ):
+        fastsync.attach(model, optimizer=SGD(model.parameters(), 0.1))
+    fastsync.attach(model)
+
+
+@on_ranks(2)
+def test_a_rank_without_the_optimizer_is_named(rank: int, world_size: int) -> None:
+    model = two_layers()
+    options = {"optimizer": SGD(model.parameters(), 0.1)} if rank == 0 else {}
+    with pytest.raises(ValueError, match="optimizer SGD of parameters 0 1 2 3"):
+        fastsync.attach(model, **options)
+
+
+@on_ranks(2)
+def test_calls_that_are_refused(rank: int, world_size: int) -> None:
+    model, optimizer, sync = attached()
+    with pytest.raises(RuntimeError, match=r"join\(\) does not work with attach\(optimizer=\)"), sync.join():
+        pass
+    with pytest.raises(RuntimeError, match=r"use_group\(\) does not work"):
+        sync.use_group(dist.new_group())
+    with pytest.raises(ValueError, match="op: expected 'mean'"):
+        attached(op="sum")
+    with pytest.raises(RuntimeError, match=r"step\(\) takes no closure"):
+        optimizer.step(lambda: 1.0)
+    model(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(ValueError, match=r"norm_type 1\.0"):
+        fastsync.clip_grad_norm_(sync, 1.0, norm_type=1.0)
+    with sync.no_sync(), pytest.raises(RuntimeError, match=r"inside no_sync\(\)"):
+        optimizer.step()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"the gradient of 0\.weight was changed since"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(1, 5)).sum().backward()
+    model[2].bias.data = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"parameter 2\.bias left the memory"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_an_optimizer_with_other_parameters_is_told(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    model(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match="the optimizer got other parameters"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("what", ["settings", "gradients", "state"])
+@on_ranks(2)
+def test_ranks_that_would_step_in_different_ways(rank: int, world_size: int, what: str) -> None:
+    model, optimizer, _ = attached()
+    step(model, optimizer, rank)
+    model(torch.ones(1, 5)).sum().backward()
+    if rank == 1:
+        if what == "settings":
+            optimizer.param_groups[0]["lr"] = 0.2
+        elif what == "gradients":
+            model[0].bias.grad = None
+        else:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = values(model)
+    with pytest.raises(RuntimeError, match=f"different .*{what}.*: rank 1 is not as rank 0"):
+        optimizer.step()
+    same(values(model), before)
+
+
+@on_ranks(2)
+def test_a_second_clip_is_told_and_an_old_one_forgotten(rank: int, world_size: int) -> None:
+    (model, optimizer, sync), (plain, own, _) = attached(), attached(shared=False)
+    model(torch.ones(1, 5)).sum().backward()
+    fastsync.clip_grad_norm_(sync, 1e-6)
+    with pytest.raises(RuntimeError, match="clipped already"):
+        fastsync.clip_grad_norm_(sync, 1e-6)
+    optimizer.zero_grad()
+    step(model, optimizer, rank)
+    step(plain, own, rank)
+    same(values(model), values(plain))
+
+
+@on_ranks(2)
+def test_the_norm_must_be_finite_if_one_asks(rank: int, world_size: int) -> None:
+    model, _, sync = attached()
+    model(torch.full((1, 5), torch.inf if rank == 0 else 1.0)).sum().backward()
+    with pytest.raises(RuntimeError, match="the norm of the gradients is"):
+        fastsync.clip_grad_norm_(sync, 1.0, error_if_nonfinite=True)
+
+
+# ---- ranks that fail ------------------------------------------------------------------------------------------------
+
+
+def step_without_rank_1(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    step(model, optimizer, rank)
+    model(torch.ones(1, 5)).sum().backward()
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    optimizer.step()
+
+
+def test_a_lost_rank_is_named() -> None:
+    with pytest.raises(RankError, match="the step of the optimizer failed on rank 0 of 2: rank 1 has ended"):
+        run_ranks(step_without_rank_1, 2, lost=(1,))
+
+
+@on_ranks(2)
+def test_a_step_that_fails_on_one_rank_is_told(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    step(model, optimizer, rank)
+    model(torch.ones(1, 5)).sum().backward()
+    if rank == 1:
+        fastsync.handle_of(model)._host_optimizer._inner.step = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    else:
+        with pytest.raises(RuntimeError, match="rank 1 has failed"):
+            optimizer.step()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_on_one_rank_holds_nobody_up(rank: int, world_size: int) -> None:
+    model, optimizer, sync = attached()
+    step(model, optimizer, rank)
+    output = model(torch.ones(1, 5))
+    if rank == 1:
+        failing = model[2].weight.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            output.sum().backward()
+        failing.remove()
+    else:
+        output.sum().backward()
+        assert sync.grad_stats().num_nonfinite > 0
+        assert sync.grad_stats().grad_norm.isnan()
+    optimizer.zero_grad()
+    step(model, optimizer, rank, 1)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_adam_counts_in_the_default_dtype(rank: int, world_size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = two_layers()
+        optimizer = Adam(model.parameters())
+        fastsync.attach(model, optimizer=optimizer)
+        model(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+        assert optimizer.state[model[0].weight]["step"].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
