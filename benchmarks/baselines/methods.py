@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from benchmarks.baselines import compressions
 from benchmarks.baselines.gradients import Gradients, Rounding, Step
+from benchmarks.baselines.optimizer_steps import BareCopy, by_attach, by_torch
 from benchmarks.baselines.shared_memory import BareSum
 from fastsync import SyncStats
 from fastsync.compression import parse_compression
@@ -213,7 +214,9 @@ ENTRY_POINTS = {"fastsync.register_comm_hook": _register_comm_hook, "fastsync.at
 SHARED_SUM = "shared_memory_sum"
 """The limit of CPU ranks that share a host."""
 LIMITS = {torch.float32: "all_reduce/fp32", fp16: "all_reduce/fp16", bf16: "all_reduce/bf16"}
-BARE = {SHARED_SUM, *LIMITS.values()}
+COPY = "copy+adamw"
+"""The limit of CPU ranks that share a host, where an optimizer steps."""
+BARE = {SHARED_SUM, COPY, *LIMITS.values()}
 """Methods without a backward."""
 
 
@@ -248,6 +251,25 @@ SHARDED = {
 }
 """Models under ``fully_shard``: PyTorch's reduce-scatter in the dtype that gradients are cast to, and the engine's."""
 
+
+def _stepping(build: Build, zero: bool = False) -> Build:
+    return lambda workload, group: by_torch(build(workload, group), group, zero)
+
+
+def _attached(shared: bool) -> Build:
+    return lambda workload, group: by_attach(workload, group, TrainingStep, shared)
+
+
+STEPPING = {
+    COPY: Method(BareCopy, only="gloo"),
+    "ddp+adamw": Method(_stepping(_ddp()), in_ddp=True),
+    "zero_redundancy+adamw": Method(_stepping(_ddp(), zero=True), in_ddp=True),
+    "fully_shard+adamw": Method(_stepping(_fully_shard()), scatters=True),
+    "fastsync.attach+adamw": Method(_attached(shared=False)),
+    "fastsync.attach(optimizer=)+adamw": Method(_attached(shared=True), only="gloo"),
+}
+"""Methods that also clip, and step with fused AdamW."""
+
 METHODS = {
     "no_sync": Method(lambda workload, group: TrainingStep(workload.model()), wire=None),
     SHARED_SUM: Method(BareSum, only="gloo"),
@@ -270,12 +292,15 @@ METHODS = {
         _after_backward(lambda parameters, group: fastsync.all_reduce_gradients(parameters, process_group=group))
     ),
     **SHARDED,
+    **STEPPING,
 }
 
-SYNCHRONISED = tuple(name for name in METHODS if name not in {"no_sync", *BARE})
+SYNCHRONISED = tuple(name for name in METHODS if name not in {"no_sync", *BARE, *STEPPING})
 """Those that training steps can be taken with."""
 BY_DEFAULT = tuple(
-    name for name, each in METHODS.items() if each.compression not in compressions.ON_REQUEST and not each.scatters
+    name
+    for name, each in METHODS.items()
+    if each.compression not in compressions.ON_REQUEST and not each.scatters and name not in STEPPING
 )
 """Those that are measured where none are named."""
 

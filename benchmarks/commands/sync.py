@@ -10,11 +10,12 @@ Sizes are models or bytes of gradients. algbw and busbw are those of nccl-tests.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from rich.progress import Progress
 
-from benchmarks.baselines.methods import METHODS, with_their_limits
+from benchmarks.baselines.methods import METHODS, STEPPING, with_their_limits
 from benchmarks.baselines.workloads import SIZES, size_of
 from benchmarks.harness.busy import busy_processes
 from benchmarks.harness.collect import Collected
@@ -50,6 +51,8 @@ class Options(RankOptions, Sizes):
     repetitions: int | None = None
     """Samples of each method; by default 300, 100 and 20 for the three models, and for bytes as many as make 1 GiB of
     gradients, between 5 and 300."""
+    optimizer: Literal["adamw"] | None = None
+    """In place of methods, measure those that also clip by norm, and step with this optimizer, fused."""
     busy: int = 0
     """Processes that never sleep, beside the ranks, as environment workers and data loaders may be."""
 
@@ -76,7 +79,8 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
 
     with busy_processes(options.busy if os.environ["RANK"] == "0" else 0):
         sizes = dict.fromkeys(options.sizes)
-        return measure_each(sizes, with_their_limits(options.methods), options, rows, measure_size)
+        methods = tuple(STEPPING) if options.optimizer else options.methods
+        return measure_each(sizes, with_their_limits(methods), options, rows, measure_size)
 
 
 def report(options: Options, collected: Collected) -> None:
@@ -110,8 +114,9 @@ LEGEND = (
     "step: median [p10, p90] of the slowest rank. over no_sync: what the median adds to no_sync's; of the bare "
     "all_reduce, which has no backward, all of it. algbw: bytes of float32 gradients, compressed or not, by over "
     "no_sync; busbw: algbw · 2(n − 1)/n. × all_reduce: over no_sync, over the bare all_reduce of the same dtype; "
-    "× ddp: over what DDP adds; × shared sum: over a bare sum in memory that the ranks share. exposed, pack, unpack, "
-    "wire bytes: per "
+    "× ddp: over what DDP adds; × shared sum: over a bare sum in memory that the ranks share. Where an "
+    "optimizer steps, both are over what has it, too: DDP, and a copy of the least memory that sum, clip and step "
+    "take. exposed, pack, unpack, wire bytes: per "
     "step and rank, as the engine counts them. error: relative, in the 2-norm, of the last step alone; PowerSGD "
     "catches up in later steps with what it leaves out of one, and random gradients are its worst case. It sends "
     "something else than the gradients, in one bucket, as it would mix up two on Gloo, so that backward hides nothing."

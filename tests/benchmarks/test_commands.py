@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.__main__ import main
-from benchmarks.baselines.methods import BY_DEFAULT, METHODS, BareAllReduce, Method, TrainingStep, with_their_limits
+from benchmarks.baselines.methods import (
+    BY_DEFAULT,
+    METHODS,
+    STEPPING,
+    BareAllReduce,
+    Method,
+    TrainingStep,
+    with_their_limits,
+)
 from benchmarks.baselines.workloads import SIZES, size_of
 from benchmarks.harness.collect import collect
 from benchmarks.harness.measure import COSTS, bandwidths, measure, ratios
@@ -60,6 +68,17 @@ def test_sync_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture
             assert all(figures[cost] > 0 for cost in COSTS)
         assert 1 <= rows[f"fastsync.{entry_point}/int8"]["figures"]["wire_bytes"] / (132 * blocks) < 1.05
     assert rows["ddp"]["figures"]["wire_bytes"] is None
+
+
+def test_sync_with_an_optimizer(tmp_path: Path):
+    options = ("--sizes", "5k", "--repetitions", "2", "--warmup", "2", "--json", str(tmp_path / "rows.json"))
+    assert main(["sync", *options, "--optimizer", "adamw", "--device", "cpu"]) == 0
+    rows = {row["method"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert {*STEPPING, "no_sync"} <= rows.keys()
+    assert all(row["correct"] for row in rows.values())
+    figures = {name: rows[name]["figures"] for name in STEPPING}
+    assert all(each["over_ddp"] and each["over_shared_sum"] for each in figures.values())
+    assert figures["ddp+adamw"]["over_ddp"] == figures["copy+adamw"]["over_shared_sum"] == 1
 
 
 def test_sizes_are_models_or_bytes():

@@ -1,0 +1,105 @@
+"""What follows a backward in a training: clipping by norm, and the step of fused AdamW."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+import fastsync
+from benchmarks.baselines.gradients import Gradients, Step
+from fastsync import SyncStats
+from fastsync.clip import clip_grad_norm_
+
+MAX_NORM = 1e9
+"""So large that gradients stay what they are, and can be checked. Clipping does the same work."""
+SETTINGS = {"lr": 1e-9, "fused": True}
+"""A step so small that models go on sharing the values of their weights."""
+LIMIT_BYTES = 40
+"""The memory traffic of sum, clip and step for each value, of all ranks of a host, where parameters and state lie once:
+8 for the gradients of two ranks, 8 for their mean, and 8 for each of the parameter and the two averages."""
+
+
+class OptimizerStep(Step):
+    """A training step: the backward of another one, then clipping, then the optimizer."""
+
+    def __init__(
+        self,
+        training: Step,
+        clip: Callable[[], object],
+        optimizer: Optimizer,
+        result: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self._training, self._clip, self._optimizer = training, clip, optimizer
+        self._result = result or training.result
+
+    def prepare(self) -> None:
+        self._training.prepare()
+
+    def run(self) -> None:
+        self._training.run()
+        self._clip()
+        self._optimizer.step()
+
+    def result(self) -> Tensor:
+        return self._result()
+
+    def stats(self) -> SyncStats | None:
+        return self._training.stats()
+
+
+def by_torch(training: Step, group: ProcessGroup, zero: bool = False) -> OptimizerStep:
+    """Each rank steps what it has. With ``zero`` it steps some parameters, and gets the others from other ranks."""
+    parameters = list(training.model.parameters())
+    if zero:
+        optimizer: Optimizer = ZeroRedundancyOptimizer(parameters, AdamW, process_group=group, **SETTINGS)
+    else:
+        optimizer = AdamW(parameters, **SETTINGS)
+    is_sharded = isinstance(parameters[0], DTensor)
+
+    def clip() -> object:
+        return _clip_shards(parameters, group) if is_sharded else nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+
+    return OptimizerStep(training, clip, optimizer)
+
+
+def _clip_shards(parameters: list[Tensor], group: ProcessGroup) -> None:
+    """Does what ``torch.nn.utils.clip_grad_norm_`` does. That keeps groups which the next size no longer has."""
+    grads = [parameter.grad.to_local() for parameter in parameters]
+    square = torch.stack(torch._foreach_norm(grads)).square().sum()
+    dist.all_reduce(square, group=group)
+    torch._foreach_mul_(grads, (MAX_NORM / (square.sqrt() + 1e-6)).clamp(max=1.0))
+
+
+def by_attach(workload: Gradients, group: ProcessGroup, training: Callable[[nn.Module], Step], shared: bool) -> Step:
+    """Each rank steps all parameters or, if they are shared, its own shard of one copy."""
+    model = copy.deepcopy(workload.model())  # whose weights are no views of one tensor
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    sync = fastsync.attach(model, process_group=group, **({"optimizer": optimizer} if shared else {}))
+
+    def means() -> Tensor:
+        return torch.cat([mean.reshape(-1) for mean in sync.averaged_gradients().values()])
+
+    return OptimizerStep(
+        training(model), lambda: clip_grad_norm_(sync, MAX_NORM, optimizer=optimizer), optimizer, means
+    )
+
+
+class BareCopy(Step):
+    """Copies memory, whose reads and writes are this rank's share of ``LIMIT_BYTES`` a value. No backward."""
+
+    def __init__(self, workload: Gradients, group: ProcessGroup) -> None:
+        numel = -(-workload.flat_grads.numel() * LIMIT_BYTES // (8 * workload.world_size))
+        self._source, self._copy = torch.ones(numel), torch.zeros(numel)
+        self._mean = workload.mean
+
+    def run(self) -> None:
+        self._copy.copy_(self._source)
+
+    def result(self) -> Tensor:
+        return self._mean.float()
