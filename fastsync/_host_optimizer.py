@@ -261,6 +261,10 @@ class HostOptimizer:
             self._views[index, part] = self._view(index, self._memory_of(part))
         return self._views[index, part]
 
+    def _new_count(self, index: int) -> Tensor:
+        is_wide = torch.get_default_dtype() == torch.float64 and not self._group(index)["fused"]
+        return torch.zeros((), dtype=torch.float64 if is_wide else torch.float32)
+
     def _hand_state_to_pieces(self, stepped: Sequence[int]) -> None:
         """Gives the pieces the state that their parameters have. If it is a loaded one, the host's memory takes it.
 
@@ -275,7 +279,10 @@ class HostOptimizer:
             or index not in self._handed
             or self._handed[index] is not state.get("step")
         }
+        new = {index for index in changed if has_count(self._optimizer) and not self._state(index)}
         for index in sorted(changed):
+            if index in new:
+                self._optimizer.state[self._parameters[index]]["step"] = self._new_count(index)
             self._handed[index] = self._state(index).get("step")
             for part in self._parts(index):
                 self._shared(index, part)
@@ -284,18 +291,21 @@ class HostOptimizer:
                 continue
             own: dict[str, Any] = dict(self._state(piece.index))
             for part in self._parts(piece.index):
-                if (loaded := own.get(part)) is not None:
-                    own[part] = piece.of(self._shared(piece.index, part))
-                    own[part].copy_(piece.of(_laid_out_as(self._parameters[piece.index], loaded)))
+                shared = piece.of(self._shared(piece.index, part))
+                if piece.index in new:
+                    own[part] = shared.zero_()
+                elif (loaded := own.get(part)) is not None:
+                    own[part] = shared.copy_(piece.of(_laid_out_as(self._parameters[piece.index], loaded)))
             if "step" in own:
                 own["step"] = own["step"].clone()
             inner.state[piece.parameter] = own
         for index in changed:
             state = self._state(index)
-            state.update({part: self._shared(index, part) for part in self._parts(index) if part in state})
+            of_index = {part: self._shared(index, part) for part in self._parts(index)}
+            state.update({part: of_index[part] for part in of_index if part in state or index in new})
 
     def _take_state_from_pieces(self, stepped: Sequence[int]) -> None:
-        """Puts state that a first step has made into the host's memory, and makes it the optimizer's."""
+        """Puts momentum that a first step has made into the host's memory, and makes it the optimizer's."""
         inner = self._inner_optimizer()
         new = {index for index in stepped if self._parts(index) and self._is_foreign(index)}
         for piece in self._pieces:
@@ -307,10 +317,6 @@ class HostOptimizer:
                     own[part] = shared
         for index in sorted(new):
             state = self._optimizer.state[self._parameters[index]]
-            if has_count(self._optimizer) and "step" not in state:
-                is_wide = torch.get_default_dtype() == torch.float64 and not self._group(index)["fused"]
-                state["step"] = torch.zeros((), dtype=torch.float64 if is_wide else torch.float32)
-            self._handed[index] = state.get("step")
             state.update({part: self._shared(index, part) for part in self._parts(index)})
 
     # ---- clipping and the means -------------------------------------------------------------------------------------

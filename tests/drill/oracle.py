@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from tests.drill.cases import Case, Model, Step
 from tests.engine.entry_points import ALL, average, whole
+from tests.engine.host_steps import train_both
 from tests.ranks import run_ranks
 
 ROUNDING = {"none": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 254, "int4": 1 / 14}
@@ -354,3 +355,9 @@ def check(entry_point: str, draw: random.Random) -> None:
 def test_random_cases(entry_point: str, seeds: Iterable[int]) -> None:
     for number in seeds:
         seed(number)(check)(entry_point)
+
+
+def test_optimizer_steps(seeds: Iterable[int]) -> None:
+    """``attach(optimizer=)`` against attach and every rank's own step, bit for bit."""
+    for number in seeds:
+        run_ranks(train_both, 2 + number % 4, number, 50, timeout=SECONDS)
