@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from typing import ClassVar
 
@@ -73,6 +73,17 @@ class WatchedHandle(GradientHandle):
         """Tells the engine that the parameters were updated. Version counters do not show it for fused optimizers."""
         if any(True for _ in self._stepped_by(optimizer)):
             self._engine.note_update()
+
+
+def check_not_shared(named: Mapping[str, Tensor], argument: str) -> None:
+    """Raises ValueError if ranks have one copy of these parameters, so that each rank would change it once more."""
+    for handle in _watched():
+        for name, parameter in named.items():
+            if handle._host_optimizer is not None and id(parameter) in handle._ids:
+                raise ValueError(
+                    f"{argument}: the ranks of this host have one copy of parameter {name}, and each would change it; "
+                    "leave optimizer= out of attach()"
+                )
 
 
 @cache  # The hooks stay for the rest of the process. Without handles they do nothing.

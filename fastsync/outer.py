@@ -28,6 +28,7 @@ from torch.optim import SGD, Optimizer
 from . import _C
 from ._checks import resolve_group
 from ._optimizer_steps import innermost
+from ._optimizer_watch import check_not_shared
 from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
 from .model_tensors import ModelTensors
@@ -102,6 +103,7 @@ class DiLoCo:
                 "model.parameters(). One that steps masters of its own has to keep them beside the model's parameters, "
                 "as in optimizer.state[parameter]['master']"
             )
+        check_not_shared(named, "model")
         _check_number("sync_every", sync_every, 1, sys.maxsize)
         _check_number("fragments", fragments, 1, min(len(named), sync_every))
         _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)

@@ -275,9 +275,9 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
 
 void Bucket::make_shard(const FlatGradients& gradients) {
   static std::atomic<int64_t> number = 0;
-  const bool is_kept = memory_.plan && memory_.key->algorithm != Algorithm::kTwoLevel;
-  TORCH_CHECK(is_kept,
-              "with attach(optimizer=) the ranks have to add in the memory of one host, and they can no longer",
+  TORCH_CHECK(memory_.key->algorithm != Algorithm::kTwoLevel, "attach(optimizer=) does not go with ranks_per_node; ",
+              "leave one of them out");
+  TORCH_CHECK(memory_.plan, "with attach(optimizer=) the ranks have to add in shared memory, and they can no longer",
               teams_.why_not_shared().empty() ? "" : ", because " + teams_.why_not_shared());
   const std::vector<Range>& ranges = memory_.plan->shard;
   const int64_t numel = ranges.empty() ? 0 : ranges.back().offset + ranges.back().end - ranges.back().begin;
@@ -345,6 +345,19 @@ void Bucket::take_back(int64_t step) {
     set_scale(before_->scale);
     feedback_.set_residuals(before_->residuals);
     before_.reset();
+  }
+}
+
+void Bucket::drop_from_shard(size_t gradient) {
+  bool has_values = false;
+  for (const ShardPiece& piece : shard_) {
+    if (piece.gradient == gradient && piece.means.any().item<bool>()) {
+      piece.means.zero_();
+      has_values = true;
+    }
+  }
+  if (has_values) {
+    measure({shard_means_});
   }
 }
 

@@ -201,6 +201,8 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   // changes. Then it has another number, and no two shards of the process have the same.
   const std::vector<ShardPiece>& shard() const { return shard_; }
   int64_t shard_number() const { return shard_number_; }
+  // Makes the means of a gradient zeros, also in the statistics.
+  void drop_from_shard(size_t gradient);
   // Takes the statistics that all ranks have of their shards, in place of this rank's own. The scale follows
   // them.
   void take_stats(const std::vector<const double*>& all);

@@ -127,6 +127,7 @@ std::vector<int64_t> ParameterSync::num_writes() {
 }
 
 std::vector<std::vector<double>> ParameterSync::begin_optimizer_step(const std::vector<double>& numbers) {
+  context_.engine.check_not_forked("step in the process that attached it, or call detach() in the child");
   std::vector<std::vector<double>> all;
   context_.engine.wait_for_ranks("the step of the optimizer", [&] {
     context_.shards->tell(numbers);

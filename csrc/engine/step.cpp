@@ -251,6 +251,9 @@ void Step::receive() {
   }
   context_.side_values.arrive(works_.back()->side_values(), engine().is_captured());
   if (context_.shards) {
+    if (!has_failed()) {
+      find_means();
+    }
     tell_stats();
     hear_stats();
   }
@@ -347,13 +350,12 @@ void Step::hear_stats() {
   }
 }
 
-// A parameter has means if some rank has a new gradient, or if all have kept one.
-void Step::keep_gradients() {
+// A parameter has means if some rank has a new gradient, or if all have kept one. What comes of others are residuals,
+// or gradients that only some ranks have kept.
+void Step::find_means() {
   GradientFlags& flags = context_.side_values.flags;
   context_.have_means.assign(gradients_.size(), false);
-  bool is_finite = true;
   for (const LayoutBucket& each : layout().buckets) {
-    is_finite = is_finite && readable(each.bucket->stats())[kNumNonfinite] == 0.0;
     for (size_t i = 0; i < each.parameters.size(); ++i) {
       const size_t index = each.parameters[i];
       const size_t flag = layout().flag_of(index);
@@ -361,9 +363,15 @@ void Step::keep_gradients() {
       context_.have_means[index] = is_new || flags.is_kept_everywhere(flag);
       if (!context_.have_means[index]) {
         each.bucket->feedback().take_back(i);
+        each.bucket->drop_from_shard(i);
       }
     }
   }
+}
+
+void Step::keep_gradients() {
+  const bool is_finite = std::ranges::all_of(
+      layout().buckets, [](const LayoutBucket& each) { return readable(each.bucket->stats())[kNumNonfinite] == 0.0; });
   if (!is_finite) {
     std::ignore = std::ranges::any_of(gradients_, [](const Gradient& gradient) { return gradient.spoil(); });
   }

@@ -105,6 +105,7 @@ class Step {
   // kept_travels tells whether a kept gradient travels as it is, see Note [Statistics of a step] in step.cpp.
   void hand_out(const LayoutBucket& bucket, bool kept_travels);
   void take_side_values();
+  void find_means();
   void keep_gradients();
   void tell_stats();
   void hear_stats();

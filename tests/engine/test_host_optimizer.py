@@ -271,7 +271,12 @@ def test_a_forked_child_reads_the_parameters(rank: int, world_size: int) -> None
     step(model, optimizer, rank)
     total = model[0].weight.sum().item()
     if (child := os.fork()) == 0:
-        os._exit(0 if model[0].weight.detach().sum().item() == total else 1)
+        is_right = model[0].weight.detach().sum().item() == total
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            os._exit(0 if is_right and "this process was forked" in str(error) else 1)
+        os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     step(model, optimizer, rank)
 
@@ -373,6 +378,20 @@ def test_calls_that_are_refused(rank: int, world_size: int) -> None:
     model[2].bias.data = torch.zeros(3)
     with pytest.raises(RuntimeError, match=r"parameter 2\.bias left the memory"):
         optimizer.step()
+
+
+@on_ranks(2)
+def test_outer_steps_are_refused(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    with pytest.raises(ValueError, match=r"one copy of parameter 0\.weight"):
+        fastsync.LocalSGD(model, optimizer)
+
+
+@on_ranks(4)
+def test_two_levels_are_refused(rank: int, world_size: int) -> None:
+    model, _, _ = attached(compression=fastsync.Compression("bf16", ranks_per_node=2))
+    with pytest.raises(RuntimeError, match=r"attach\(optimizer=\) does not go with ranks_per_node"):
+        model(torch.ones(1, 5)).sum().backward()
 
 
 @on_ranks(2)
@@ -487,3 +506,20 @@ def test_adam_counts_in_the_default_dtype(rank: int, world_size: int) -> None:
         assert optimizer.state[model[0].weight]["step"].dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@on_ranks(2)
+def test_what_no_rank_has_is_not_in_the_norm(rank: int, world_size: int) -> None:
+    """Error feedback sends residuals in its place, and ranks may have kept a gradient of an earlier step."""
+    model = nn.ParameterList(torch.ones(300) for _ in range(2))
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    sync = fastsync.attach(model, "int4+ef", optimizer=optimizer)
+    noise = torch.randn(300, generator=torch.Generator().manual_seed(rank))
+    (model[0] * noise + model[1] * noise).sum().backward()
+    optimizer.step()
+    model[0].grad = None
+    if rank == 0:
+        model[1].grad = None
+    model[0].sum().backward()
+    assert abs(sync.grad_stats().grad_norm.item() - 300**0.5) < 2.0
+    assert sync.averaged_gradients().keys() == {"0"}
