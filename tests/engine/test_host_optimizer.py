@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fastsync
 from tests.engine.host_steps import train_both
-from tests.ranks import RankError, on_ranks, run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -120,7 +120,7 @@ def test_what_no_rank_has_is_not_stepped(rank: int, world_size: int) -> None:
 def test_a_gradient_that_all_ranks_drop_is_not_stepped(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
     before = values(model)
-    model(torch.ones(1, 5)).sum().backward()
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     model[0].weight.grad = None
     optimizer.step()
     same(model[0].weight.data, before[0])
@@ -133,7 +133,7 @@ def test_other_parameters_of_the_optimizer_are_stepped_as_ever(rank: int, world_
     model.register_parameter("empty", empty)
     optimizer = SGD([{"params": model.parameters()}, {"params": [own]}], lr=1.0)
     fastsync.attach(model, optimizer=optimizer)
-    (model(torch.ones(1, 5)).sum() + (rank * own).sum() + empty.sum()).backward()
+    (model(torch.full((1, 5), 1.0 + rank)).sum() + (rank * own).sum() + empty.sum()).backward()
     optimizer.step()
     assert own.tolist() == [1.0 - rank] * 3
 
@@ -145,7 +145,7 @@ def test_a_single_rank_steps_as_ever(rank: int, world_size: int) -> None:
         step(model, optimizer, rank, number)
         step(plain, own, rank, number)
     same(values(model), values(plain))
-    model(torch.ones(1, 5)).sum().backward()
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     assert sync.averaged_gradients().keys() == dict(model.named_parameters()).keys()
 
 
@@ -365,7 +365,7 @@ def test_calls_that_are_refused(rank: int, world_size: int) -> None:
         attached(op="sum")
     with pytest.raises(RuntimeError, match=r"step\(\) takes no closure"):
         optimizer.step(lambda: 1.0)
-    model(torch.ones(1, 5)).sum().backward()
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     with pytest.raises(ValueError, match=r"norm_type 1\.0"):
         fastsync.clip_grad_norm_(sync, 1.0, norm_type=1.0)
     with sync.no_sync(), pytest.raises(RuntimeError, match=r"inside no_sync\(\)"):
@@ -374,7 +374,7 @@ def test_calls_that_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"the gradient of 0\.weight was changed since"):
         optimizer.step()
     optimizer.zero_grad()
-    model(torch.ones(1, 5)).sum().backward()
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     model[2].bias.data = torch.zeros(3)
     with pytest.raises(RuntimeError, match=r"parameter 2\.bias left the memory"):
         optimizer.step()
@@ -391,14 +391,14 @@ def test_outer_steps_are_refused(rank: int, world_size: int) -> None:
 def test_two_levels_are_refused(rank: int, world_size: int) -> None:
     model, _, _ = attached(compression=fastsync.Compression("bf16", ranks_per_node=2))
     with pytest.raises(RuntimeError, match=r"attach\(optimizer=\) does not go with ranks_per_node"):
-        model(torch.ones(1, 5)).sum().backward()
+        model(torch.full((1, 5), 1.0 + rank)).sum().backward()
 
 
 @on_ranks(2)
 def test_an_optimizer_with_other_parameters_is_told(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    model(torch.ones(1, 5)).sum().backward()
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     with pytest.raises(RuntimeError, match="the optimizer got other parameters"):
         optimizer.step()
 
@@ -408,7 +408,7 @@ def test_an_optimizer_with_other_parameters_is_told(rank: int, world_size: int) 
 def test_ranks_that_would_step_in_different_ways(rank: int, world_size: int, what: str) -> None:
     model, optimizer, _ = attached()
     step(model, optimizer, rank)
-    model(torch.ones(1, 5)).sum().backward()
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     if rank == 1:
         if what == "settings":
             optimizer.param_groups[0]["lr"] = 0.2
@@ -425,7 +425,7 @@ def test_ranks_that_would_step_in_different_ways(rank: int, world_size: int, wha
 @on_ranks(2)
 def test_a_second_clip_is_told_and_an_old_one_forgotten(rank: int, world_size: int) -> None:
     (model, optimizer, sync), (plain, own, _) = attached(), attached(shared=False)
-    model(torch.ones(1, 5)).sum().backward()
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     fastsync.clip_grad_norm_(sync, 1e-6)
     with pytest.raises(RuntimeError, match="clipped already"):
         fastsync.clip_grad_norm_(sync, 1e-6)
@@ -446,25 +446,32 @@ def test_the_norm_must_be_finite_if_one_asks(rank: int, world_size: int) -> None
 # ---- ranks that fail ------------------------------------------------------------------------------------------------
 
 
-def step_without_rank_1(rank: int, world_size: int) -> None:
-    model, optimizer, _ = attached()
+def step_without_rank_1(rank: int, world_size: int) -> str:
+    model, optimizer, sync = attached()
     step(model, optimizer, rank)
-    model(torch.ones(1, 5)).sum().backward()
+    before = values(model)
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     if rank == 1:
         os.kill(os.getpid(), 9)
-    optimizer.step()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    same(values(model), before)
+    sync.detach()
+    step(model, optimizer, rank)
+    assert not torch.equal(model[0].weight, before[0])
+    return str(error.value)
 
 
-def test_a_lost_rank_is_named() -> None:
-    with pytest.raises(RankError, match="the step of the optimizer failed on rank 0 of 2: rank 1 has ended"):
-        run_ranks(step_without_rank_1, 2, lost=(1,))
+def test_a_lost_rank_is_named_and_takes_nothing_with_it() -> None:
+    told = run_ranks(step_without_rank_1, 2, lost=(1,))[0]
+    assert "the step of the optimizer failed on rank 0 of 2: rank 1 has ended" in told
 
 
 @on_ranks(2)
 def test_a_step_that_fails_on_one_rank_is_told(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
     step(model, optimizer, rank)
-    model(torch.ones(1, 5)).sum().backward()
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     if rank == 1:
         fastsync.handle_of(model)._host_optimizer._inner.step = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
@@ -479,7 +486,7 @@ def test_a_step_that_fails_on_one_rank_is_told(rank: int, world_size: int) -> No
 def test_a_backward_that_fails_on_one_rank_holds_nobody_up(rank: int, world_size: int) -> None:
     model, optimizer, sync = attached()
     step(model, optimizer, rank)
-    output = model(torch.ones(1, 5))
+    output = model(torch.full((1, 5), 1.0 + rank))
     if rank == 1:
         failing = model[2].weight.register_post_accumulate_grad_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -501,7 +508,7 @@ def test_adam_counts_in_the_default_dtype(rank: int, world_size: int) -> None:
         model = two_layers()
         optimizer = Adam(model.parameters())
         fastsync.attach(model, optimizer=optimizer)
-        model(torch.ones(1, 5)).sum().backward()
+        model(torch.full((1, 5), 1.0 + rank)).sum().backward()
         optimizer.step()
         assert optimizer.state[model[0].weight]["step"].dtype == torch.float64
     finally:
