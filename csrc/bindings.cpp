@@ -222,6 +222,7 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&make_shared<SharedTensors, Group, int64_t, int64_t>), py::arg("process_group"), py::arg("bytes"),
            py::arg("num_numbers"), no_gil)
       .def("tensor", &SharedTensors::tensor, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"))
+      .def("ranks", &SharedTensors::ranks)
       .def("give_up", &SharedTensors::give_up, no_gil);
 
   py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")

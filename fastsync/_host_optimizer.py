@@ -72,7 +72,7 @@ class HostOptimizer:
     # ---- the memory -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Puts the parameters into the host's memory, with the values of rank 0. Every rank must call it.
+        """Puts the parameters into the host's memory, with the values of its first rank. Every rank must call it.
 
         Raises:
             ValueError: the ranks cannot share memory.
@@ -80,7 +80,7 @@ class HostOptimizer:
         memory = self._memory_of(PARAMETERS)
         self._engine.set_shards(memory)
         views = {index: self._view(index, memory) for index in self._parameters}
-        if self._sync._group.rank() == 0:
+        if self._sync._group.rank() == memory.ranks()[0]:
             for index, view in views.items():
                 view.copy_(self._parameters[index].detach())
         self._engine.meet()
@@ -197,10 +197,12 @@ class HostOptimizer:
         }
         told = self._engine.begin_optimizer_step([float(zlib.crc32(text.encode())) for text in own.values()])
         for number, what in enumerate(own):
-            others = [rank for rank, theirs in enumerate(told) if theirs[number] != told[0][number]]
+            ranks = self._memory[PARAMETERS].ranks()
+            others = [rank for rank, theirs in zip(ranks, told, strict=True) if theirs[number] != told[0][number]]
             if others:
                 raise RuntimeError(
-                    f"fastsync: the ranks were about to step with different {what}: rank {others[0]} is not as rank 0. "
+                    f"fastsync: the ranks were about to step with different {what}: "
+                    f"rank {others[0]} is not as rank {ranks[0]}. "
                     "With attach(optimizer=) do the same to the optimizer on every rank"
                 )
 
@@ -336,7 +338,7 @@ class HostOptimizer:
         have_means = self._engine.have_means()
         means = {i: torch.zeros_like(p.detach()) for i, p in self._parameters.items() if have_means and have_means[i]}
         for piece in self._pieces:
-            if piece.index in means:
+            if piece.index in means and 0 in self._memory[PARAMETERS].ranks():  # each host has all means
                 piece.of(means[piece.index]).copy_(piece.means)
         for mean in means.values():
             dist.all_reduce(mean, group=self._sync._group)

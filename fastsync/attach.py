@@ -456,7 +456,7 @@ def attach(
             adds the new gradients of all ranks to the first sum.
         broadcast_buffers: with each sync give all ranks the buffers of rank 0, for modules that had buffers at the
             start.
-        optimizer: torch's AdamW, Adam or SGD of these parameters, which must be on CPUs of one host. The ranks then
+        optimizer: torch's AdamW, Adam or SGD of these parameters, which must be on a CPU. The ranks of each host then
             have one copy of parameters and state, and each steps its own shard. ``.grad`` stays this rank's own; for
             the means there is ``averaged_gradients()``. What one rank writes to a parameter, all ranks see.
 

@@ -275,9 +275,11 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
 
 void Bucket::make_shard(const FlatGradients& gradients) {
   static std::atomic<int64_t> number = 0;
-  TORCH_CHECK(memory_.key->algorithm != Algorithm::kTwoLevel, "attach(optimizer=) does not go with ranks_per_node; ",
-              "leave one of them out");
-  TORCH_CHECK(memory_.plan, "with attach(optimizer=) the ranks have to add in shared memory, and they can no longer",
+  TORCH_CHECK(
+      memory_.key->shares_memory || memory_.key->algorithm != Algorithm::kTwoLevel,
+      "attach(optimizer=) takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
+  TORCH_CHECK(memory_.key->shares_memory,
+              "with attach(optimizer=) the ranks have to add in shared memory, and they can ", "no longer",
               teams_.why_not_shared().empty() ? "" : ", because " + teams_.why_not_shared());
   const std::vector<Range>& ranges = memory_.plan->shard;
   const int64_t numel = ranges.empty() ? 0 : ranges.back().offset + ranges.back().end - ranges.back().begin;

@@ -401,7 +401,7 @@ class TwoLevelPlanner {
   }
 
   // Each rank reads the side values that the first local rank has, because that rank has peers on all nodes.
-  void gather_in_node(Chunk& chunk, const Layout& layout) const {
+  void gather_in_node(Chunk& chunk, const Layout& layout) {
     Phase& phase = chunk.phases.emplace_back(gather(levels_.node, key_.tag + 3, layout.blocks));
     planner_.unpack_shards(chunk, layout.shard, layout.blocks);
     Rows of_first = planner_.rows_of_first(layout.from_nodes);
@@ -409,6 +409,11 @@ class TwoLevelPlanner {
       of_first = layout.own_block;
       of_first.offset = layout.blocks.offset;
       chunk.unpacked_from = of_first;
+    }
+    if (key_.keeps_shard) {
+      const int64_t skipped = values_in(levels_.node->rank() * layout.blocks.stride, key_.wire_dtype);
+      chunk.unpacked.clear();
+      planner_.keep_shard(chunk, layout.shard, Rows(chunk.unpacked_from), skipped);
     }
     phase.side_values = planner_.side_values(chunk, of_first);
   }

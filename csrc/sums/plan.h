@@ -14,8 +14,8 @@
 //   reduce_scatter  The exchange of two_shot alone. The rows are added up into the output.
 //   two_level       See TwoLevelPlanner.
 //
-// With keeps_shard, each rank takes only its own shard of each chunk of a one_shot or a two_shot, and gets the same
-// bits as without. A two_shot then has no gather, unless its wire rounds the means.
+// With keeps_shard, each rank takes only its own shard of each chunk, and gets the same bits as without. A two_shot
+// then has no gather, unless its wire rounds the means. On two levels the ranks of each host take all shards.
 //
 // Ranks add in float32 (float64 for float64 gradients) and in rank order, whatever the wire is. So values are rounded
 // once when they are packed, and once for each sum that travels on, however many ranks there are.

@@ -27,15 +27,14 @@ SharedTensors::SharedTensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group
     : num_numbers_(num_numbers + 1),
       tensors_begin_(round_up(kTurns * group->getSize() * num_numbers_ * static_cast<int64_t>(sizeof(double)))) {
   Teams teams(group, c10::kCPU);
-  const int64_t num_hosts = teams.can_share() ? teams.hosts().num_nodes : 0;
-  if (num_hosts == 1) {
-    teams.make_room(round_up((tensors_begin_ + bytes) / group->getSize() + 1));
+  if (teams.can_share() && teams.hosts().num_nodes > 0) {
+    teams.make_room(round_up((tensors_begin_ + bytes) / teams.hosts().num_local_ranks + 1));
+    ranks_ = Host::of(group)->ranks();
   }
   team_ = teams.shared();
   TORCH_CHECK_VALUE(team_, "optimizer: the ranks cannot have one copy of the parameters, because ",
-                    num_hosts > 1                     ? c10::str("they are on ", num_hosts, " hosts")
-                    : !teams.why_not_shared().empty() ? teams.why_not_shared()
-                                                      : "their process group is not Gloo's, or no two are on one host",
+                    teams.why_not_shared().empty() ? "their process group is not Gloo's, or no two are on one host"
+                                                   : teams.why_not_shared(),
                     ". Leave optimizer out, on every rank: then each rank steps all parameters");
   memory_ = team_->allocate(0);
   team_->keep_in_children();

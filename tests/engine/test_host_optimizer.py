@@ -15,12 +15,33 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fastsync
 from tests.engine.host_steps import train_both
+from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
+from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_steps_are_those_of_every_rank(seed: int) -> None:
     run_ranks(train_both, 2 + seed % 4, seed, 10, timeout=60)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "nodes", [PAIRS, ALTERNATING, UNEQUAL, THREE], ids=["pairs", "alternating", "unequal", "three"]
+)
+def test_each_host_steps_its_own_copy(nodes: Nodes, seed: int) -> None:
+    run_on_hosts(train_on_hosts, nodes, seed)
+
+
+def train_on_hosts(rank: int, world_size: int, nodes: Nodes, seed: int) -> None:
+    train_both(rank, world_size, seed, 5)
+    model, optimizer, sync = attached()
+    step(model, optimizer, rank)
+    assert_same_on_all_ranks(values(model))
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
+    assert_same_on_all_ranks(list(sync.averaged_gradients().values()))
+    stats = sync.stats()
+    assert (stats.transport, stats.num_hosts) == ("two_level", len(nodes))
 
 
 def two_layers() -> nn.Module:
@@ -390,7 +411,7 @@ def test_outer_steps_are_refused(rank: int, world_size: int) -> None:
 @on_ranks(4)
 def test_two_levels_are_refused(rank: int, world_size: int) -> None:
     model, _, _ = attached(compression=fastsync.Compression("bf16", ranks_per_node=2))
-    with pytest.raises(RuntimeError, match=r"attach\(optimizer=\) does not go with ranks_per_node"):
+    with pytest.raises(RuntimeError, match=r"attach\(optimizer=\) takes a ranks_per_node that is"):
         model(torch.full((1, 5), 1.0 + rank)).sum().backward()
 
 
