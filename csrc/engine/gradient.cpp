@@ -84,9 +84,11 @@ at::Tensor Gradient::to_send() {
   return as_reals(stand_in_);
 }
 
-at::Tensor Gradient::poison() const {
-  return as_reals(new_stand_in(tensor_).fill_(std::numeric_limits<double>::quiet_NaN()));
+at::Tensor Gradient::new_poison() const {
+  return new_stand_in(tensor_).fill_(std::numeric_limits<double>::quiet_NaN());
 }
+
+at::Tensor Gradient::poison() const { return as_reals(new_poison()); }
 
 bool Gradient::take_mean(bool exists) {
   at::Tensor& gradient = tensor_.mutable_grad();

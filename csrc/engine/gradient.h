@@ -45,8 +45,10 @@ class Gradient {
   bool take_mean(bool exists);
   // Leaves the gradient what it is, in a step that keeps shards. From now on it counts as averaged.
   void keep();
-  // Makes the gradient not finite, if there is one. Returns whether there is.
+  // Makes the gradient nan, if it has values. Returns whether it has.
   bool spoil() const;
+  // Makes a gradient of nan.
+  void make_spoiled() const { tensor_.mutable_grad() = new_poison(); }
   // Has statistics count the gradient of an earlier sync if it is kept, else zeros. Call it only for a gradient that is
   // new on no rank, see Note [Statistics of a step].
   void count_kept_or_zeros(bool is_kept);
@@ -55,6 +57,7 @@ class Gradient {
 
  private:
   void check() const;
+  at::Tensor new_poison() const;
 
   Parameter* parameter_;
   at::Tensor tensor_;

@@ -4,7 +4,6 @@
 #include <c10/core/Event.h>
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 #include "passes/backend.h"
@@ -372,8 +371,9 @@ void Step::find_means() {
 void Step::keep_gradients() {
   const bool is_finite = std::ranges::all_of(
       layout().buckets, [](const LayoutBucket& each) { return readable(each.bucket->stats())[kNumNonfinite] == 0.0; });
-  if (!is_finite) {
-    std::ignore = std::ranges::any_of(gradients_, [](const Gradient& gradient) { return gradient.spoil(); });
+  if (!is_finite && std::ranges::none_of(gradients_, [](const Gradient& gradient) { return gradient.spoil(); })) {
+    const auto with_means = std::ranges::find(context_.have_means, true) - context_.have_means.begin();
+    gradients_.at(with_means).make_spoiled();
   }
   for (Gradient& gradient : gradients_) {
     gradient.keep();

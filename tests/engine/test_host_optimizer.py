@@ -457,6 +457,23 @@ def test_a_second_clip_is_told_and_an_old_one_forgotten(rank: int, world_size: i
 
 
 @on_ranks(2)
+def test_scalers_agree_even_without_gradients(rank: int, world_size: int) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))])
+    optimizer = AdamW(model.parameters(), fused=True)
+    sync = fastsync.attach(model, optimizer=optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    if rank == 0:
+        scaler.scale(model[0].sum() * torch.inf).backward()
+    else:
+        scaler.scale(model[1].sum()).backward()
+    assert sync.grad_stats().num_nonfinite > 0
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert model[0].tolist() == [1.0] * 3
+
+
+@on_ranks(2)
 def test_the_norm_must_be_finite_if_one_asks(rank: int, world_size: int) -> None:
     model, _, sync = attached()
     model(torch.full((1, 5), torch.inf if rank == 0 else 1.0)).sum().backward()
