@@ -79,6 +79,9 @@ double ParameterSync::signals_since(int64_t step) {
 double ParameterSync::num_active() { return context_.active.sum().item<double>(); }
 
 bool ParameterSync::gradients_are_unchanged() {
+  if (!context_.layout.is_made()) {
+    return false;  // no step has left any
+  }
   for (size_t index = 0; index < context_.parameters.size(); ++index) {
     const Parameter& parameter = context_.parameters[index];
     const at::Tensor tensor(parameter.id.lock());

@@ -37,8 +37,8 @@ class Weights(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         self.weights = nn.ParameterList(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-        if len(self.weights) > 1 and self.weights[0].dim() == 4:
-            self.weights[0].data = self.weights[0].data.to(memory_format=torch.channels_last)
+        if len(self.weights) > 1 and self.weights[1].dim() == 4:
+            self.weights[1].data = self.weights[1].data.to(memory_format=torch.channels_last)
 
     def forward(self, grads: dict[int, Tensor]) -> Tensor:
         return sum(((self.weights[i] * g).sum() for i, g in grads.items()), torch.zeros(()))
@@ -58,7 +58,7 @@ class Case:
     def __post_init__(self) -> None:
         rng = self.rng = random.Random(self.seed)
         self.optimizer = rng.choice(list(OPTIMIZERS))
-        self.shapes = [rng.choice(SHAPES) for _ in range(rng.randint(1, 9))]
+        self.shapes = [(3,), *(rng.choice(SHAPES) for _ in range(rng.randint(0, 8)))]
         # torch's fused SGD leaves some values of a first momentum of 16 bits as they were in memory.
         narrow = [] if self.optimizer in ("momentum", "nesterov") else [torch.bfloat16]
         self.dtype = rng.choice([torch.float32] * 4 + [torch.float64, *narrow])

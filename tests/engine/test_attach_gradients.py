@@ -211,6 +211,14 @@ def test_wide_gradients_with_a_narrow_wire(rank: int, world_size: int, compressi
 
 
 @on_ranks(2)
+def test_a_model_without_values_has_a_norm(rank: int, world_size: int) -> None:
+    parameter = nn.Parameter(torch.ones(0))
+    sync = fastsync.attach([parameter])
+    parameter.sum().backward()
+    assert fastsync.clip_grad_norm_(sync, 1.0) == 0
+
+
+@on_ranks(2)
 def test_a_parameter_without_values_holds_up_no_step(rank: int, world_size: int) -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))]
     sync = fastsync.attach(parameters)
