@@ -278,8 +278,7 @@ void Bucket::make_shard(const FlatGradients& gradients) {
   TORCH_CHECK(
       memory_.key->shares_memory || memory_.key->algorithm != Algorithm::kTwoLevel,
       "attach(optimizer=) takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
-  TORCH_CHECK(memory_.key->shares_memory,
-              "with attach(optimizer=) the ranks have to add in shared memory, and they can ", "no longer",
+  TORCH_CHECK(memory_.key->shares_memory, "attach(optimizer=) needs sums in shared memory, and there are none any more",
               teams_.why_not_shared().empty() ? "" : ", because " + teams_.why_not_shared());
   const std::vector<Range>& ranges = memory_.plan->shard;
   const int64_t numel = ranges.empty() ? 0 : ranges.back().offset + ranges.back().end - ranges.back().begin;

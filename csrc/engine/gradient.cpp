@@ -116,8 +116,7 @@ bool Gradient::take_mean(bool exists) {
       gradient = sum.add_(gradient);
     }
   }
-  parameter_->is_new = parameter_->is_left_over = false;
-  parameter_->averaged = Snapshot(gradient);
+  keep();
   return !adds;
 }
 

@@ -43,7 +43,7 @@ class Gradient {
   // gradient. If so, the gradient becomes the mean, or the mean is added to the parameter's sum. Returns false if it
   // was added.
   bool take_mean(bool exists);
-  // Leaves the gradient what it is, in a step that keeps shards. From now on it counts as averaged.
+  // Leaves the gradient what it is. From now on it counts as averaged.
   void keep();
   // Makes the gradient nan, if it has values. Returns whether it has.
   bool spoil() const;
