@@ -334,6 +334,10 @@ def test_bad_arguments_are_refused(alone: Training, monkeypatch: pytest.MonkeyPa
         Elastic(model, [optimizer], sync)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model: expected a module"):
         Elastic(model.parameters(), optimizer, sync)  # type: ignore[arg-type]
+    with monkeypatch.context() as patched:
+        patched.setattr(sync, "_host_optimizer", object())
+        with pytest.raises(ValueError, match="leave optimizer= out of attach"):
+            Elastic(model, optimizer, sync)
     with pytest.raises(ValueError, match="min_ranks=0 must be at least 1"):
         Elastic(model, optimizer, sync, min_ranks=0)
     with pytest.raises(ValueError, match="max_ranks=2 must be at least 3"):
