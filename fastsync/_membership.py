@@ -69,7 +69,14 @@ class Members:
         self.now = Membership(-1, {}, {})
 
     def begin(self, members: list[int]) -> None:
-        """Takes these ranks, all of which call this, as the first membership. Raises RuntimeError if one is missing."""
+        """Takes these ranks, all of which call this, as the first membership.
+
+        Raises:
+            ValueError: the store has the keys of an earlier training.
+            RuntimeError: a rank is missing.
+        """
+        if self._store.check(["newest"]):  # nobody sets it before all have looked
+            raise ValueError("store: an earlier training has used it; pass a new one, such as a new file")
         self._store.set(f"address/{self.own}", self._watch.address)
         addresses = {each: self._store.get(f"address/{each}").decode() for each in members}
         if self.own == members[0]:
@@ -134,7 +141,8 @@ class Members:
         """Deletes the keys of an old membership, which all ranks have left."""
         with suppress(RuntimeError, NotImplementedError):  # a FileStore does not list its keys
             for key in self._store.list_keys():
-                if key.startswith((f"{epoch}/", f"group{epoch}/")):
+                # Decisions stay, or a rank that wakes up late would make one of its own.
+                if key.startswith((f"{epoch}/here/", f"{epoch}/ready/", f"group{epoch}/")):
                     self._store.delete_key(key)
 
     def wait_until_ready(self) -> bool:
@@ -151,6 +159,11 @@ class Members:
     def has_lost(self) -> bool:
         """Whether a member is dead."""
         return not self._watch.dead().isdisjoint(self.now.members)
+
+    def is_ending(self) -> bool:
+        """Whether a member is dead, or has left this membership after an error."""
+        others = [f"{self.now.epoch}/here/{each}" for each in self.now.members if each != self.own]
+        return self.has_lost() or any(self._store.check([other]) for other in others)
 
     # ---- new ranks --------------------------------------------------------------------------------------------------
 
@@ -170,8 +183,6 @@ class Members:
             address = store.get(f"address/{each}").decode()
             if reachable(address):
                 found[each] = address
-            else:
-                store.delete_key(f"address/{each}")
         return found
 
     def join(self) -> Membership | None:
@@ -204,6 +215,4 @@ class Members:
 
     def leave(self) -> None:
         """Tells the others at once that this rank does not go on."""
-        with suppress(RuntimeError):
-            self._store.delete_key(f"address/{self.own}")
         self._watch.close()

@@ -8,11 +8,14 @@ import selectors
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 CONNECT_SECONDS = 1.0
+TRIES, REFUSED_SECONDS = 3, 0.01
+"""A peer that cannot be reached so often is dead. A network that loses one packet must not look like that."""
 LOOK_SECONDS = 0.5
 _SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
 
@@ -63,15 +66,25 @@ class PeerWatch:
         self._thread.join()
 
     def _connect(self, peer: int) -> None:
+        for _ in range(TRIES):
+            if self._try_to_connect(peer):
+                return
+        with self._lock:
+            self._dead.add(peer)
+        self._on_death(peer)
+
+    def _try_to_connect(self, peer: int) -> bool:
         host, _, port = self._peers[peer].rpartition(":")
         try:
             connection = socket.create_connection((host, int(port)), CONNECT_SECONDS)
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ, peer)
+            return True
+        except ConnectionRefusedError:
+            time.sleep(REFUSED_SECONDS)  # a host that has just lost the process
+            return False
         except (OSError, ValueError, KeyError):  # it is gone, or the watch is closed
-            with self._lock:
-                self._dead.add(peer)
-            self._on_death(peer)
+            return False
 
     def _run(self) -> None:
         while not self._is_closed:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._checks import check_at_least
+from ._handles_in_use import handles_of
 from ._membership import Members, Membership
 from ._peer_watch import PeerWatch
 from .attach import GradientSynchronizer
@@ -35,6 +36,8 @@ _NO_STORE = (
     "`fastsync launch local -n 4 train.py`, with one torchrun for each rank, or pass a store of your own, such as "
     "torch.distributed.FileStore on a disk that all hosts share"
 )
+STORE_LIMIT = timedelta(seconds=60)
+"""How long the store is waited for, and at the start the other ranks."""
 MOST_FAILURES = 3
 """A new group may fail so often, and once for each rank that may be lost meanwhile."""
 _KEYS = "fastsync/elastic{}/{}"
@@ -102,8 +105,8 @@ class Elastic:
         self._model, self._optimizer, self._sync = model, optimizer, sync
         self._timeout = timedelta(seconds=timeout)
         self._on_change = on_change
-        self._stores_buffers = [module for module in model.modules() if module._buffers]
-        store = _store(store, self._timeout)
+        self._with_buffers = [module for module in model.modules() if module._buffers]
+        store = _store(store, STORE_LIMIT)
         look_store = _again(store)  # a store's connection serves one thread at a time
         self._store = store
         on_death, look = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._look)
@@ -115,15 +118,16 @@ class Elastic:
         weakref.finalize(self, self._watch.close)
         own = dist.get_rank(sync._group)
         self._members = Members(store, own, self._watch, timeout, min_ranks, max_ranks)
-        self._joins = bool(os.environ.get(JOINS))
+        self._joins = os.environ.get(JOINS) == "1"
+        if not self._joins:
+            self._check_number(sync._group.size())
         self._index = 0
-        self._has_begun = self._has_ended = False
+        self._has_begun = self._has_ended = self._must_agree = False
         self._is_inside = self._has_stepped = self._has_failed = False
         self._wants_change = False  # set by the watching thread
-        self._wishes = 0.0
-        self._num_failures = 0
+        self._newest_failure: Exception | None = None
         self._engine_step = 0
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._random_state = torch.get_rng_state()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_optimizer),
@@ -147,6 +151,16 @@ class Elastic:
                 "sync: with attach(optimizer=) a lost rank takes its shard of the optimizer's state with it; leave "
                 "optimizer= out of attach(), on every rank"
             )
+        if sync not in handles_of(model):
+            raise ValueError(
+                "model: expected the module that attach() was given, because new ranks take its parameters and buffers"
+            )
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if any(id(parameter) not in own for parameter in sync.parameters()):
+            raise ValueError(
+                f"optimizer: this {type(optimizer).__name__} does not step all trained parameters of the model. "
+                "Elastic knows of one optimizer alone; give it all parameters, in groups"
+            )
         if not timeout > 0:
             raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
         device = next(iter(sync._named.values())).device
@@ -154,6 +168,12 @@ class Elastic:
             raise ValueError(
                 f"model: it is on {device}, and a group of GPUs cannot go on without a rank yet; let the launcher "
                 "start all ranks again from a checkpoint, as torchrun --max-restarts does"
+            )
+
+    def _check_number(self, num_ranks: int) -> None:
+        if num_ranks < self.min_ranks or (self.max_ranks is not None and num_ranks > self.max_ranks):
+            raise ValueError(
+                f"min_ranks={self.min_ranks}, max_ranks={self.max_ranks}: {num_ranks} ranks have made this Elastic"
             )
 
     # ---- what a training asks ---------------------------------------------------------------------------------------
@@ -166,6 +186,8 @@ class Elastic:
     @property
     def rank(self) -> int:
         """This rank's place among the members."""
+        if self._members.own not in self.members:
+            raise RuntimeError("fastsync.Elastic: this process joins when the loop over steps() begins; ask then")
         return self.members.index(self._members.own)
 
     @property
@@ -189,6 +211,8 @@ class Elastic:
             SystemExit: the training was over before this process could join it.
             RuntimeError: the others have gone on without this rank. Or fewer than ``min_ranks`` are left.
         """
+        if self._has_ended:
+            raise RuntimeError("fastsync.Elastic: steps() has ended; put all steps of a training into one loop")
         self._begin()
         step = Step(self)
         while True:
@@ -197,6 +221,8 @@ class Elastic:
                 yield step
                 if not step.was_entered:
                     raise RuntimeError("fastsync.Elastic: a step was not entered; write `with step:` around its code")
+                if self._must_agree:
+                    self._agree(has_ended=False)
             self._has_ended = True
             if self._agree(has_ended=True).is_over:
                 return
@@ -220,33 +246,27 @@ class Elastic:
         self._is_inside = True
         self._random_state = torch.get_rng_state()
         self._buffers = [
-            (buffer, buffer.clone())
-            for module in self._stores_buffers
-            for buffer in module._buffers.values()
+            (module, name, buffer, buffer.clone())
+            for module in self._with_buffers
+            for name, buffer in module._buffers.items()
             if buffer is not None
         ]
         self._engine_step = self._sync._engine.set_signal(float(self._wants_change))
 
     def _exit(self, error: BaseException | None) -> bool:
-        """Ends a step. Returns whether the error is dealt with."""
+        """Ends a step. Returns whether the error is dealt with: the ranks agree before the next step."""
         self._is_inside = False
-        if error is None and not self._has_stepped:
-            try:
-                self._check_step()
-            except RankLostError as lost:
-                error = lost
+        wishes = self._sync._engine.signals_since(self._engine_step)
+        if error is None and wishes != wishes:  # the block has caught the error
+            error = RankLostError("fastsync.Elastic: a rank has failed in this step")
         if error is None:
             self._index += 1
-            if self._wishes > 0:
-                self._agree(has_ended=False)
+            self._must_agree = wishes > 0
             return True
-        if self._is_of_lost_rank(error):
-            return self._go_on(error)
-        self._members.leave()
-        return False
-
-    def _go_on(self, error: BaseException) -> bool:
-        """Goes on after a failed step, which runs again unless its optimizer has stepped."""
+        if not self._is_of_lost_rank(error):
+            self._members.leave()
+            return False
+        self._must_agree = True
         self._sync._engine.give_up()
         self._close_group()
         self._has_failed = not self._has_stepped
@@ -255,16 +275,9 @@ class Elastic:
             warnings.warn(
                 f"fastsync.Elastic: step {self._index - 1} has failed after its optimizer had stepped, so it does not "
                 f"run again, and what followed in the block was left out ({error})",
-                stacklevel=4,
+                stacklevel=3,
             )
-        self._agree(has_ended=False)
         return True
-
-    def _check_step(self) -> None:
-        """Notes whether ranks want to join. Raises RankLostError if a rank has failed in this step."""
-        self._wishes = self._sync._engine.signals_since(self._engine_step)
-        if self._wishes != self._wishes:
-            raise RankLostError("fastsync.Elastic: another rank has failed in this step")
 
     def _before_optimizer(self, *_: object) -> None:
         if not self._is_inside:
@@ -274,19 +287,28 @@ class Elastic:
                 "fastsync.Elastic: the optimizer steps twice in one step, which could not be taken back; give each of "
                 "its steps a block of its own"
             )
-        self._check_step()
+        if self._sync._engine.step() == self._engine_step:
+            raise ValueError(
+                "fastsync.Elastic: the optimizer was about to step, and no backward of this block has averaged "
+                "gradients; put the backward into the block, and let its errors leave the block"
+            )
+        wishes = self._sync._engine.signals_since(self._engine_step)
+        if wishes != wishes:
+            raise RankLostError("fastsync.Elastic: this rank's backward has failed, so the step runs again")
 
     def _after_optimizer(self, *_: object) -> None:
         self._has_stepped = self._is_inside
 
     def _is_of_lost_rank(self, error: BaseException) -> bool:
         """Whether an error comes from a group that has lost a rank."""
+        if not isinstance(error, Exception):
+            return False
         if isinstance(error, RankLostError | dist.DistError) or self._sync._engine.take_failure():
             return True
         # torch.distributed raises a ValueError in place of a failed collective's error, as it does not list the group.
         if isinstance(error, RuntimeError | ValueError):
             for _ in range(10):  # a collective may notice a death before the watch does
-                if self._members.has_lost():
+                if self._members.is_ending():
                     return True
                 time.sleep(0.1)
         return False
@@ -300,18 +322,26 @@ class Elastic:
         if engine.step() != self._engine_step:
             engine.take_back_step()
         torch.set_rng_state(self._random_state)
-        for buffer, before in self._buffers:
+        for module, name, buffer, before in self._buffers:
             buffer.copy_(before)
+            module._buffers[name] = buffer  # a forward may have put another one there
 
     # ---- from one membership to the next ----------------------------------------------------------------------------
 
     def _agree(self, has_ended: bool) -> Membership:
         """Agrees on the members, and makes all of them equal."""
+        self._must_agree = False
+        num_failures = 0
         try:
             while True:
                 decided = self._members.agree(self._index, has_ended)
                 if decided.is_over or self._move(decided):
                     return decided
+                num_failures += 1
+                if num_failures > len(decided.members) + MOST_FAILURES:
+                    raise RuntimeError(
+                        f"fastsync.Elastic: ranks {decided.members} could not go on together, {num_failures} times"
+                    ) from self._newest_failure
         except BaseException:
             self._members.leave()
             raise
@@ -333,16 +363,16 @@ class Elastic:
             self._sync._engine.make_revocable()
             if min(decided.progress.values()) < furthest:
                 self._share(group, decided.members.index(next(m for m, p in decided.progress.items() if p == furthest)))
-        except (RuntimeError, ValueError):  # torch raises the latter for a group that it does not list
-            self._num_failures += 1
-            if self._num_failures > len(decided.members) + MOST_FAILURES:
-                raise
+        except (RuntimeError, ValueError) as error:  # torch raises the latter for a group that it does not list
+            if self._index < 0 and isinstance(error, ValueError) and not self._members.has_lost():
+                raise  # this rank is new, and has other settings: the others go on without it
+            self._newest_failure = error
             self._close_group()
             return False
-        self._num_failures = 0
+        if self._has_failed or self._index < furthest:
+            for parameter in self._sync.parameters():
+                parameter.grad = None
         self._has_failed = False
-        for parameter in self._sync.parameters():
-            parameter.grad = None
         self._index = furthest
         self._wants_change = False
         if decided.epoch > 0 and self._on_change is not None:

@@ -72,9 +72,7 @@ int64_t ParameterSync::set_signal(float signal) {
   return context_.engine.step();
 }
 
-double ParameterSync::signals_since(int64_t step) {
-  return context_.engine.step() > step ? context_.side_values.signals() : 0.0;
-}
+double ParameterSync::signals_since(int64_t step) { return context_.engine.step() > step ? context_.signals : 0.0; }
 
 double ParameterSync::num_active() { return context_.active.sum().item<double>(); }
 

@@ -55,7 +55,7 @@ class ParameterSync {
   // Sets the signal of the next step, and returns that step's number.
   int64_t set_signal(float signal);
   // The sum of the newest step's signals; nan if a rank has failed in that step. 0 if there was none from that number
-  // on. Waits for the device.
+  // on.
   double signals_since(int64_t step);
 
   void set_buffers(ModelBuffers buffers) { context_.buffers = std::move(buffers); }

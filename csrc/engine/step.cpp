@@ -4,6 +4,8 @@
 #include <c10/core/Event.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <utility>
 
 #include "passes/backend.h"
@@ -146,6 +148,11 @@ void Step::join_streams() const noexcept {
   }
 }
 
+void Step::fail() {
+  state_ = State::kFailed;
+  context_.signals = std::numeric_limits<double>::quiet_NaN();
+}
+
 void Step::leave_behind() {
   for (const auto& work : works_) {
     BucketWork::drive_later(work, engine().progress());
@@ -249,6 +256,9 @@ void Step::receive() {
     return;
   }
   context_.side_values.arrive(works_.back()->side_values(), engine().is_captured());
+  if (!has_failed()) {
+    take_signals();
+  }
   if (context_.shards) {
     if (!has_failed()) {
       find_means();
@@ -266,6 +276,17 @@ void Step::receive() {
     take_side_values();
   }
   context_.agreement->step_check.arrive(context_.side_values.stamps());
+}
+
+// A rank that has failed sends nan, in place of gradients too. If steps may be taken back, nobody sees those.
+void Step::take_signals() {
+  if (context_.side_values.signal) {
+    context_.signals = context_.side_values.signals();
+    if (std::isnan(context_.signals)) {
+      engine().liveness().note_failure();
+      TORCH_CHECK(false, "fastsync: another rank has failed in step ", number_);
+    }
+  }
 }
 
 // Note [Statistics of a step]

@@ -38,6 +38,7 @@ struct StepContext {
   // The results of the newest step.
   NamedValues::Tensors means = {};    // the means of what was piggybacked
   at::Tensor active = {};             // see WeightSum
+  double signals = 0.0;               // the sum of the signals; nan if a rank has failed
   std::vector<bool> have_means = {};  // with shards: which parameters have means, by parameter
 };
 
@@ -78,7 +79,7 @@ class Step {
   // Sends all buckets that are left. Before, the ranks must agree, and make a layout if there is anything to send.
   void send_rest();
   // Makes send_rest send nan in place of gradients from now on.
-  void fail() { state_ = State::kFailed; }
+  void fail();
   // Has the background do what other ranks wait for, after a failure. So they need not wait for this rank's next
   // backward.
   void leave_behind();
@@ -104,6 +105,7 @@ class Step {
   void hand_out();
   // kept_travels tells whether a kept gradient travels as it is, see Note [Statistics of a step] in step.cpp.
   void hand_out(const LayoutBucket& bucket, bool kept_travels);
+  void take_signals();
   void take_side_values();
   void find_means();
   void keep_gradients();

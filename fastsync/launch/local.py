@@ -35,8 +35,7 @@ class Supervisor:
         self._replaces = replaces
         self._num_started = self._num_soon = 0
         self._running: dict[int, tuple[PContext, float]] = {}
-        for rank in range(nproc):
-            self._start({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc})
+        self._nproc = nproc
 
     def _start(self, variables: dict[str, int]) -> None:
         number, self._num_started = self._num_started, self._num_started + 1
@@ -48,14 +47,20 @@ class Supervisor:
         environment = {name: str(value) for name, value in (variables | place | own | threads).items()}
         command, *words = self._command
         rank = start_processes(
-            f"rank {number}", command, {0: tuple(words)}, {0: os.environ | environment}, DefaultLogsSpecs()
+            f"rank {number}",
+            command,
+            {0: tuple(words)},
+            {0: os.environ | environment},
+            DefaultLogsSpecs(log_dir=os.devnull),
         )
         self._running[number] = rank, time.monotonic()
 
     def run(self) -> int:
-        """Waits until all ranks have ended. Returns 0 if one of them has ended its script."""
-        is_done = False
+        """Starts the ranks, and waits until all have ended. Returns 0 if one of them has ended its script."""
+        is_done, size = False, self._nproc
         try:
+            for first in range(size):
+                self._start({"RANK": first, "LOCAL_RANK": first, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
             while self._running:
                 time.sleep(POLL_SECONDS)
                 for number, (rank, since) in list(self._running.items()):
@@ -107,7 +112,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-n", "--nproc", type=int, default=2, metavar="RANKS", help="number of ranks (default: 2)")
     parser.add_argument("--replace", action="store_true", help="start another rank when one is lost")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="a script or -m and a module, with its options")
-    options = parser.parse_args(arguments)
+    words = list(arguments)
+    if "-m" in words and "--" not in words:  # else the parser would take it for an option
+        words.insert(words.index("-m"), "--")
+    options = parser.parse_args(words)
     words = options.script[1:] if options.script[:1] == ["--"] else options.script
     if options.nproc < 1:
         raise ValueError(f"nproc={options.nproc} must be at least 1")

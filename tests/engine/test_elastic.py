@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -216,17 +218,53 @@ def test_a_step_that_one_has_finished_is_finished_on_all(store: TCPStore, furthe
         torch.testing.assert_close(own[-1], expected[rank][-1], rtol=0, atol=0)
 
 
+def catch_an_error(rank: int, world_size: int, port: int) -> tuple[int, list[Tensor]]:
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size))
+    elastic = Elastic(training.model, training.optimizer, training.sync)
+    num_runs = 0
+    for step in elastic.steps(NUM_STEPS):
+        num_runs += 1
+        with step:
+            fails = (rank, num_runs) == (1, 3)
+            training.step(step.index, partial(fail_and_catch, training) if fails else Tensor.backward)
+    return num_runs, training.result()
+
+
+def fail_and_catch(training: Training, loss: Tensor) -> None:
+    """Some gradients are on their way when it fails."""
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = training.model[0].weight.register_hook(fail)
+    with contextlib.suppress(RuntimeError):
+        loss.backward()
+    handle.remove()
+
+
+def test_a_step_whose_error_one_rank_has_caught_runs_again_on_all(store: TCPStore) -> None:
+    ran = run_ranks(catch_an_error, 3, store.port)
+    expected = run_ranks(replay, 3, "none", [0, 1, 2], [])
+    for rank, (num_runs, result) in enumerate(ran):
+        assert num_runs == NUM_STEPS + 1
+        torch.testing.assert_close(result, expected[rank], rtol=0, atol=0)
+
+
 def stop_one(rank: int, world_size: int, port: int, folder: str) -> list[int] | str:
     os.environ[STORE] = f"127.0.0.1:{port}"
     training = Training(range(world_size))
     elastic = Elastic(training.model, training.optimizer, training.sync, timeout=2)
-    pid = Path(folder) / "pid"
+    pid, fails_in = Path(folder) / "pid", [5, 6, 7]
     try:
         for step in elastic.steps(NUM_STEPS):
             with step:
                 if (rank, step.index) == (1, 3):
                     pid.write_text(str(os.getpid()))
                     os.kill(os.getpid(), signal.SIGSTOP)
+                if rank == 2 and step.index in fails_in:  # so that the stopped rank is several memberships late
+                    fails_in.remove(step.index)
+                    raise RankLostError("as if a rank had been lost")
                 training.step(step.index)
     except RuntimeError as error:
         return str(error)
@@ -309,6 +347,13 @@ def test_a_second_optimizer_step_is_refused(alone: Training) -> None:
         alone.step(0)
 
 
+def test_an_optimizer_step_without_a_sync_is_refused(alone: Training) -> None:
+    step = next(Elastic(alone.model, alone.optimizer, alone.sync).steps(3))
+    step.__enter__()
+    with pytest.raises(ValueError, match="no backward of this block has averaged"):
+        alone.optimizer.step()
+
+
 def test_a_step_that_is_not_entered_is_an_error(alone: Training) -> None:
     with pytest.raises(RuntimeError, match="write `with step:` around its code"):
         for _ in Elastic(alone.model, alone.optimizer, alone.sync).steps(3):
@@ -338,6 +383,13 @@ def test_bad_arguments_are_refused(alone: Training, monkeypatch: pytest.MonkeyPa
         patched.setattr(sync, "_host_optimizer", object())
         with pytest.raises(ValueError, match="leave optimizer= out of attach"):
             Elastic(model, optimizer, sync)
+    first = next(iter(model.parameters()))
+    with pytest.raises(ValueError, match="does not step all trained parameters"):
+        Elastic(model, torch.optim.SGD([first], lr=0.1), sync)
+    with pytest.raises(ValueError, match="expected the module that attach"):
+        Elastic(nn.Linear(2, 2), optimizer, sync)
+    with pytest.raises(ValueError, match="1 ranks have made this Elastic"):
+        Elastic(model, optimizer, sync, min_ranks=2)
     with pytest.raises(ValueError, match="min_ranks=0 must be at least 1"):
         Elastic(model, optimizer, sync, min_ranks=0)
     with pytest.raises(ValueError, match="max_ranks=2 must be at least 3"):
