@@ -70,7 +70,7 @@ def load() -> Iterator[Mutation]:
 
 def check_out() -> None:
     """Checks out the tree, with what is changed of tracked files. What stays the same keeps its objects."""
-    commit = git("stash", "create") or "HEAD"
+    commit = git("stash", "create") or git("rev-parse", "HEAD")  # the tree has a HEAD of its own
     if TREE.exists():
         git("-C", str(TREE), "checkout", "--quiet", "--force", "--detach", commit)
     else:

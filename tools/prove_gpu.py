@@ -64,7 +64,7 @@ print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {'.'.join(map
 
 @dataclass(frozen=True)
 class Command:
-    """What to run for how many seconds at most, with ``environment`` beside that of this process.
+    """What to run in ``folder`` for how many seconds at most, with ``environment`` beside that of this process.
 
     ``rows`` is the file where a benchmark leaves its rows.
     """
@@ -73,6 +73,7 @@ class Command:
     limit: float
     environment: Mapping[str, str] = field(default_factory=dict)
     rows: Path | None = None
+    folder: Path = ROOT
 
     def __str__(self) -> str:
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -315,14 +316,14 @@ def keep_rows(command: Command) -> None:
 def run(command: Command, log: Path, limit: float) -> int | None:
     """Runs a command and appends what it prints to ``log``. Returns its exit status, None if it was ended."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **command.environment}
-    environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    environment["PYTHONPATH"] = f"{command.folder}:{os.environ.get('PYTHONPATH', '')}"
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/local/cuda/bin"
     with log.open("ab", buffering=0) as output:
         output.write(f"\n$ {command}\n".encode())
         # In a session of its own, for Ctrl-C is for this process, which ends the others.
         options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "start_new_session": True}
         try:
-            process = subprocess.Popen(command.words, cwd=ROOT, env=environment, **options)
+            process = subprocess.Popen(command.words, cwd=command.folder, env=environment, **options)
         except OSError as error:  # such as a sanitizer that is not installed
             output.write(f"{error}\n".encode())
             return NOT_FOUND
