@@ -35,6 +35,8 @@ import torch.distributed as dist
 GRACE_SECONDS = 5.0
 # How long a hanging rank gets to write down where it hangs.
 STACK_SECONDS = 0.5
+# Gloo's words for a time-out: of the receive that ran out of time, and of another one over the same connection.
+GLOO_TIMED_OUT = "(Timed out waiting|Application timeout caused pair closure)"
 
 
 class RankError(RuntimeError):

@@ -14,12 +14,12 @@ from torch import nn
 
 from tests.engine.entry_points import Averaged, average
 from tests.models import Fails
-from tests.ranks import on_ranks
+from tests.ranks import GLOO_TIMED_OUT, on_ranks
 
 GOOD_STEPS = 2
 FAILED = r"averaging .* failed on rank 0 of 2: .*"
 # In shared memory, and by messages.
-TIMED_OUT = r"(waited for rank 1's gradients until the process group's time-out, 3 s|Timed out waiting 3000ms)"
+TIMED_OUT = rf"(waited for rank 1's gradients until the process group's time-out, 3 s|{GLOO_TIMED_OUT})"
 HAS_GONE = "rank 1 has ended, or has left the process group"
 
 each_entry_point = pytest.mark.parametrize("entry_point", ["hook", "sharded"])
