@@ -276,7 +276,8 @@ PYBIND11_MODULE(_C, m) {
       .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
       .def("make_revocable", between_steps<Synchronizer>(&ParameterSync::make_revocable), no_gil)
       .def("set_signal", between_steps<Synchronizer>(&ParameterSync::set_signal), py::arg("signal"), no_gil)
-      .def("signals_since", locked<Synchronizer>(&ParameterSync::signals_since), py::arg("step"), no_gil)
+      .def(
+          "signals", [](Synchronizer& self) { return self.locked([&] { return self.sync().signals(); }); }, no_gil)
       .def(
           "set_buffers",
           [](Synchronizer& self, std::function<std::string()> description,

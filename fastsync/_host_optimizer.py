@@ -99,8 +99,8 @@ class HostOptimizer:
         for index, parameter in self._parameters.items():
             if parameter.data_ptr() == self._addresses[index]:
                 parameter.data = parameter.detach().clone()
-            state = self._optimizer.state.get(parameter) or {}
-            for name in state_names(self._optimizer, self._group(index)):
+            state = self._state(index)
+            for name in self._parts(index):
                 if name in state and state[name] is self._views.get((index, name)):
                     state[name] = state[name].clone()
 
@@ -216,7 +216,7 @@ class HostOptimizer:
         scale = getattr(self._optimizer, "grad_scale", None)  # a GradScaler's
         scale = divisor if scale is None else scale if divisor is None else scale * divisor
         vars(inner)["grad_scale"] = scale
-        self._hand_state_to_pieces(stepped)
+        self._hand_state_to_pieces(inner, stepped)
         for group, of_pieces in zip(self._optimizer.param_groups, inner.param_groups, strict=True):
             of_pieces.update({name: value for name, value in group.items() if name != "params"}, params=[])
         chosen = set(stepped)
@@ -224,7 +224,7 @@ class HostOptimizer:
             if piece.index in chosen:
                 inner.param_groups[self._group_of[piece.index]]["params"].append(piece.parameter)
         inner.step()
-        self._take_state_from_pieces(stepped)
+        self._take_state_from_pieces(inner, stepped)
         if steps := [step for index in stepped if (step := self._handed[index]) is not None]:
             torch._foreach_add_(steps, 1)
         torch.autograd.graph.increment_version([self._parameters[index] for index in stepped])
@@ -267,12 +267,11 @@ class HostOptimizer:
         is_wide = torch.get_default_dtype() == torch.float64 and not self._group(index)["fused"]
         return torch.zeros((), dtype=torch.float64 if is_wide else torch.float32)
 
-    def _hand_state_to_pieces(self, stepped: Sequence[int]) -> None:
+    def _hand_state_to_pieces(self, inner: Optimizer, stepped: Sequence[int]) -> None:
         """Gives the pieces the state that their parameters have. If it is a loaded one, the host's memory takes it.
 
         Each rank writes its own pieces alone, from what it has loaded itself.
         """
-        inner = self._inner_optimizer()
         changed = {
             index
             for index in stepped
@@ -306,9 +305,8 @@ class HostOptimizer:
             of_index = {part: self._shared(index, part) for part in self._parts(index)}
             state.update({part: of_index[part] for part in of_index if part in state or index in new})
 
-    def _take_state_from_pieces(self, stepped: Sequence[int]) -> None:
+    def _take_state_from_pieces(self, inner: Optimizer, stepped: Sequence[int]) -> None:
         """Puts momentum that a first step has made into the host's memory, and makes it the optimizer's."""
-        inner = self._inner_optimizer()
         new = {index for index in stepped if self._parts(index) and self._is_foreign(index)}
         for piece in self._pieces:
             if piece.index in new:

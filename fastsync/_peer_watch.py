@@ -63,7 +63,8 @@ class PeerWatch:
         """Closes all connections, so that peers take this process for dead. It stops watching."""
         self._is_closed = True
         reachable(self.address)  # wakes the thread
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # garbage collection may call it there
+            self._thread.join()
 
     def _connect(self, peer: int) -> None:
         for _ in range(TRIES):
@@ -74,9 +75,8 @@ class PeerWatch:
         self._on_death(peer)
 
     def _try_to_connect(self, peer: int) -> bool:
-        host, _, port = self._peers[peer].rpartition(":")
         try:
-            connection = socket.create_connection((host, int(port)), CONNECT_SECONDS)
+            connection = _connection_to(self._peers[peer])
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ, peer)
             return True
@@ -106,14 +106,16 @@ class PeerWatch:
                 accepted.setblocking(False)
                 self._selector.register(accepted, selectors.EVENT_READ)
             return
-        with suppress(BlockingIOError):
-            ended = True
-            with suppress(OSError):
-                ended = connection.recv(1) == b""
-            if ended:
-                self._forget(connection)
-                if key.data is not None and not self._is_closed:
-                    self._connect(key.data)
+        try:
+            has_ended = connection.recv(1) == b""
+        except BlockingIOError:  # there is nothing to read after all
+            return
+        except OSError:
+            has_ended = True
+        if has_ended:
+            self._forget(connection)
+            if key.data is not None and not self._is_closed:
+                self._connect(key.data)
 
     def _forget(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -133,13 +135,22 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Splits HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
 def reachable(address: str) -> bool:
     """Tells whether the process that listens there still lives."""
-    host, _, port = address.rpartition(":")
     with suppress(OSError):
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        _connection_to(address).close()
         return True
     return False
+
+
+def _connection_to(address: str) -> socket.socket:
+    return socket.create_connection(host_and_port(address), CONNECT_SECONDS)
 
 
 def _own_address(towards: str) -> str:

@@ -269,7 +269,12 @@ class GradientSynchronizer(WatchedHandle):
         if not self._is_attached:
             raise RuntimeError("fastsync: use_group() was called after detach(); attach to the new group")
         self._refuse("use_group()", "Call detach(), and attach to the new group")
-        group = resolve_group(process_group)
+        self._move_to(resolve_group(process_group), root=0)
+        if init_sync:
+            self._init_sync()
+
+    def _move_to(self, group: dist.ProcessGroup, root: int) -> None:
+        """Averages over another group from now on. The step and the scales become those of its rank ``root``."""
         self._end_interrupted()
         state, growth = self.state_dict(), group.size() / self._group.size()
         before = self._engine, self._group
@@ -288,15 +293,13 @@ class GradientSynchronizer(WatchedHandle):
         if self._op == "mean":  # a residual then adds as much to the mean as in the old group
             for residual in state["residuals"].values():
                 residual *= growth
-        self.load_state_dict(state)  # before the broadcast, so that nothing is lost if rank 0 does not answer
+        self.load_state_dict(state)  # before the broadcast, so that nothing is lost if that rank does not answer
         step_and_scales = [(state["step"], state["scales"])]
-        dist.broadcast_object_list(step_and_scales, group=group, group_src=0)
+        dist.broadcast_object_list(step_and_scales, group=group, group_src=root)
         step, scales = step_and_scales[0]
         # The next sync checks the agreement, and reports names that this rank does not have.
         ours = {name: scale for name, scale in scales.items() if name in self._named}
         self.load_state_dict(state | {"step": step, "scales": ours})
-        if init_sync:
-            self._init_sync()
 
     def _refuse(self, call: str, way_out: str) -> None:
         if self._host_optimizer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -23,7 +24,8 @@ from . import _C
 from ._checks import check_at_least
 from ._handles_in_use import handles_of
 from ._membership import Members, Membership
-from ._peer_watch import PeerWatch
+from ._optimizer_steps import innermost
+from ._peer_watch import PeerWatch, host_and_port
 from .attach import GradientSynchronizer
 from .distributed import gloo_group
 from .training_state import TrainingState
@@ -102,11 +104,11 @@ class Elastic:
         self._check(model, optimizer, sync, timeout)
         self.min_ranks, self.max_ranks = min_ranks, max_ranks
         check_at_least(self, min_ranks=1, max_ranks=max(1, min_ranks))
-        self._model, self._optimizer, self._sync = model, optimizer, sync
+        self._model, self._sync = model, sync
         self._timeout = timedelta(seconds=timeout)
         self._on_change = on_change
         self._with_buffers = [module for module in model.modules() if module._buffers]
-        store = _store(store, STORE_LIMIT)
+        store = _store(store)
         look_store = _again(store)  # a store's connection serves one thread at a time
         self._store = store
         on_death, look = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._look)
@@ -129,10 +131,9 @@ class Elastic:
         self._engine_step = 0
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._random_state = torch.get_rng_state()
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_optimizer),
-            optimizer.register_step_post_hook(self._after_optimizer),
-        ]
+        inner = innermost(optimizer)
+        inner.register_step_pre_hook(self._before_optimizer)
+        inner.register_step_post_hook(self._after_optimizer)
         if not self._joins:
             self._members.begin(list(range(sync._group.size())))
 
@@ -155,8 +156,7 @@ class Elastic:
             raise ValueError(
                 "model: expected the module that attach() was given, because new ranks take its parameters and buffers"
             )
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if any(id(parameter) not in own for parameter in sync.parameters()):
+        if not {*map(id, sync.parameters())} <= {*map(id, sync._stepped_by(optimizer))}:
             raise ValueError(
                 f"optimizer: this {type(optimizer).__name__} does not step all trained parameters of the model. "
                 "Elastic knows of one optimizer alone; give it all parameters, in groups"
@@ -256,8 +256,8 @@ class Elastic:
     def _exit(self, error: BaseException | None) -> bool:
         """Ends a step. Returns whether the error is dealt with: the ranks agree before the next step."""
         self._is_inside = False
-        wishes = self._sync._engine.signals_since(self._engine_step)
-        if error is None and wishes != wishes:  # the block has caught the error
+        wishes = self._sync._engine.signals() or 0.0
+        if error is None and math.isnan(wishes):  # the block has caught the error
             error = RankLostError("fastsync.Elastic: a rank has failed in this step")
         if error is None:
             self._index += 1
@@ -287,13 +287,13 @@ class Elastic:
                 "fastsync.Elastic: the optimizer steps twice in one step, which could not be taken back; give each of "
                 "its steps a block of its own"
             )
-        if self._sync._engine.step() == self._engine_step:
+        wishes = self._sync._engine.signals()
+        if wishes is None:
             raise ValueError(
                 "fastsync.Elastic: the optimizer was about to step, and no backward of this block has averaged "
                 "gradients; put the backward into the block, and let its errors leave the block"
             )
-        wishes = self._sync._engine.signals_since(self._engine_step)
-        if wishes != wishes:
+        if math.isnan(wishes):
             raise RankLostError("fastsync.Elastic: this rank's backward has failed, so the step runs again")
 
     def _after_optimizer(self, *_: object) -> None:
@@ -358,11 +358,13 @@ class Elastic:
             raise RuntimeError("fastsync.Elastic: all ranks are lost that had the training's state; start it again")
         if self._has_failed and self._index == furthest:  # else another rank has finished the step
             self._take_back()
+        steps = list(decided.progress.values())
+        root = steps.index(furthest)
         try:
-            self._sync.use_group(group, init_sync=False)
+            self._sync._move_to(group, root)
             self._sync._engine.make_revocable()
-            if min(decided.progress.values()) < furthest:
-                self._share(group, decided.members.index(next(m for m, p in decided.progress.items() if p == furthest)))
+            if min(steps) < furthest:
+                self._share(root)
         except (RuntimeError, ValueError) as error:  # torch raises the latter for a group that it does not list
             if self._index < 0 and isinstance(error, ValueError) and not self._members.has_lost():
                 raise  # this rank is new, and has other settings: the others go on without it
@@ -395,17 +397,14 @@ class Elastic:
             thread.join(0.05)
         return made[0] if made and not thread.is_alive() else None
 
-    def _share(self, group: dist.ProcessGroup, root: int) -> None:
+    def _share(self, root: int) -> None:
         """Gives all ranks the state of one, or leaves it as it is."""
-        sync, is_behind = self._sync, self._index < max(self._members.now.progress.values())
+        is_behind = self._index < max(self._members.now.progress.values())
         tensors = [*self._model.parameters(), *self._model.buffers()]
         before = [each.detach().clone() for each in tensors] if is_behind else []
         try:
-            sync._init_sync(root)
-            sent = [{key: value for key, value in sync.state_dict().items() if key != "residuals"}]
-            dist.broadcast_object_list(sent, group=group, group_src=root)
-            sync.load_state_dict(sync.state_dict() | sent[0])
-            TrainingState(sync.parameters()).share(group, root)
+            self._sync._init_sync(root)
+            TrainingState(self._sync.parameters()).share(self._sync._group, root)
         except BaseException:
             with torch.no_grad():
                 for tensor, value in zip(tensors, before, strict=False):
@@ -450,20 +449,19 @@ class Step:
         return self._elastic._exit(error)
 
 
-def _store(given: Store | None, timeout: timedelta) -> Store:
+def _store(given: Store | None) -> Store:
     """Returns the store in which the ranks agree. It outlives every rank."""
     global _num_made
     attempt = "0"
     if given is None:
         if place := os.environ.get(STORE):
-            host, _, port = place.rpartition(":")
-            given = TCPStore(host, int(port), is_master=False, timeout=timeout)
+            host, port = host_and_port(place)
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-            given = TCPStore(host, int(port), is_master=False, timeout=timeout)
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]  # torchrun keeps the store when it starts all anew
         else:
             raise ValueError(_NO_STORE)
+        given = TCPStore(host, port, is_master=False, timeout=STORE_LIMIT)
     _num_made += 1
     return PrefixStore(_KEYS.format(_num_made, attempt), _again(given))
 

@@ -69,10 +69,9 @@ void ParameterSync::make_revocable() {
 
 int64_t ParameterSync::set_signal(float signal) {
   context_.side_values.signal = signal;
+  context_.signals.reset();
   return context_.engine.step();
 }
-
-double ParameterSync::signals_since(int64_t step) { return context_.engine.step() > step ? context_.signals : 0.0; }
 
 double ParameterSync::num_active() { return context_.active.sum().item<double>(); }
 

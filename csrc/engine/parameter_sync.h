@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -54,9 +55,9 @@ class ParameterSync {
   void make_revocable();
   // Sets the signal of the next step, and returns that step's number.
   int64_t set_signal(float signal);
-  // The sum of the newest step's signals; nan if a rank has failed in that step. 0 if there was none from that number
-  // on.
-  double signals_since(int64_t step);
+  // The sum of the newest step's signals; nan if a rank has failed in that step. Unset if there was no step since
+  // set_signal.
+  std::optional<double> signals() const { return context_.signals; }
 
   void set_buffers(ModelBuffers buffers) { context_.buffers = std::move(buffers); }
 

@@ -210,7 +210,7 @@ void Step::send_next() {
                             weights_ && !has_failed() ? weights_->factor(device) : at::Tensor(),
                             /*in_place=*/false,
                             /*scatter=*/nullptr,
-                            engine().is_revocable(),
+                            /*may_be_taken_back=*/engine().is_revocable(),
                             /*keeps_shard=*/context_.shards != nullptr};
   works_.push_back(bucket.send(std::move(grads), options, engine().start_bucket(bucket), side_values, stand_in));
   if (is_last) {
@@ -282,7 +282,7 @@ void Step::receive() {
 void Step::take_signals() {
   if (context_.side_values.signal) {
     context_.signals = context_.side_values.signals();
-    if (std::isnan(context_.signals)) {
+    if (std::isnan(*context_.signals)) {
       engine().liveness().note_failure();
       TORCH_CHECK(false, "fastsync: another rank has failed in step ", number_);
     }

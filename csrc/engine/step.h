@@ -36,10 +36,10 @@ struct StepContext {
   std::shared_ptr<SharedTensors> shards = nullptr;
 
   // The results of the newest step.
-  NamedValues::Tensors means = {};    // the means of what was piggybacked
-  at::Tensor active = {};             // see WeightSum
-  double signals = 0.0;               // the sum of the signals; nan if a rank has failed
-  std::vector<bool> have_means = {};  // with shards: which parameters have means, by parameter
+  NamedValues::Tensors means = {};     // the means of what was piggybacked
+  at::Tensor active = {};              // see WeightSum
+  std::optional<double> signals = {};  // the sum of the signals, if there are any; nan if a rank has failed
+  std::vector<bool> have_means = {};   // with shards: which parameters have means, by parameter
 };
 
 // Note [Steps]

@@ -40,7 +40,7 @@ class Supervisor:
     def _start(self, variables: dict[str, int]) -> None:
         number, self._num_started = self._num_started, self._num_started + 1
         # What torchrun's agent sets. A rank that joins begins in a group of its own.
-        attempt = max(0, number - variables["WORLD_SIZE"] + 1) if JOINS in variables else 0
+        attempt = number if JOINS in variables else 0
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port, "TORCHELASTIC_RESTART_COUNT": attempt}
         own = {"TORCHELASTIC_USE_AGENT_STORE": "True", STORE: f"127.0.0.1:{self._store.port}"}
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -101,24 +101,31 @@ def _status(rank: PContext) -> int | None:
     return result.failures[0].exitcode if result.failures else 0
 
 
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the launcher's own options, and the script or -m and a module, whose options may look like those."""
+    end = 0
+    while end < len(arguments) and arguments[end].startswith("-") and arguments[end] not in ("-m", "--"):
+        end += 2 if arguments[end] in ("-n", "--nproc") else 1
+    rest = arguments[end:]
+    return arguments[:end], rest[1:] if rest[:1] == ["--"] else rest
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the ranks of a command line, and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="fastsync launch local",
-        usage="%(prog)s [-n RANKS] [--replace] [--] SCRIPT ...",
+        usage="%(prog)s [-n RANKS] [--replace] {SCRIPT | -m MODULE} ...",
         description="Start ranks of a script on this host. When one is lost, the others live on; a script that uses "
         "fastsync.Elastic goes on with them.",
     )
     parser.add_argument("-n", "--nproc", type=int, default=2, metavar="RANKS", help="number of ranks (default: 2)")
     parser.add_argument("--replace", action="store_true", help="start another rank when one is lost")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="a script or -m and a module, with its options")
-    words = list(arguments)
-    if "-m" in words and "--" not in words:  # else the parser would take it for an option
-        words.insert(words.index("-m"), "--")
-    options = parser.parse_args(words)
-    words = options.script[1:] if options.script[:1] == ["--"] else options.script
+    own, words = _split(arguments)
+    options = parser.parse_args(own)
     if options.nproc < 1:
         raise ValueError(f"nproc={options.nproc} must be at least 1")
+    if not words:
+        raise ValueError("name a script, or -m and a module, as in: fastsync launch local -n 4 train.py")
     Script(words).check_file()
 
     def stop(number: int, frame: object) -> None:

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore
+from torch.optim import Optimizer
 
 import fastsync
 from fastsync.elastic import JOINS, STORE, Elastic, RankLostError
 from fastsync.training_state import TrainingState
+from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import run_ranks
 
 NUM_STEPS = 8
@@ -34,12 +36,24 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+class Counter(nn.Module):
+    """Counts its forwards in a buffer that each of them replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return inputs
+
+
 class Training:
     """A model whose step draws random numbers, counts in a buffer, and leaves a parameter without a gradient."""
 
     def __init__(self, members: Sequence[int], compression: str = "none") -> None:
         torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 3))
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), Counter(), nn.Linear(16, 3))
         self.model.register_parameter("unused", nn.Parameter(torch.ones(3)))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
@@ -213,26 +227,35 @@ def test_a_step_that_one_has_finished_is_finished_on_all(store: TCPStore, furthe
     for rank, (num_runs, result) in enumerate(ran):
         # The one that had finished step 2 has begun step 3 in vain. The others do not run step 2 again.
         assert num_runs == NUM_STEPS + (rank == furthest)
-        same_moments, own = result[:-4], result[-4:]
-        torch.testing.assert_close(same_moments, expected[rank][:-4], rtol=0, atol=0)
+        same_moments, own = result[:-5], result[-5:]
+        torch.testing.assert_close(same_moments, expected[rank][:-5], rtol=0, atol=0)
         torch.testing.assert_close(own[-1], expected[rank][-1], rtol=0, atol=0)
 
 
-def catch_an_error(rank: int, world_size: int, port: int) -> tuple[int, list[Tensor]]:
+def catch_an_error(rank: int, world_size: int, port: int, steps_on: bool) -> tuple[int, int, list[Tensor]]:
     os.environ[STORE] = f"127.0.0.1:{port}"
     training = Training(range(world_size))
     elastic = Elastic(training.model, training.optimizer, training.sync)
-    num_runs = 0
+    num_runs, num_backwards = 0, 0
+
+    def backward(loss: Tensor) -> None:
+        nonlocal num_backwards
+        loss.backward()
+        num_backwards += 1
+
     for step in elastic.steps(NUM_STEPS):
         num_runs += 1
         with step:
-            fails = (rank, num_runs) == (1, 3)
-            training.step(step.index, partial(fail_and_catch, training) if fails else Tensor.backward)
-    return num_runs, training.result()
+            if (rank, num_runs) != (1, 3):
+                training.step(step.index, backward)
+                continue
+            with contextlib.suppress(StopIteration):
+                training.step(step.index, partial(fail_and_catch, training, steps_on))
+    return num_runs, num_backwards, training.result()
 
 
-def fail_and_catch(training: Training, loss: Tensor) -> None:
-    """Some gradients are on their way when it fails."""
+def fail_and_catch(training: Training, steps_on: bool, loss: Tensor) -> None:
+    """Some gradients are on their way when it fails. Then the block goes on to its optimizer, or to its end."""
 
     def fail(gradient: Tensor) -> None:
         raise RuntimeError("out of memory")
@@ -241,14 +264,91 @@ def fail_and_catch(training: Training, loss: Tensor) -> None:
     with contextlib.suppress(RuntimeError):
         loss.backward()
     handle.remove()
+    time.sleep(0.5)  # the others have got what was left
+    if not steps_on:
+        raise StopIteration
 
 
-def test_a_step_whose_error_one_rank_has_caught_runs_again_on_all(store: TCPStore) -> None:
-    ran = run_ranks(catch_an_error, 3, store.port)
+@pytest.mark.parametrize("steps_on", [False, True])
+def test_a_step_whose_error_one_rank_has_caught_runs_again_on_all(store: TCPStore, steps_on: bool) -> None:
+    ran = run_ranks(catch_an_error, 3, store.port, steps_on)
     expected = run_ranks(replay, 3, "none", [0, 1, 2], [])
-    for rank, (num_runs, result) in enumerate(ran):
+    for rank, (num_runs, num_backwards, result) in enumerate(ran):
         assert num_runs == NUM_STEPS + 1
+        assert num_backwards == NUM_STEPS  # the others' raised, so that no scaler or scheduler has seen nan
         torch.testing.assert_close(result, expected[rank], rtol=0, atol=0)
+
+
+def fail_beside_a_collective(rank: int, world_size: int, port: int) -> list[int]:
+    """Rank 1 leaves a step, and lives. The others wait for it in a collective of their own, before backward."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size))
+    elastic = Elastic(training.model, training.optimizer, training.sync)
+    fails = rank == 1
+    for step in elastic.steps(NUM_STEPS):
+        with step:
+            if fails and step.index == 3:
+                fails = False
+                raise RankLostError("as if a rank had been lost")
+            dist.all_reduce(torch.ones(1), group=elastic.group)
+            training.step(step.index)
+    return elastic.members
+
+
+def test_a_rank_that_gives_up_ends_a_collective_of_the_others(store: TCPStore) -> None:
+    assert run_ranks(fail_beside_a_collective, 3, store.port) == [[0, 1, 2]] * 3
+
+
+def die_before_a_child(rank: int, world_size: int, port: int) -> list[int]:
+    """Rank 1 dies. A child that it has forked, as a DataLoader forks workers, lives on, with all its descriptors."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size))
+    elastic = Elastic(training.model, training.optimizer, training.sync, timeout=600)
+    for step in elastic.steps(NUM_STEPS):
+        with step:
+            if (rank, step.index) == (1, 3):
+                if os.fork() == 0:
+                    time.sleep(30)
+                    os._exit(0)
+                end_now()
+            training.step(step.index)
+    return elastic.members
+
+
+def test_a_death_is_known_although_a_child_lives_on(store: TCPStore) -> None:
+    """Long before the time-out, which is ten minutes."""
+    ran = run_ranks(die_before_a_child, 3, store.port, lost=[1], timeout=25)
+    assert ran[0] == ran[2] == [0, 2]
+
+
+def join_with_another_model(rank: int, world_size: int, port: int) -> list[int] | str:
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    is_new = rank == 2
+    if is_new:
+        os.environ[JOINS] = "1"
+    training = Training([2] if is_new else [0, 1])
+    if is_new:
+        training.sync.detach()
+        training.model[-1] = nn.Linear(16, 4)
+        training.optimizer = torch.optim.Adam(training.model.parameters())
+        group = dist.new_group([2], use_local_synchronization=True)
+        training.sync = fastsync.attach(training.model, bucket_cap_mb=0.0003, process_group=group)
+    elastic = Elastic(training.model, training.optimizer, training.sync)
+    try:
+        for step in elastic.steps(NUM_STEPS):
+            with step:
+                training.step(step.index)
+                while rank == 0 and step.index == 0 and not elastic._wants_change:
+                    time.sleep(0.01)
+    except ValueError as error:
+        return str(error)
+    return elastic.members
+
+
+def test_a_new_rank_with_another_model_ends_alone(store: TCPStore) -> None:
+    ran = run_ranks(join_with_another_model, 3, store.port)
+    assert ran[:2] == [[0, 1], [0, 1]]
+    assert "the ranks do not agree on what to synchronise: rank 0, 1: " in ran[2]
 
 
 def stop_one(rank: int, world_size: int, port: int, folder: str) -> list[int] | str:
@@ -338,8 +438,9 @@ def alone(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training
     dist.destroy_process_group()
 
 
-def test_a_second_optimizer_step_is_refused(alone: Training) -> None:
-    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, OptimizerWrapper], ids=["torch's", "wrapped"])
+def test_a_second_optimizer_step_is_refused(alone: Training, wrap: Callable[[Optimizer], Optimizer]) -> None:
+    elastic = Elastic(alone.model, wrap(alone.optimizer), alone.sync)
     step = next(elastic.steps(3))
     step.__enter__()
     alone.step(0)
@@ -352,6 +453,14 @@ def test_an_optimizer_step_without_a_sync_is_refused(alone: Training) -> None:
     step.__enter__()
     with pytest.raises(ValueError, match="no backward of this block has averaged"):
         alone.optimizer.step()
+
+
+def test_a_change_between_two_steps_keeps_gradients(alone: Training) -> None:
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    with next(elastic.steps(3)):
+        alone.model(torch.ones(4, 6)).sum().backward()
+    elastic._agree(has_ended=False)
+    assert alone.model[0].weight.grad is not None
 
 
 def test_a_step_that_is_not_entered_is_an_error(alone: Training) -> None:
@@ -432,6 +541,17 @@ def test_launch_local_replaces_a_rank(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["members [0, 2] arguments ['--lr', '1']"] * 2
     assert "rank 1 has failed with status 3; 1 ranks go on, and rank 2 is started in its place" in ran.stderr
+
+
+@pytest.mark.end_to_end
+def test_launch_local_takes_a_module_and_leaves_a_scripts_options_alone(tmp_path: Path) -> None:
+    says = "import os, sys; sys.stdout.write(str(sys.argv[1:]) + os.linesep)"
+    (tmp_path / "trainer.py").write_text(says)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    for words in (["-m", "trainer"], ["--", "-m", "trainer"], ["trainer.py"]):
+        command = [sys.executable, "-m", "fastsync.cli", "launch", "local", "-n", "1", *words, "-m", "7", "--", "x"]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert ran.stdout == "['-m', '7', '--', 'x']\n", ran.stderr
 
 
 @pytest.mark.end_to_end

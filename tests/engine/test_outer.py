@@ -326,12 +326,15 @@ def test_the_others_go_on_without_a_site_that_is_lost(delay: int, compression: A
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
 
 
-def _waits_for_a_rank_that_knows_of_a_loss(rank: int, world_size: int) -> list[int]:
+def _waits_for_a_rank_that_knows_of_a_loss(rank: int, world_size: int, has_seen_it: bool) -> list[int]:
     sites = SurvivingGroup(resolve_group(None), timedelta(minutes=10))
     resolve_group(None).barrier().wait()
     if rank == 2:
         os._exit(0)
     error = RuntimeError("rank 2 is lost")
+    if rank == 1 and has_seen_it:
+        with pytest.raises(RuntimeError):
+            sites.group.recv([torch.zeros(1)], 2, 0).wait()
     if rank == 0:
         with pytest.raises(RuntimeError) as closed:
             sites.group.recv([torch.zeros(1)], 1, 0).wait()
@@ -340,9 +343,10 @@ def _waits_for_a_rank_that_knows_of_a_loss(rank: int, world_size: int) -> list[i
     return sites.ranks
 
 
-def test_a_rank_that_waits_for_one_that_knows_of_a_loss_hears_of_it() -> None:
+@pytest.mark.parametrize("has_seen_it", [False, True], ids=["was told", "its connection broke"])
+def test_a_rank_that_waits_for_one_that_knows_of_a_loss_hears_of_it(has_seen_it: bool) -> None:
     """Also if its own connections to the lost rank have nothing to tell: it has sent all, and waits for the other."""
-    ranks = run_ranks(_waits_for_a_rank_that_knows_of_a_loss, 3, lost=[2], timeout=60)
+    ranks = run_ranks(_waits_for_a_rank_that_knows_of_a_loss, 3, has_seen_it, lost=[2], timeout=60)
     assert ranks[:2] == [[0, 1], [0, 1]]
 
 
