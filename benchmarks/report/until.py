@@ -9,7 +9,6 @@ from statistics import median
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.records import Record
@@ -174,11 +173,8 @@ def picture(records: Sequence[Record], file: Path) -> None:
             axes.set_title(title, loc="left", fontsize=11)
             axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
             axes.set_ylim(len(rows) - 0.5, -0.5)  # from the top down
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.xaxis.set_minor_locator(NullLocator())
             axes.margins(x=0.12)  # for the figures
+            axes.set_xlim(left=0)
             axes.grid(axis="x")
             axes.set_xlabel("seconds")
         metadata = dict.fromkeys(("Creator", "Date")) if file.suffix == ".svg" else None
@@ -205,5 +201,5 @@ def _draw(axes: Axes, place: int, row: Summary) -> None:
         if not math.isfinite(high):
             axes.plot([right], [place], ">", color=look.colour)
     axes.annotate(
-        f"{value:.3g}", (right, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=SOFT
+        f"{value:.1f}", (right, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=SOFT
     )
