@@ -28,7 +28,7 @@ help:
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
 	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL, SkyPilot and the baselines, each in an environment of its own'
-	@echo 'make baselines   install the trainers that python -m benchmarks ppo --until compares, each in an environment of its own'
+	@echo 'make baselines   install what python -m benchmarks ppo --until and recovery compare, each in an environment of its own'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make wheel       make a wheel in dist/ for this torch and this Python, which installs where no compiler is'
@@ -96,12 +96,14 @@ test-trainers: $(foreach package,ray pufferlib skrl rsl-rl skypilot,$(VENV)/with
 	$(VENV)/with-skypilot/bin/python -m pytest tests/ppo/test_launch_files.py -k skypilot_reads $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/benchmarks/test_until.py -k other_trainers $(PYTEST_ARGS)
 
-# The other trainers of `python -m benchmarks ppo --until`, in versions that go with each other and with it.
-baselines: $(foreach package,sbx rlox rejax,$(VENV)/with-$(package)/.installed)
+# The other trainers of `python -m benchmarks ppo --until`, and torchft for `recovery`, in versions that go with
+# each other and with them.
+baselines: $(foreach package,sbx rlox rejax torchft,$(VENV)/with-$(package)/.installed)
 
 $(VENV)/with-sbx/.installed: PACKAGES = sbx-rl==0.28.0
 $(VENV)/with-rlox/.installed: PACKAGES = rlox==1.2.0
 $(VENV)/with-rejax/.installed: PACKAGES = rejax==0.1.3 gymnax==1.0.1
+$(VENV)/with-torchft/.installed: PACKAGES = torchft==0.2.0
 $(VENV)/with-ray/.installed: PACKAGES = 'ray[default,train]'
 $(VENV)/with-skrl/.installed: PACKAGES = skrl
 $(VENV)/with-rsl-rl/.installed: PACKAGES = rsl-rl-lib

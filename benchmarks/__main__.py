@@ -17,6 +17,7 @@ COMMANDS = {
     "link": "sync or ddp between ranks whose network has a known rate: 100 Mbit/s, 1 Gbit/s, 10 Gbit/s",
     "outer": "training between sites over slow links: at each step, or every H by DiLoCo and local SGD",
     "outer_loss": "what a token teaches where sites synchronise every H steps: a small GPT, its loss over tokens",
+    "recovery": "seconds from kill -9 of a rank to the next step, and the steps it costs; beside torchrun and torchft",
     "predict": "efficiency on more ranks or another link, from a model fitted on rows, and how far to trust it",
     "headline": "the picture of the README, from rows of sync and link",
 }

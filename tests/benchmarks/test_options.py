@@ -30,6 +30,11 @@ REFUSED = {
     "stream --nproc 1": "nproc=1 must be at least 2: one rank waits for another that is late",
     "stream --methods no_sync": "methods: 'no_sync' is none of ddp",
     "ppo --nproc 4": "4 ranks: this machine has 2 cores",
+    "recovery": "3 ranks: this machine has 2 cores",
+    "recovery --nproc 1": "nproc=1 must be at least 2: somebody has to be left",
+    "recovery --methods elastic": "methods: 'elastic' is none of fastsync.Elastic, torchrun, torchft",
+    "recovery --hosts 2": "hosts=2 is for fastsync alone: add --methods fastsync.Elastic",
+    "recovery --picture FILE": "picture=FILE must be the name of a file that ends in .png",
     "predict FILE --world-sizes 1": "1 must be 2 or more",
     "predict FILE --picture nowhere/picture.png": "there is no folder nowhere",
 }

@@ -364,6 +364,7 @@ SMALLER = {
     r"(benchmarks (?:ddp|link.*gpt2).*)": r"\1 --models mlp --batch-size 2 --repetitions 1 --warmup 2",
     r"(torchrun .*benchmarks/standalone.py)": r"\1 --numel 50000 --steps 2",
     r"(benchmarks scaling.*)": r"\1 --world-sizes 1 2 --batch-size 2 --steps 2 --warmup 2 --repetitions 1",
+    r"(benchmarks recovery)(.*)": r"\1 --methods fastsync.Elastic --numel 5000 --repetitions 1\2",
     r"(benchmarks outer.*)": r"\1 --numel 200000 --step-time 0.001 --rate 100mbit --rounds 1 --each-step 1",
 }
 
