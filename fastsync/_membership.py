@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ._peer_watch import PeerWatch, reachable
+from .distributed import gloo_group
 
 POLL_SECONDS = 0.004
 LOOK_SECONDS = 0.5
@@ -58,9 +63,18 @@ class Members:
     """
 
     def __init__(
-        self, store: Store, own: int, watch: PeerWatch, timeout: float, min_ranks: int = 1, max_ranks: int | None = None
+        self,
+        store: Store,
+        own: int,
+        watch: PeerWatch,
+        timeout: float,
+        min_ranks: int = 1,
+        max_ranks: int | None = None,
+        name: str = "fastsync.Elastic",
+        way_back: str = "start it again, and it joins them",
     ) -> None:
         self._store = store
+        self._name, self._way_back = name, way_back  # for messages
         self.own = own
         self._watch = watch
         self._timeout = timeout
@@ -107,7 +121,7 @@ class Members:
                 self._store.compare_set(key, "", self._proposal(told, new).to_json())
             elif is_late:
                 raise TooFewRanksError(
-                    f"fastsync.Elastic: {sum(came.values())} of ranks {self.now.members} are left, and min_ranks="
+                    f"{self._name}: {sum(came.values())} of ranks {self.now.members} are left, and min_ranks="
                     f"{self._min_ranks}; no others have joined within {self._timeout:g} s"
                 )
             else:
@@ -115,8 +129,8 @@ class Members:
         decided = Membership.from_json(self._store.get(key))
         if self.own not in decided.progress:
             raise RuntimeError(
-                f"fastsync.Elastic: ranks {decided.members} have gone on without rank {self.own}, which was silent for "
-                f"{self._timeout:g} s, or could not be reached; start it again, and it joins them"
+                f"{self._name}: ranks {decided.members} have gone on without rank {self.own}, which was silent for "
+                f"{self._timeout:g} s, or could not be reached; {self._way_back}"
             )
         self._take(decided)
         return decided
@@ -156,6 +170,23 @@ class Members:
             time.sleep(POLL_SECONDS)
         return True
 
+    def form_group(self) -> dist.ProcessGroup | None:
+        """Forms the members' group. Returns None if one of them is lost: then the connecting thread ends by itself."""
+        made: list[dist.ProcessGroup] = []
+        members = self.now.members
+        rank, store = members.index(self.own), PrefixStore(f"group{self.now.epoch}", another_connection(self._store))
+
+        def connect() -> None:
+            with suppress(RuntimeError):
+                limit, name = timedelta(seconds=self._timeout), f"fastsync: ranks {members}"
+                made.append(gloo_group(store, rank, len(members), limit, name))
+
+        thread = threading.Thread(target=connect, name="fastsync connects", daemon=True)
+        thread.start()
+        while thread.is_alive() and not self.has_lost():
+            thread.join(0.05)
+        return made[0] if made and not thread.is_alive() else None
+
     def has_lost(self) -> bool:
         """Whether a member is dead."""
         return not self._watch.dead().isdisjoint(self.now.members)
@@ -164,6 +195,18 @@ class Members:
         """Whether a member is dead, or has left this membership after an error."""
         others = [f"{self.now.epoch}/here/{each}" for each in self.now.members if each != self.own]
         return self.has_lost() or any(self._store.check([other]) for other in others)
+
+    def may_have_caused(self, error: BaseException) -> bool:
+        """Whether an error may come from a group that has lost a member. Waits a moment for news of it."""
+        if isinstance(error, dist.DistError):
+            return True
+        # torch.distributed raises a ValueError in place of a failed collective's error, as it does not list the group.
+        if isinstance(error, RuntimeError | ValueError):
+            for _ in range(10):  # a collective may notice a death before the watch does
+                if self.is_ending():
+                    return True
+                time.sleep(0.1)
+        return False
 
     # ---- new ranks --------------------------------------------------------------------------------------------------
 
@@ -208,7 +251,7 @@ class Members:
                 seen = time.monotonic()
             elif time.monotonic() - seen > self._timeout:
                 raise RuntimeError(
-                    f"fastsync.Elastic: this process waited to join ranks {newest.members}, none of which could be "
+                    f"{self._name}: this process waited to join ranks {newest.members}, none of which could be "
                     f"reached for {self._timeout:g} s"
                 )
             time.sleep(LOOK_SECONDS / 2)
@@ -216,3 +259,16 @@ class Members:
     def leave(self) -> None:
         """Tells the others at once that this rank does not go on."""
         self._watch.close()
+
+
+def another_connection(store: Store) -> Store:
+    """Returns another connection to a store. One connection serves one thread at a time."""
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    return clone
+
+
+def host_of(store: Store) -> str:
+    """Returns the host that holds a store or, where that is not known, the one that the ranks meet at."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else os.environ.get("MASTER_ADDR", "localhost")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +21,10 @@ from torch.optim import Optimizer
 from . import _C
 from ._checks import check_at_least
 from ._handles_in_use import handles_of
-from ._membership import Members, Membership
+from ._membership import Members, Membership, another_connection, host_of
 from ._optimizer_steps import innermost
 from ._peer_watch import PeerWatch, host_and_port
 from .attach import GradientSynchronizer
-from .distributed import gloo_group
 from .training_state import TrainingState
 
 STORE, JOINS = "FASTSYNC_STORE", "FASTSYNC_JOINS"
@@ -105,15 +102,15 @@ class Elastic:
         self.min_ranks, self.max_ranks = min_ranks, max_ranks
         check_at_least(self, min_ranks=1, max_ranks=max(1, min_ranks))
         self._model, self._sync = model, sync
-        self._timeout = timedelta(seconds=timeout)
         self._on_change = on_change
         self._with_buffers = [module for module in model.modules() if module._buffers]
-        store = _store(store)
-        look_store = _again(store)  # a store's connection serves one thread at a time
-        self._store = store
+        store = members_store(store)
+        if store is None:
+            raise ValueError(_NO_STORE)
+        look_store = another_connection(store)
         on_death, look = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._look)
         self._watch = PeerWatch(
-            _host_of(store),
+            host_of(store),
             on_death=lambda lost: known(lost) if (known := on_death()) else None,
             look=lambda: known(look_store) if (known := look()) else None,
         )
@@ -303,15 +300,8 @@ class Elastic:
         """Whether an error comes from a group that has lost a rank."""
         if not isinstance(error, Exception):
             return False
-        if isinstance(error, RankLostError | dist.DistError) or self._sync._engine.take_failure():
-            return True
-        # torch.distributed raises a ValueError in place of a failed collective's error, as it does not list the group.
-        if isinstance(error, RuntimeError | ValueError):
-            for _ in range(10):  # a collective may notice a death before the watch does
-                if self._members.is_ending():
-                    return True
-                time.sleep(0.1)
-        return False
+        is_known = isinstance(error, RankLostError) or self._sync._engine.take_failure()
+        return is_known or self._members.may_have_caused(error)
 
     def _take_back(self) -> None:
         """Puts back what the failed step has changed."""
@@ -350,7 +340,7 @@ class Elastic:
         """Goes on in a group of these members. Returns false if one of them is lost meanwhile."""
         if not self._members.wait_until_ready():
             return False
-        group = self._form(decided)
+        group = self._members.form_group()
         if group is None:
             return False
         furthest = max(decided.progress.values())
@@ -380,22 +370,6 @@ class Elastic:
         if decided.epoch > 0 and self._on_change is not None:
             self._on_change(decided.members)
         return True
-
-    def _form(self, decided: Membership) -> dist.ProcessGroup | None:
-        """Forms the members' group. Returns None if one of them is lost: then the connecting thread ends by itself."""
-        made: list[dist.ProcessGroup] = []
-        rank, size = decided.members.index(self._members.own), len(decided.members)
-        store = PrefixStore(f"group{decided.epoch}", _again(self._store))
-
-        def connect() -> None:
-            with suppress(RuntimeError):
-                made.append(gloo_group(store, rank, size, self._timeout, f"fastsync: ranks {decided.members}"))
-
-        thread = threading.Thread(target=connect, name="fastsync connects", daemon=True)
-        thread.start()
-        while thread.is_alive() and not self._members.has_lost():
-            thread.join(0.05)
-        return made[0] if made and not thread.is_alive() else None
 
     def _share(self, root: int) -> None:
         """Gives all ranks the state of one, or leaves it as it is."""
@@ -449,8 +423,11 @@ class Step:
         return self._elastic._exit(error)
 
 
-def _store(given: Store | None) -> Store:
-    """Returns the store in which the ranks agree. It outlives every rank."""
+def members_store(given: Store | None = None) -> Store | None:
+    """Returns the part of a store in which the ranks of one training agree. The store outlives every rank.
+
+    All ranks have to call it in the same order. If none is given, it is the launcher's; None if there is none either.
+    """
     global _num_made
     attempt = "0"
     if given is None:
@@ -460,19 +437,7 @@ def _store(given: Store | None) -> Store:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]  # torchrun keeps the store when it starts all anew
         else:
-            raise ValueError(_NO_STORE)
+            return None
         given = TCPStore(host, port, is_master=False, timeout=STORE_LIMIT)
     _num_made += 1
-    return PrefixStore(_KEYS.format(_num_made, attempt), _again(given))
-
-
-def _again(store: Store) -> Store:
-    """Returns another connection to the store."""
-    clone: Store = store.clone()  # type: ignore[attr-defined]
-    return clone
-
-
-def _host_of(store: Store) -> str:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else os.environ.get("MASTER_ADDR", "localhost")
+    return PrefixStore(_KEYS.format(_num_made, attempt), another_connection(given))

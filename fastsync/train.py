@@ -29,10 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .launch.environment import this_rank
     from .ppo.cli import STOPPED, Arguments, check_device, check_environment, parse, train_rank
     from .ppo.runs.folder import check_run
+    from .ppo.survivors import check_not_joining
 
     prog = "python -m fastsync.train"
     settings = parse(Arguments, prog, arguments).settings
     try:
+        check_not_joining()
         this = this_rank()
         if this.rank == 0:
             check_device(settings)

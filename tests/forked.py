@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from fastsync.launch import torchrun
+from fastsync.launch import supervisor, torchrun
 from tests.ranks import fresh_process_context
 
 
@@ -51,8 +51,9 @@ def runs_in_group(group: int) -> bool:
 
 @contextmanager
 def forked_ranks(start_method: str | None = None) -> Iterator[None]:
-    """``launch_ranks`` forks its ranks from the server, or starts them by another method of multiprocessing's."""
+    """Launchers fork their ranks from the server, or start them by another method of multiprocessing's."""
     start_method, launch = start_method or fresh_process_context().get_start_method(), torchrun.elastic_launch
+    before, supervisor.START_METHOD = supervisor.START_METHOD, start_method
 
     def launch_forked(config: torchrun.LaunchConfig, entry_point: object) -> object:
         return launch(replace(config, start_method=start_method), entry_point)
@@ -62,6 +63,7 @@ def forked_ranks(start_method: str | None = None) -> Iterator[None]:
         yield
     finally:
         torchrun.elastic_launch = launch
+        supervisor.START_METHOD = before
 
 
 class Command:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
 import time
 from typing import Any
 
@@ -75,6 +76,23 @@ def at_level(index: int, first: int = 0) -> gymnasium.Env[Any, Any]:
     """Observes the level, which is its number plus an argument."""
     env = Countdown()
     return gymnasium.wrappers.TransformObservation(env, lambda seen: seen * 0 + index + first, env.observation_space)
+
+
+class Deadly(Countdown):
+    """Ends its process in its 50th step."""
+
+    num_steps = 0
+
+    def step(self, action: Any):
+        self.num_steps += 1
+        if self.num_steps == 50:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def deadly(index: int) -> gymnasium.Env[Any, Any]:
+    """Ends rank 0."""
+    return Countdown() if index else Deadly()
 
 
 class FromFive(Countdown):

@@ -103,21 +103,21 @@ def _watched(training: Training) -> Iterator[list[Outcome]]:
     from fastsync.ppo.runs.metrics import returns_of
     from fastsync.ppo.session import Session
 
-    reached, report, begin = list[Outcome](), Session.report, Session.begin
+    reached, update, begin = list[Outcome](), Session.update, Session.begin
     watches = list[Watch]()
 
     def begins(session: Session, ppo: Any) -> None:
         begin(session, ppo)
         watches.append(Watch(training))
 
-    def reports_and_looks(session: Session, *given: Any) -> None:
-        report(session, *given)
+    def updates_and_looks(session: Session, *given: Any) -> None:
+        update(session, *given)
         step, returns = session._ppo.step, returns_of(session._last_episodes)
         if watches[0].look(step, returns):
             reached.append(watches[0].outcome(step, returns))
             session._is_stopped = True
 
-    with patch.multiple(Session, begin=begins, report=reports_and_looks):
+    with patch.multiple(Session, begin=begins, update=updates_and_looks):
         yield reached
 
 

@@ -106,6 +106,11 @@ class Trainer:
     def __post_init__(self) -> None:
         if self.settings.resume not in (None, "auto"):
             raise ValueError(f"resume={self.settings.resume!r}: jobs always use resume=auto; set run_name instead")
+        if self.settings.on_lost_rank == "continue":
+            raise ValueError(
+                "on_lost_rank='continue': these jobs start ranks by torchrun, which ends all ranks of a machine with a "
+                "lost one; leave it out, and have the job come back from its last checkpoint"
+            )
 
     def command(self, run_name: str, runs_dir: str | None = None) -> list[str]:
         """Returns the words after torchrun's options. A name in the settings comes before ``run_name``."""

@@ -82,7 +82,7 @@ def launch_ranks(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    with _ended_soon(say, [] if killed is None else killed), _signals_passed_on(stop_timeout) as received:
+    with _ended_soon(say, [] if killed is None else killed), signals_passed_on(stop_timeout) as received:
         try:
             results = elastic_launch(config, run_rank)(fn, args)
         except ChildFailedError as error:
@@ -94,8 +94,8 @@ def launch_ranks(
 
 
 @contextmanager
-def _signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
-    """Passes signals on to the ranks. Yields a list that holds the first signal once it came.
+def signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
+    """Passes signals on to the ranks, this process's children. Yields a list that holds the first signal once it came.
 
     The launcher itself would stop waiting for the ranks. But a rank ends only when the launcher has read its result. So
     the launcher would kill ranks that end in order.

@@ -28,6 +28,7 @@ from .._checks import check_at_least
 from ..distributed import process_group
 from ..doctor import install_command
 from ..integrations.ray import launch_on_ray
+from ..launch.supervisor import launch_survivors
 from ..launch.torchrun import launch_ranks
 from .envs.make import make_one
 from .evaluation import Evaluator
@@ -152,6 +153,16 @@ class Launch(Arguments):
             raise ValueError(
                 f"resume={self.settings.resume!r}: launcher='ray' resumes with resume='auto' only; set run_name"
             )
+        if self.settings.on_lost_rank == "continue":
+            if self.launcher == "ray":
+                raise ValueError(
+                    "on_lost_rank='continue': Ray ends all ranks when one is lost; leave out launcher='ray'"
+                )
+            if self.max_restarts:
+                raise ValueError(
+                    f"max_restarts={self.max_restarts} starts all ranks again when one is lost, and with "
+                    "on_lost_rank='continue' the others go on; leave one of them out"
+                )
 
 
 def check_device(settings: Settings, num_ranks: int = 1) -> None:
@@ -177,7 +188,7 @@ def check_environment(settings: Settings) -> None:
     rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
     with make_one(settings) as environments:
         if settings.eval_env is not None:
-            Evaluator(settings, 0, 1, environments).check()
+            Evaluator(settings, environments).check()
         spaces = environments.single_observation_space, environments.single_action_space
         with _playing(settings):
             observations = torch.from_numpy(environments.reset())
@@ -207,8 +218,9 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         work: called on each rank with the settings, as ``train_rank``.
 
     Returns:
-        The exit status: 0; 1 if a rank failed, after torchrun's report and a sentence with rank and reason; 143 if a
-        signal stopped the training, after a message how to resume; 130 if that was Ctrl-C.
+        The exit status: 0; 1 if a rank failed, after torchrun's report and a sentence with rank and reason, or if all
+        were lost that may go on without others; 143 if a signal stopped the training, after a message how to resume;
+        130 if that was Ctrl-C.
 
     Raises:
         ValueError: the settings cannot work here, or the run cannot begin or resume. This is checked before ranks
@@ -237,7 +249,12 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
     stopping: dict[str, Any] = {"max_restarts": options.max_restarts, "stop_timeout": options.stop_timeout}
     told: dict[str, Any] = {"say": lambda text: print(f"fastsync train: {text}", file=sys.stderr), "killed": killed}
     try:
-        stopped_by = launch_ranks(work, options.nproc, settings, **stopping, **told)
+        if settings.on_lost_rank == "continue":
+            stopped_by = launch_survivors(work, options.nproc, settings, stop_timeout=options.stop_timeout)
+            if not stopped_by:
+                return 1
+        else:
+            stopped_by = launch_ranks(work, options.nproc, settings, **stopping, **told)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message: Any = failure.message  # a dict if the rank has raised, a string if its process has died

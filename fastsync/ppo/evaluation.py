@@ -121,15 +121,13 @@ class Evaluator:
 
     Args:
         settings: eval_env, eval_episodes, env, env_kwargs and seed are used.
-        rank: this rank.
-        world_size: number of ranks.
         training: environments of the training, whose spaces those of the evaluations must have.
     """
 
-    def __init__(self, settings: RunSettings, rank: int, world_size: int, training: Environments) -> None:
+    def __init__(self, settings: RunSettings, training: Environments) -> None:
         self._env, self._kwargs, self._seed = settings.eval_env or settings.env, settings.env_kwargs, settings.seed
         self._spaces = training.single_observation_space, training.single_action_space
-        self._mine = [UNSEEN + number for number in range(settings.eval_episodes)][rank::world_size]
+        self._indices = [UNSEEN + number for number in range(settings.eval_episodes)]
 
     def check(self) -> None:
         """Checks that the environment exists, and has the spaces of the training's.
@@ -146,10 +144,11 @@ class Evaluator:
         training goes on as if there had been no evaluation.
         """
         numbers = list[float]()
-        if self._mine:
-            with _kept(policy), self._make(self._mine) as environments:
-                for number, value, length, _ in play(policy, environments, len(self._mine)):
-                    numbers += [self._mine[number - environments.first_index], value, length]
+        mine = self._indices[exchange.rank :: exchange.world_size]
+        if mine:
+            with _kept(policy), self._make(mine) as environments:
+                for number, value, length, _ in play(policy, environments, len(mine)):
+                    numbers += [mine[number - environments.first_index], value, length]
         gathered = [number for ranks_numbers in exchange.all_gather(numbers) for number in ranks_numbers]
         columns = zip(gathered[::3], gathered[1::3], gathered[2::3], strict=True)
         return sorted(Episode(int(environment), value, int(length)) for environment, value, length in columns)

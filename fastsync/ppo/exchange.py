@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +21,21 @@ ROW = 512
 
 
 class Exchange:
-    """Collectives over all ranks of the default group. Every rank must make the same calls in the same order.
+    """Collectives over all ranks of a group. Every rank must make the same calls in the same order.
 
     Args:
         device: the device of tensors in the group's collectives.
+        names_missing: an error says which ranks do not answer. That takes seconds.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._liveness = _C.Liveness(resolve_group(None), "fastsync train")
+    def __init__(self, device: torch.device, *, names_missing: bool = True) -> None:
+        self._device, self._names_missing = device, names_missing
+        self.use_group(resolve_group(None))
+
+    def use_group(self, group: dist.ProcessGroup) -> None:
+        """Goes over to another group."""
+        self.group, self.rank, self.world_size = group, group.rank(), group.size()
+        self._liveness = _C.Liveness(group, "fastsync train") if self._names_missing else None
 
     def all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Returns the numbers of all ranks, in rank order. Ranks may have different numbers of them.
@@ -48,9 +54,15 @@ class Exchange:
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum of a small tensor over all ranks, of one shape and dtype. CPU ranks add in rank order."""
-        if self._world_size == 1 or self._device.type != "cpu":
-            return dist_sum(values)
+        if self.world_size == 1 or self._device.type != "cpu":
+            return dist_sum(values, process_group=self.group)
         return reduce(torch.add, self._gather(values.detach().contiguous()))
+
+    def gather_objects(self, mine: object) -> list[Any] | None:
+        """Returns the objects of all ranks, in rank order, on the first rank; None on the others."""
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(mine, gathered, group=self.group, group_dst=0)
+        return gathered
 
     def _gather_rows(self, numbers: Sequence[float], size: int) -> list[list[float]]:
         """Returns the numbers of each rank, padded with zeros to the size."""
@@ -60,20 +72,23 @@ class Exchange:
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks, which have one shape and dtype."""
-        if self._world_size == 1:
+        if self.world_size == 1:
             return [mine]
-        gathered = [torch.empty_like(mine) for _ in range(self._world_size)]
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
         try:
-            dist.all_gather(gathered, mine)
+            self.group.allgather(gathered, mine).wait()
         except RuntimeError as error:
+            if self._liveness is None:
+                raise
             raise RuntimeError(
-                f"fastsync train: rank {self._rank} of {self._world_size} waited for the others in vain, "
-                f"{self._who_is_missing()} ({error})"
+                f"fastsync train: rank {self.rank} of {self.world_size} waited for the others in vain, "
+                f"{_who_is_missing(self._liveness)} ({error})"
             ) from error
         return gathered
 
-    def _who_is_missing(self) -> str:
-        silent: list[int] = []
-        with suppress(RuntimeError):  # the store does not answer
-            silent = self._liveness.silent_ranks()
-        return f"and ranks {silent} do not answer" if silent else "and no rank is known to be lost"
+
+def _who_is_missing(liveness: _C.Liveness) -> str:
+    silent: list[int] = []
+    with suppress(RuntimeError):  # the store does not answer
+        silent = liveness.silent_ranks()
+    return f"and ranks {silent} do not answer" if silent else "and no rank is known to be lost"

@@ -306,12 +306,20 @@ class LearningRate:
 
     def __init__(self, settings: Settings, world_size: int, optimizer: Optimizer) -> None:
         self._settings, self._optimizer, self._warmup = settings, optimizer, 1.0
+        self._peak = self._peak_of(world_size)
+        device = optimizer.param_groups[0]["lr"].device
+        self._adaptive = torch.tensor(self._peak, dtype=torch.float64, device=device)
+
+    def _peak_of(self, world_size: int) -> float:
         # The batch grows with the number of ranks. linear keeps the change per row (Goyal et al., 2017), and sqrt keeps
         # the noise of a step (Krizhevsky, 2014).
         factors = {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": world_size}
-        self._peak = settings.learning_rate * factors[settings.lr_scaling]
-        device = optimizer.param_groups[0]["lr"].device
-        self._adaptive = torch.tensor(self._peak, dtype=torch.float64, device=device)
+        return self._settings.learning_rate * factors[self._settings.lr_scaling]
+
+    def scale_to(self, world_size: int) -> None:
+        """Goes on with another number of ranks."""
+        before, self._peak = self._peak, self._peak_of(world_size)
+        self._adaptive *= self._peak / before
 
     def start_update(self, *, remaining: float, update: int) -> None:
         """Sets the rate for an update, counted from 0. ``remaining`` goes from 1 to 0 over the run."""
@@ -337,7 +345,12 @@ class LearningRate:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores ``state_dict()``, unless the settings now ask for another learning rate."""
         if state["peak"] == self._peak:
-            self._adaptive.copy_(state["adaptive"])
+            self.put_back(state)
+
+    def put_back(self, state: dict[str, Tensor]) -> None:
+        """Becomes what it was at ``state_dict()``."""
+        self._peak = float(state["peak"])
+        self._adaptive.copy_(state["adaptive"])
 
     def _set(self, learning_rate: Tensor | float) -> None:
         if not isinstance(learning_rate, Tensor):
@@ -364,7 +377,7 @@ class PPO:
         spaces = environments.single_observation_space, environments.single_action_space
         self.policy = make_policy(settings, *spaces, policy).to(device)
         torch.manual_seed(seed_from(settings.seed, dist.get_rank()))  # ranks draw different Dropout masks
-        self.exchange = Exchange(device)
+        self.exchange = Exchange(device, names_missing=settings.on_lost_rank == "stop")
         lr = torch.tensor(settings.learning_rate, dtype=torch.float32, device=device)
         self.parameters = list(self.policy.parameters())
         self.optimizer = Adam(self.parameters, lr=lr, eps=1e-5)
@@ -410,7 +423,8 @@ class PPO:
         returns = advantages + rollout.values  # [T, N]: targets of the critic
         both_moments = self._moments(torch.stack([advantages, returns], -1), rollout.valid)  # [5]
         advantage_moments = both_moments[[0, 1, 3]]
-        num_valid, world_size, num_minibatches = advantage_moments[0], dist.get_world_size(), settings.num_minibatches
+        num_valid, num_minibatches = advantage_moments[0], settings.num_minibatches
+        world_size = self.exchange.world_size
         weights = row_weights(rollout.valid, num_valid, world_size=world_size, num_minibatches=num_minibatches)
         batch = Batch(
             observations=rollout.observations,
@@ -439,6 +453,12 @@ class PPO:
             if buffers := own_buffers(self.policy):  # DiLoCo does not average all buffers, such as counts
                 broadcast_named(buffers, resolve_group(None))
         return metrics
+
+    def use_group(self, group: dist.ProcessGroup) -> None:
+        """Goes on with the ranks of another group, in which all have learnt the same so far."""
+        self.sync.use_group(group, init_sync=False)
+        self.exchange.use_group(group)
+        self.learning_rate.scale_to(group.size())
 
     def sync_stats(self) -> SyncStats:
         """Returns what synchronisation of gradients or weights has cost so far."""
@@ -543,7 +563,7 @@ def train(
 
     Raises:
         ValueError: the environment, the policy or the run folder does not suit, or the run cannot be resumed.
-        RuntimeError: a rank was lost, or the ranks' weights differ at the end.
+        RuntimeError: a rank was lost, and ``settings.on_lost_rank`` is stop. Or the ranks' weights differ at the end.
     """
     fused.enable(settings.fused, own=[loss, advantages])
     with open_session(settings, device) as session:
@@ -551,6 +571,5 @@ def train(
         session.begin(ppo)
         while not session.is_over:
             rollout = ppo.collect()
-            metrics = ppo.learn(rollout)
-            session.report(rollout, metrics)
+            session.update(ppo.learn, rollout)  # learns, and reports it; again if a rank is lost meanwhile
         return ppo.policy, session.finish()

@@ -7,8 +7,8 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from .evaluation import Evaluator
 from .fused import METRICS, what_ran
 from .runs.checkpoints import Checkpoint, CheckpointFolder
 from .runs.console import RunConsole, hints
-from .runs.folder import CHECKPOINTS, Opened, open_run
+from .runs.folder import CHECKPOINTS, Opened, locked, open_run
 from .runs.loggers import open_loggers
 from .runs.metrics import (
     WINDOW,
@@ -41,6 +41,7 @@ from .runs.metrics import (
 from .runs.rank_output import output_kept_apart
 from .runs.usage import UsageMeter
 from .settings import RunSettings
+from .survivors import Before, Result, Survivors, survivors_of
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
 
     Raises:
         ValueError: the environment is not supported, the run folder exists already, or the run cannot be resumed. Or
-            the device is not of the settings' kind.
+            the device is not of the settings' kind, or ranks cannot go on without others here.
     """
     if device is not None and settings.device not in ("auto", device.type):
         raise ValueError(f"device={str(device)!r}, but the settings have device={settings.device!r}; leave one out")
@@ -57,35 +58,42 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
         if "OMP_NUM_THREADS" not in os.environ:  # as under torchrun: more threads gain nothing on small networks
             torch.set_num_threads(1)
         chosen = stack.enter_context(process_group(settings.timeout, backend=settings.backend))
+        survivors = survivors_of(settings, device or chosen)
         opened = [stack.enter_context(open_run(settings, dist.get_world_size())) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(opened)
         assert opened[0] is not None
         folder, checkpoint, _ = opened[0]
+        apart = stack.enter_context(ExitStack())
         if dist.get_rank() > 0 and not settings.quiet:
-            stack.enter_context(output_kept_apart(folder / f"rank{dist.get_rank()}.log"))
+            apart.enter_context(output_kept_apart(folder / f"rank{dist.get_rank()}.log"))
         restart = checkpoint.step if checkpoint else 0
         environments = make_environments(settings, rank=dist.get_rank(), restart=restart)
         stack.enter_context(environments)
         signals = stack.enter_context(StopSignals())
-        yield Session(settings, environments, device or chosen, signals, stack, opened[0])
+        yield Session(settings, environments, device or chosen, signals, stack, opened[0], survivors, apart)
 
 
 class Session:
-    """One rank's side of a training in its run's folder. Rank 0 prints, logs and saves."""
+    """One rank's side of a training in its run's folder. Rank 0 prints, logs and saves.
+
+    If rank 0 is lost, and the others go on, the first of them does so.
+    """
 
     def __init__(
         self, settings: RunSettings, environments: Environments, device: torch.device, signals: StopSignals,
-        stack: ExitStack, opened: Opened,
+        stack: ExitStack, opened: Opened, survivors: Survivors | None = None, apart: ExitStack | None = None,
     ) -> None:  # fmt: skip
         self.environments, self.device = environments, device
         self._settings, self._signals, self._stack = settings, signals, stack
+        self._survivors = survivors
+        self._apart = apart  # keeps what this rank prints out of rank 0's terminal
         self._folder, self._checkpoint, self._notes = opened
         self._best_return = _best_so_far(self._checkpoint, settings)
         self._checkpoints = CheckpointFolder(self._folder / CHECKPOINTS, settings.keep_checkpoints, self._best_return)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._evaluator: Evaluator | None = None
         if settings.eval_interval:
-            self._evaluator = Evaluator(settings, self._rank, self._world_size, environments)
+            self._evaluator = Evaluator(settings, environments)
         self._usage = UsageMeter(self.device)
         self._last_episodes = deque[Episode](maxlen=WINDOW)
         self._seconds = self._gathering_seconds = self._reporting_seconds = self._evaluation_seconds = 0.0
@@ -98,14 +106,13 @@ class Session:
             self._notes += self._resume(self._checkpoint)
         self._resumed_step, self._resumed_update, self._resumed_seconds = ppo.step, ppo.update, self._seconds
         self._evaluated_step = ppo.step
+        self._logged: tuple[int, dict[str, float]] | None = None  # the newest row of the logs
+        self._logged_until = ppo.step  # the step of the row before
+        if self._survivors is not None:
+            self._ranks = self._survivors.ranks
+            self._survivors.serve(self._go_on, lambda: ppo.sync._engine.take_failure())
         if self._rank == 0:
-            settings, ranks = self._settings, "1 rank" if self._world_size == 1 else f"{self._world_size} ranks"
-            title = f"{settings.env} on {ranks}, compression {settings.compression}"
-            self._console = RunConsole(title, settings.total_steps, ppo.step, self._world_size, quiet=settings.quiet)
-            self._stack.callback(self._console.close)
-            self._loggers = open_loggers(self._folder, settings, ppo.step)
-            for logger in self._loggers:
-                self._stack.callback(logger.close)
+            self._open_console_and_logs()
             for sentence in self._notes:
                 self._console.say(sentence)
             for sentence in self.environments.notes:
@@ -116,14 +123,70 @@ class Session:
         self._saved_at = time.perf_counter()
         self._before = ppo.sync_stats(), 0.0
 
+    def _open_console_and_logs(self) -> None:
+        settings = self._settings
+        ranks, step = self._world_size, self._ppo.step
+        self._console = RunConsole(self._title(), settings.total_steps, step, ranks, quiet=settings.quiet)
+        self._stack.callback(self._console.close)
+        self._loggers = open_loggers(self._folder, settings, self._logged_until)
+        for logger in self._loggers:
+            self._stack.callback(logger.close)
+
+    def _title(self) -> str:
+        ranks = "1 rank" if self._world_size == 1 else f"{self._world_size} ranks"
+        return f"{self._settings.env} on {ranks}, compression {self._settings.compression}"
+
     @property
     def is_over(self) -> bool:
         """Whether all steps are done, or a rank was asked to stop."""
         return self._is_stopped or self._ppo.step >= self._settings.total_steps
 
-    def report(self, rollout: Any, metrics: dict[str, float]) -> None:
-        """Gathers, prints and logs the metrics of an update, and saves a checkpoint if due. Every rank must call it."""
-        began = time.perf_counter()
+    def update(self, learn: Callable[[Any], dict[str, float]], rollout: Any) -> None:
+        """Learns from a rollout, and gathers, prints and logs the metrics. Saves a checkpoint if due.
+
+        Every rank must call it.
+
+        Args:
+            learn: learns from the rollouts of all ranks, and returns metrics.
+            rollout: this rank's rollout.
+        """
+        put_back = None if self._survivors is None else Before(self._ppo).put_back
+        reports = self._on_all_ranks(lambda: self._gather(rollout, learn(rollout)), put_back)
+        gathered_at = time.perf_counter()
+        self._gathering_seconds = gathered_at - self._gathering_since  # counted in the next update: the report is sent
+        self._last_episodes.extend(ended_episodes(reports))
+        self._seconds = gathered_at - self._started
+        _check_finite(reports, self._ppo.update)
+        self._is_stopped = any(each.stop_requested for each in reports)
+        evaluation, is_best = self._evaluate()
+        evaluated_at = time.perf_counter()
+        self._evaluation_seconds = evaluated_at - gathered_at  # counted in the next update, too
+        if self._rank == 0 or self._survivors is not None:
+            step, speed = self._ppo.step, self._speed(self._ppo.step, self._seconds)
+            scalars = scalars_of(self._ppo.update, self._seconds, speed, self._last_episodes, reports) | evaluation
+            self._logged_until = self._logged[0] if self._logged is not None else self._logged_until
+            self._logged = step, scalars
+        if self._rank == 0:
+            if evaluation and not math.isnan(evaluation["evaluation/return"]):
+                self._console.evaluated(step, scalars, self._best_return)
+            self._console.update(step, scalars)
+            for logger in self._loggers:
+                logger.log(step, scalars)
+            if self._ppo.update == self._resumed_update + 1:
+                self._console.say(what_ran())
+                if isinstance(self._ppo.sync.compression, Auto):
+                    self._console.say(f"compression {self._settings.compression}: {self._ppo.sync.explain()}")
+        if self.is_over or reports[0].checkpoint_due or is_best:
+            score = self._score(is_best)
+            self._on_all_ranks(lambda: self._save(score))
+            # On every rank, because any of them may become the first.
+            self._checkpoints.best_return = max(self._checkpoints.best_return, score)
+            self._saved_at = time.perf_counter()
+        self._reporting_seconds = time.perf_counter() - evaluated_at
+
+    def _gather(self, rollout: Any, metrics: dict[str, float]) -> list[RankReport]:
+        """Returns the reports of all ranks on the update that has just ended."""
+        began = self._gathering_since = time.perf_counter()
         is_due = began - self._saved_at >= self._settings.checkpoint_interval
         mine = RankReport(
             times=self._times(rollout, began),
@@ -136,32 +199,42 @@ class Session:
             checkpoint_due=self._rank == 0 and is_due,
             usage=self._usage.read(),
         )
-        reports = gather_reports(mine, self._ppo.exchange)
-        self._last_episodes.extend(ended_episodes(reports))
-        gathered_at = time.perf_counter()
-        self._gathering_seconds = gathered_at - began  # counted in the next update, because the report has been sent
-        self._seconds = gathered_at - self._started
-        _check_finite(reports, self._ppo.update)
-        self._is_stopped = any(each.stop_requested for each in reports)
-        evaluation, is_best = self._evaluate()
-        evaluated_at = time.perf_counter()
-        self._evaluation_seconds = evaluated_at - gathered_at  # counted in the next update, too
-        if self._rank == 0:
-            step, speed = self._ppo.step, self._speed(self._ppo.step, self._seconds)
-            scalars = scalars_of(self._ppo.update, self._seconds, speed, self._last_episodes, reports) | evaluation
-            if evaluation and not math.isnan(evaluation["evaluation/return"]):
-                self._console.evaluated(step, scalars, self._best_return)
-            self._console.update(step, scalars)
+        return gather_reports(mine, self._ppo.exchange)
+
+    def _on_all_ranks(self, part: Callable[[], Result], put_back: Callable[[], None] | None = None) -> Result:
+        """Does something together with the other ranks, again if one is lost and the others go on."""
+        if self._survivors is None:
+            return part()
+        return self._survivors.run(part, put_back or (lambda: None))
+
+    def _go_on(self) -> None:
+        """Goes on with the group of the ranks that are left."""
+        assert self._survivors is not None
+        group, ranks = self._survivors.group, self._survivors.ranks
+        self._ppo.use_group(group)
+        self._before = self._ppo.sync_stats(), self._ppo.waiting.seconds()
+        was_first, lost = self._rank == 0, sorted({*self._ranks} - {*ranks})
+        self._ranks, self._rank, self._world_size = ranks, group.rank(), group.size()
+        if self._rank > 0:
+            return
+        if not was_first:
+            self._become_first()
+        self._console.use_ranks(self._title(), self._world_size)
+        if lost:
+            are_lost = f"rank {lost[0]} is lost" if len(lost) == 1 else f"ranks {lost} are lost"
+            go_on = "1 rank goes on" if len(ranks) == 1 else f"{len(ranks)} ranks go on"
+            self._console.warn(f"fastsync train: {are_lost}; {go_on}")
+
+    def _become_first(self) -> None:
+        """Prints, logs and saves from now on, as the lost rank 0 did."""
+        if self._apart is not None:
+            self._apart.close()
+        with suppress(ValueError):  # a rank that is lost, but only stopped, holds the lock
+            self._stack.enter_context(locked(self._folder))
+        self._open_console_and_logs()
+        if self._logged is not None:  # which the lost rank may have written or not
             for logger in self._loggers:
-                logger.log(step, scalars)
-            if self._ppo.update == self._resumed_update + 1:
-                self._console.say(what_ran())
-                if isinstance(self._ppo.sync.compression, Auto):
-                    self._console.say(f"compression {self._settings.compression}: {self._ppo.sync.explain()}")
-        if self.is_over or reports[0].checkpoint_due or is_best:
-            self._save(is_best)
-            self._saved_at = time.perf_counter()
-        self._reporting_seconds = time.perf_counter() - evaluated_at
+                logger.log(*self._logged)
 
     def _evaluate(self) -> tuple[dict[str, float], bool]:
         """Evaluates the policy if that is due.
@@ -177,7 +250,8 @@ class Session:
         episodes: list[Episode] = []
         if is_due and not self._is_stopped:
             self._evaluated_step = step
-            episodes = self._evaluator.evaluate(self._ppo.policy, self._ppo.exchange)
+            evaluator, ppo = self._evaluator, self._ppo
+            episodes = self._on_all_ranks(lambda: evaluator.evaluate(ppo.policy, ppo.exchange))
         returns = returns_of(episodes)
         metrics = spread("evaluation/return", returns) | spread("evaluation/length", [each.length for each in episodes])
         is_best = mean(returns) > self._best_return
@@ -191,7 +265,10 @@ class Session:
         if self._ppo.step < self._settings.total_steps:
             stopped_by = self._signals.received.name if self._signals.received else "a signal to another rank"
         if stopped_by is None or self._ppo.outer is None:  # DiLoCo's ranks differ until weights are averaged again
-            check_consistency(self._ppo.policy)
+            ppo = self._ppo
+            self._on_all_ranks(lambda: check_consistency(ppo.policy, process_group=ppo.exchange.group))
+        if self._survivors is not None:
+            self._survivors.end()
         returns, sync = returns_of(self._last_episodes), self._ppo.sync_stats()
         result = TrainResult(self._ppo.step, self._seconds, returns, sync, stopped_by)
         if self._rank == 0:
@@ -223,12 +300,17 @@ class Session:
             evaluation=self._evaluation_seconds,
         )
 
-    def _save(self, is_best: bool) -> None:
-        """Gathers the state of all ranks. Rank 0 writes it into a checkpoint.
+    def _score(self, is_best: bool) -> float:
+        """Returns what decides which checkpoint is the best: evaluations, if there are any, or the training's episodes.
 
-        ``is_best`` tells whether the newest evaluation is the best. Without evaluations the episodes of the training
-        decide which checkpoint is.
+        ``is_best`` tells whether the newest evaluation is the best.
         """
+        if self._evaluator is None:
+            return mean(returns_of(self._last_episodes))
+        return self._best_return if is_best else math.nan
+
+    def _save(self, score: float) -> None:
+        """Gathers the state of all ranks. Rank 0 writes it into a checkpoint."""
         ppo = self._ppo
         learner = {name: _on_host(part.state_dict()) for name, part in _parts(ppo).items()}
         # The residuals of error feedback differ between ranks. The rest of the engine's state is equal on all.
@@ -242,20 +324,16 @@ class Session:
             mine["learner"] = learner
         if ppo.reward_normalizer is not None:
             mine["discounted_return"] = ppo.reward_normalizer.carried.cpu()
-        states: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-        dist.gather_object(mine, states)
-        if states is None:
-            return
-        checkpoint = Checkpoint(
-            settings=self._settings.as_dict(), world_size=self._world_size, step=ppo.step, update=ppo.update,
-            seconds=self._seconds, learner=learner | {"num_draws": ppo.streams.num_draws}, environments=states,
-            window=[list(episode) for episode in self._last_episodes],
-        )  # fmt: skip
-        if self._evaluator is None:
-            score = mean(returns_of(self._last_episodes))
-        else:
-            score = self._best_return if is_best else math.nan
-        self._checkpoints.save(checkpoint, score)
+        states = ppo.exchange.gather_objects(mine)
+        if states is not None:
+            checkpoint = Checkpoint(
+                settings=self._settings.as_dict(), world_size=self._world_size, step=ppo.step, update=ppo.update,
+                seconds=self._seconds, learner=learner | {"num_draws": ppo.streams.num_draws}, environments=states,
+                window=[list(episode) for episode in self._last_episodes],
+            )  # fmt: skip
+            self._checkpoints.save(checkpoint, score)
+        if self._survivors is not None:
+            ppo.exchange.all_gather([])  # so that nobody goes on before the file is there
 
     def _random_states(self) -> list[torch.Tensor]:
         """Returns the states of torch's generators, which layers such as Dropout draw from."""

@@ -68,6 +68,9 @@ class RunSettings:
     fused: bool = True
     """On CPUs use fused operators in place of code that you have not changed. --no-fused: only plain PyTorch."""
     timeout: float = 120.0  # Seconds that a rank waits for the others before it ends with an error.
+    on_lost_rank: Literal["stop", "continue"] = "stop"
+    """What the other ranks do when one is lost. stop: they end with an error. continue: they repeat the update that is
+    under way, and go on with their own environments. It needs CPUs, and sync=gradients."""
 
     runs_dir: str = "runs"  # Folder that holds one folder per run.
     run_name: str | None = None
@@ -98,6 +101,13 @@ class RunSettings:
             raise ValueError(f"eval_env={self.eval_env!r} needs eval_interval, such as 50000 environment steps")
         if self.sync == "gradients" and self.sync_every != 1:
             raise ValueError(f"sync_every={self.sync_every} is for weights; set sync to 'diloco' or 'local_sgd', too")
+        if self.on_lost_rank == "continue" and self.sync != "gradients":
+            raise ValueError(
+                f"on_lost_rank='continue' needs sync='gradients': with sync={self.sync!r} each rank learns by itself, "
+                "and what a lost one has learned is lost; leave one of them out"
+            )
+        if self.on_lost_rank == "continue" and self.device == "cuda":
+            raise ValueError("on_lost_rank='continue' needs CPUs, and device is 'cuda'; set device to 'cpu'")
 
     @property
     def backend(self) -> Literal["gloo", "nccl"] | None:

@@ -129,7 +129,7 @@ def evaluate(rank: int, world_size: int, settings: Settings) -> list[Any]:
     torch.manual_seed(0)
     policy = make_policy(settings, Countdown.observation_space, Countdown.action_space)
     with make_one(settings) as training:
-        evaluator = Evaluator(settings, rank, world_size, training)
+        evaluator = Evaluator(settings, training)
     return [evaluator.evaluate(policy, Exchange(torch.device("cpu"))) for _ in range(2)]
 
 
@@ -203,7 +203,7 @@ def test_evaluations_take_only_actions_that_the_mask_allows(kind: str):
 def play_each(rank: int, world_size: int, settings: Settings) -> list[Any]:
     with make_one(settings) as training:
         policy = make_policy(settings, training.single_observation_space, training.single_action_space)
-        evaluator = Evaluator(settings, rank, world_size, training)
+        evaluator = Evaluator(settings, training)
     return [evaluator.evaluate(policy, Exchange(torch.device("cpu"))) for _ in range(2)]
 
 

@@ -156,6 +156,7 @@ def test_what_an_option_is_given_is_no_script(tmp_path: Path, monkeypatch: pytes
         (["kubernetes"], "image is missing: say which container image"),
         (["slurm", "--nodes", "0"], "nodes=0 must be at least 1"),
         (["skypilot", "--resume", "runs/mine"], "jobs always use resume=auto"),
+        (["slurm", "--on-lost-rank", "continue"], "torchrun, which ends all ranks of a machine with a lost one"),
         (["slurm", "--nodse", "2"], "--nodse is no option of fastsync launch slurm; did you mean nodes?"),
         (
             ["slurm", "--partition", "a", "--time=1", "--nodes", "2", "--", "x.py"],

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -146,10 +145,10 @@ class OnGpu:
 
 def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gathered = list[Any]()
-    monkeypatch.setattr(dist, "gather_object", lambda mine, of_rank: gathered.append(mine))
     parts = ("policy", "optimizer", "scaler", "sync", "learning_rate", "outer")
     ppo: Any = SimpleNamespace(**{name: OnGpu() for name in parts}, reward_normalizer=None, step=1, update=1)
     ppo.streams = SimpleNamespace(num_draws=1)
+    ppo.exchange = SimpleNamespace(gather_objects=lambda mine: [gathered.append(mine)])
     environments: Any = SimpleNamespace(state=dict)
     nothing: Any = None
     with group_of_one(), FakeTensorMode():
@@ -157,7 +156,7 @@ def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch
         session = Session(FULL, environments, torch.device("cpu"), nothing, nothing, opened)
         session._ppo = ppo
         monkeypatch.setattr(session._checkpoints, "save", lambda checkpoint, _: gathered.append(checkpoint.learner))
-        session._save(is_best=False)
+        session._save(0.0)
     mine, learner = gathered
     of_part = [each for each in tree_leaves((mine, learner)) if isinstance(each, torch.Tensor)]
     assert len(of_part) > 2 * len(parts)

@@ -53,6 +53,12 @@ class RunConsole:
         if not quiet and has_panel(self._console):
             self._panel = RunPanel(self._console, title, total_steps, world_size)
 
+    def use_ranks(self, title: str, world_size: int) -> None:
+        """Goes on with another number of ranks."""
+        self._title, self._world_size = title, world_size
+        if self._panel is not None:
+            self._panel.use_ranks(title, world_size)
+
     def say(self, text: str) -> None:
         """Prints a sentence."""
         if not self._quiet:

@@ -68,7 +68,7 @@ def open_run(settings: RunSettings, world_size: int) -> Iterator[Opened]:
                 folder.mkdir(parents=True)
             except OSError as error:
                 raise ValueError(f"the run folder {folder} cannot be written: {error.strerror}") from error
-            stack.enter_context(_locked(folder))
+            stack.enter_context(locked(folder))
         # A run with this file as config resumes in this folder.
         own = replace(settings, resume=None, run_name=str(folder.relative_to(settings.runs_dir)))
         write_whole(folder / SETTINGS, dump_settings(own).encode())
@@ -88,7 +88,7 @@ def _find(settings: RunSettings, world_size: int, stack: ExitStack) -> Opened:
         if not goes_on and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             how = "choose another run_name, remove it, or resume it with resume='auto'"
             raise ValueError(f"the run folder {folder} exists already; {how}")
-        stack.enter_context(_locked(folder))
+        stack.enter_context(locked(folder))
     notes: list[str] = []
     try:
         found = CheckpointFolder(folder / CHECKPOINTS).newest(notes.append)
@@ -114,8 +114,8 @@ def _named(run_name: str, runs_dir: str) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Locks a run's folder. The lock ends with the process, however it ends.
+def locked(folder: Path) -> Iterator[None]:
+    """Locks a run's folder for a ``with`` block. The lock ends with the process, however it ends.
 
     Raises:
         ValueError: another process trains there.

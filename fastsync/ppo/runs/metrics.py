@@ -110,7 +110,7 @@ class TrainResult:
     step: int  # Environment steps, over all ranks.
     seconds: float  # Wall time of the learning loop, including what came before a resumption.
     returns: list[float]  # Returns of the last 100 episodes, oldest first.
-    sync: SyncStats  # Cost of gradient synchronisation on this rank, since the start or resumption.
+    sync: SyncStats  # Cost of gradient synchronisation on this rank, since the start, resumption or loss of a rank.
     stopped_by: str | None = None  # The signal that ended the run early, or None.
 
     @property

@@ -39,7 +39,8 @@ class RunPanel:
     """
 
     def __init__(self, console: Console, title: str, total_steps: int, world_size: int) -> None:
-        self._title, self._total_steps, self._world_size = title, total_steps, world_size
+        self._total_steps = total_steps
+        self.use_ranks(title, world_size)
         self._step = 0
         self._scalars: Mapping[str, float] = {}
         self._seconds: Mapping[str, float] = {}
@@ -50,6 +51,10 @@ class RunPanel:
         how: dict[str, Any] = {"auto_refresh": False, "transient": True, "vertical_overflow": "crop"}
         self._live = Live(self, console=console, redirect_stderr=own_stderr, **how)
         self._live.start(refresh=True)
+
+    def use_ranks(self, title: str, world_size: int) -> None:
+        """Shows another number of ranks from now on."""
+        self._title, self._world_size = title, world_size
 
     def update(
         self, step: int, scalars: Mapping[str, float], seconds: Mapping[str, float], evaluations: Sequence[str]

@@ -1,0 +1,151 @@
+"""Starts ranks on this host, and lets the others live when one is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
+
+from .._membership import Membership
+from ..elastic import BEGUN, JOINS, STORE
+from .torchrun import LAUNCHERS, run_rank, signals_passed_on
+
+POLL_SECONDS = 0.05
+START_METHOD = "spawn"
+SOON_SECONDS = 10.0
+MOST_SOON = 3
+"""A process that ends within SOON_SECONDS has not trained. After so many in a row, no others are started."""
+
+
+class Supervisor:
+    """Holds the store, and starts and watches the ranks. No rank ends because another one does.
+
+    Args:
+        entrypoint: what each rank runs: a program, or a function at the top level of a module.
+        words: its arguments.
+        nproc: number of ranks.
+        command: the user's command, which begins what is printed when a rank is lost.
+        place: where the ranks meet, for the same.
+        replaces: another rank is started when one is lost.
+        ranks_tell: the ranks print themselves that they go on.
+    """
+
+    def __init__(
+        self,
+        entrypoint: str | Callable[..., Any],
+        words: Sequence[Any],
+        nproc: int,
+        *,
+        command: str,
+        place: str,
+        replaces: bool = False,
+        ranks_tell: bool = False,
+    ) -> None:
+        # It would report each rank that has ended, as a failure of all.
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._entrypoint, self._words, self._replaces = entrypoint, tuple(words), replaces
+        self._command, self._place, self._ranks_tell = command, place, ranks_tell
+        self.returned: list[Any] = []
+        """What the function has returned on the ranks that have come to its end."""
+        self._num_started = self._num_soon = 0
+        self._running: dict[int, tuple[PContext, float]] = {}
+        self._nproc = nproc
+
+    def _start(self, variables: dict[str, int]) -> None:
+        number, self._num_started = self._num_started, self._num_started + 1
+        # What torchrun's agent sets. A rank that joins begins in a group of its own.
+        attempt = number if JOINS in variables else 0
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port, "TORCHELASTIC_RESTART_COUNT": attempt}
+        own = {"TORCHELASTIC_USE_AGENT_STORE": "True", STORE: f"127.0.0.1:{self._store.port}"}
+        environment = {name: str(value) for name, value in (variables | place | own).items()}
+        if isinstance(self._entrypoint, str):  # a function has begun with torch by then; see run_rank
+            environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        rank = start_processes(
+            f"rank {number}",
+            self._entrypoint,
+            {0: self._words},
+            {0: environment},
+            DefaultLogsSpecs(log_dir=os.devnull),
+            start_method=START_METHOD,
+        )
+        self._running[number] = rank, time.monotonic()
+
+    def run(self) -> int:
+        """Starts the ranks, and waits until all have ended. Returns 0 if one of them has ended its script."""
+        is_done, size = False, self._nproc
+        try:
+            for first in range(size):
+                self._start({"RANK": first, "LOCAL_RANK": first, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
+            while self._running:
+                time.sleep(POLL_SECONDS)
+                for number, (rank, since) in list(self._running.items()):
+                    if (result := rank.wait(timeout=0)) is None:
+                        continue
+                    del self._running[number]
+                    if not result.failures:
+                        is_done = True
+                        self.returned += result.return_values.values()
+                    elif not self._goes_on_without(number, result.failures[0].exitcode, since, is_done):
+                        return 1
+        finally:
+            for rank, _ in self._running.values():
+                rank.close(signal.SIGTERM, timeout=5)
+        return 0 if is_done else 1
+
+    def _goes_on_without(self, number: int, code: int, since: float, is_done: bool) -> bool:
+        """Says how a rank has ended, and starts another one if that is asked for. Returns whether the others go on."""
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has failed with status {code}"
+        self._num_soon = self._num_soon + 1 if time.monotonic() - since < SOON_SECONDS else 0
+        have_met = self._store.check([BEGUN])
+        is_over = have_met and Membership.from_json(self._store.get(BEGUN)).is_over
+        next_ = f"{len(self._running)} ranks go on" if self._running else "no rank is left"
+        if not have_met and not is_done:
+            next_ = f"the ranks have not met in {self._place} yet, so all of them end"
+        elif self._replaces and self._running and not is_over:
+            if self._num_soon < MOST_SOON:
+                next_ += f", and rank {self._num_started} is started in its place"
+                self._start({"RANK": 0, "LOCAL_RANK": number, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, JOINS: 1})
+            else:
+                next_ += f"; {MOST_SOON} in a row have ended within {SOON_SECONDS:g} s, so none is started in its place"
+        go_on = have_met or is_done
+        if not (self._ranks_tell and go_on and self._running):
+            print(f"{self._command}: rank {number} {how}; {next_}", file=sys.stderr, flush=True)
+        return go_on
+
+
+def launch_survivors(fn: Callable[..., Any], nproc: int, *args: Any, stop_timeout: float) -> list[Any]:
+    """Calls ``fn(*args)`` on ranks as ``launch_ranks``, but lets the others live when one is lost.
+
+    Signals are passed on to the ranks as there. The error of a rank is printed at once.
+
+    Returns:
+        The results of the ranks that have returned.
+
+    Raises:
+        SignalException: as there.
+    """
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in LAUNCHERS)
+    told: dict[str, Any] = {"command": "fastsync train", "place": "the training", "ranks_tell": True}
+    supervisor = Supervisor(_run_rank_aloud, (fn, args), nproc, **told)
+    with signals_passed_on(stop_timeout) as received:
+        supervisor.run()
+    if received and not supervisor.returned:  # they were told to stop before they could react
+        raise SignalException(f"ended by {received[0].name}", sigval=signal.SIGTERM)
+    return supervisor.returned
+
+
+def _run_rank_aloud(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return run_rank(fn, args)
+    except Exception:
+        traceback.print_exc()  # no launcher reports it
+        sys.exit(1)
