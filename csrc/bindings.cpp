@@ -20,6 +20,7 @@
 
 #include "engine/bucket.h"
 #include "engine/ddp_hook.h"
+#include "engine/parameter_gather.h"
 #include "engine/sharded.h"
 #include "engine/synchronizer.h"
 #include "passes/backend.h"
@@ -41,8 +42,10 @@ using fastsync::Compression;
 using fastsync::CompressionTable;
 using fastsync::DType;
 using fastsync::EngineState;
+using fastsync::GatherWork;
 using fastsync::HookState;
 using fastsync::ModelBuffers;
+using fastsync::ParameterGather;
 using fastsync::ParameterSync;
 using fastsync::ShardedState;
 using fastsync::SharedTensors;
@@ -308,6 +311,23 @@ PYBIND11_MODULE(_C, m) {
       .def("reduce_scatter", &ShardedState::reduce_scatter, py::arg("identity"), py::arg("name"), py::arg("output"),
            py::arg("input"), py::arg("op"), no_gil)
       .def("all_reduce", &ShardedState::all_reduce, py::arg("identity"), py::arg("name"), py::arg("values"), no_gil);
+
+  py::class_<GatherWork, std::shared_ptr<GatherWork>>(m, "GatherWork").def("wait", &GatherWork::wait, no_gil);
+  py::class_<ParameterGather, EngineState, std::shared_ptr<ParameterGather>>(m, "ParameterGather")
+      .def(py::init(&make_shared<ParameterGather, Group, std::vector<std::string>>), py::arg("process_group"),
+           py::arg("names"))
+      .def("all_gather", &ParameterGather::all_gather, py::arg("module"), py::arg("output"), py::arg("numels"), no_gil)
+      .def("module_stats", [](ParameterGather& engine) {
+        const auto totals = [&engine] {
+          const py::gil_scoped_release no_gil;
+          return engine.locked([&] { return engine.totals(); });
+        }();
+        py::list stats;
+        for (const BucketTotals& module : totals) {
+          stats.append(stats_of(module));
+        }
+        return stats;
+      });
 
   m.def(
       "check_agreement",

@@ -27,6 +27,7 @@ __all__ = [
     "LocalSGD",
     "Reduce",
     "ShardedGradients",
+    "ShardedParameters",
     "SyncHandle",
     "SyncStats",
     "TopK",
@@ -41,6 +42,7 @@ __all__ = [
     "fp16_compress_hook",
     "handle_of",
     "measure_group",
+    "register_all_gather",
     "register_all_reduce_hook",
     "register_comm_hook",
     "register_prepared",
@@ -74,6 +76,7 @@ else:
     from .distributed import check_consistency
     from .elastic import Elastic
     from .fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
+    from .fsdp_gather import ShardedParameters, register_all_gather
     from .integrations.accelerate import register_prepared
     from .outer import DiLoCo, LocalSGD
     from .stats import BucketStats, GradStats, SyncStats, Transport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,36 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._checks import resolve_group
+from ._fsdp_units import Unit, ranks_of, shard_group_of, units_of
 from ._handle import GradientHandle
 from ._handles_in_use import begin_use, end_use
 from .compression import AnyCompression, Auto, Compression
-
-
-@dataclass(frozen=True, eq=False)
-class _Unit:
-    """The parameters of one call of ``fully_shard``, which it communicates together."""
-
-    name: str
-    """The module's name in the model's ``named_modules``; empty for the model itself."""
-    module: Any
-    """PyTorch's FSDPModule."""
-    group: Any
-    """PyTorch's FSDPParamGroup."""
-
-    def __str__(self) -> str:
-        return f"module {self.name!r}" if self.name else "the model itself"
-
-    def key(self, numel: int) -> str:
-        """Names this rank's state for ``numel`` values sent together. Parameters without a gradient are not sent."""
-        return f"{self.name}[{numel}] of rank {dist.get_rank()}"
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter.sharded_param for parameter in self.group.fsdp_params]
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """The group that the parameters are sharded over; None if they are only replicated."""
-        return getattr(self.group.mesh_info, "shard_process_group", None) and self.group._reduce_scatter_process_group
 
 
 class ShardedGradients(GradientHandle):
@@ -59,7 +33,7 @@ class ShardedGradients(GradientHandle):
     """
 
     def __init__(
-        self, units: Sequence[_Unit], compression: AnyCompression, group: dist.ProcessGroup, *, scatters: bool
+        self, units: Sequence[Unit], compression: AnyCompression, group: dist.ProcessGroup, *, scatters: bool
     ) -> None:
         self._units = units
         self._group = group
@@ -101,15 +75,15 @@ class ShardedGradients(GradientHandle):
                 self._identify(key, int(numel[1]), dtype)
         super().load_state_dict(state_dict)
 
-    def _reduce_scatter(self, unit: _Unit, output: Tensor, values: Tensor, op: Any) -> None:
+    def _reduce_scatter(self, unit: Unit, output: Tensor, values: Tensor, op: Any) -> None:
         """Writes this rank's shard of the mean or sum. On a GPU it is ready on the current stream."""
         self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op)
 
-    def _all_reduce(self, unit: _Unit, values: Tensor) -> None:
+    def _all_reduce(self, unit: Unit, values: Tensor) -> None:
         """Averages values in place. On a GPU they are ready on the current stream."""
         self._engine.all_reduce(self._identity_of(unit, values), str(unit), values)
 
-    def _identity_of(self, unit: _Unit, values: Tensor) -> Tensor:
+    def _identity_of(self, unit: Unit, values: Tensor) -> Tensor:
         is_wide = values.dtype == torch.float64
         return self._identify(unit.key(values.numel()), values.numel(), torch.float64 if is_wide else torch.float32)
 
@@ -134,7 +108,7 @@ class ShardedGradients(GradientHandle):
 class _EngineReduceScatter:
     """Implements PyTorch's ``ReduceScatter``, so that ``fully_shard`` calls the engine instead of the process group."""
 
-    def __init__(self, handle: ShardedGradients, unit: _Unit) -> None:
+    def __init__(self, handle: ShardedGradients, unit: Unit) -> None:
         self._handle = handle
         self._unit = unit
         self.replaced = unit.group._reduce_scatter_comm
@@ -173,7 +147,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
             differ. Or a module has several groups of parameters, or a reduce-scatter of its own. Or it is replicated
             only, or is sharded over another process group than the others.
     """
-    units = _units_of(model)
+    units = units_of(model)
     for unit in units:
         if unit.shard_group is None:
             raise ValueError(
@@ -193,7 +167,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
             "model: register_reduce_scatter serves all of its modules already; to change the compression, set "
             ".compression of the handle that it returned"
         )
-    shard_group = _shard_group_of(units)
+    shard_group = shard_group_of(units)
     assert shard_group is not None
     handle = ShardedGradients(units, compression, shard_group, scatters=True)
     for unit in units:
@@ -225,7 +199,7 @@ def register_all_reduce_hook(
             another rank of the same replica.
     """
     group = resolve_group(process_group)
-    units = _units_of(model)
+    units = units_of(model)
     for unit in units:
         replicas: dist.ProcessGroup | None = getattr(unit.group.mesh_info, "replicate_process_group", None)
         if replicas is not None and replicas.size() > 1:
@@ -236,8 +210,8 @@ def register_all_reduce_hook(
             )
         if unit.group._all_reduce_hook is not None:
             raise ValueError(f"model: {unit} has an all-reduce hook already, and takes one")
-    shard_group = _shard_group_of(units)
-    both = {*dist.get_process_group_ranks(group)} & {*_ranks_of(shard_group)}
+    shard_group = shard_group_of(units)
+    both = {*dist.get_process_group_ranks(group)} & {*ranks_of(shard_group)}
     if len(both) > 1:
         raise ValueError(
             f"process_group: it has the ranks {sorted(both)} of one replica, which hold different shards; pass the "
@@ -248,60 +222,6 @@ def register_all_reduce_hook(
         unit.module.set_all_reduce_hook(lambda values, unit=unit: handle._all_reduce(unit, values))
     begin_use(handle, [model])
     return handle
-
-
-def _units_of(model: nn.Module) -> list[_Unit]:
-    from torch.distributed.fsdp import FSDPModule  # importing it takes long
-
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: expected a model that went through fully_shard, got {type(model).__name__}")
-    units: list[_Unit] = []
-    states: set[int] = set()
-    for name, module in model.named_modules():
-        # Several modules that went through one call share a state.
-        if not isinstance(module, FSDPModule) or id(state := module._get_fsdp_state()) in states:
-            continue
-        states.add(id(state))
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.12 there was one at most
-            groups = [group for group in [state._fsdp_param_group] if group is not None]
-        name = name.replace("_orig_mod.", "").replace("_orig_mod", "")  # torch.compile's wrapper
-        if len(groups) > 1:
-            raise ValueError(
-                f"model: module {name!r} has {len(groups)} groups of parameters on different meshes, from "
-                "shard_placement_fn, and PyTorch takes no reduce-scatter or hook there; call fully_shard for the "
-                "modules of each mesh"
-            )
-        units.extend(_Unit(name, module, group) for group in groups)
-    if not units:
-        raise ValueError(
-            f"model: no module of this {type(model).__name__} went through fully_shard; call it first "
-            "(FullyShardedDataParallel is not supported), or use fastsync.register_comm_hook for a model in "
-            "DistributedDataParallel, fastsync.attach for one without a wrapper"
-        )
-    return units
-
-
-def _shard_group_of(units: Sequence[_Unit]) -> dist.ProcessGroup | None:
-    """Returns the group that all units are sharded over; None if they are not sharded.
-
-    Raises:
-        ValueError: there are several such groups.
-    """
-    by_ranks: dict[tuple[int, ...], _Unit] = {}
-    for unit in units:
-        by_ranks.setdefault(_ranks_of(unit.shard_group), unit)
-    if len(by_ranks) > 1:
-        over = "; ".join(f"{unit} over ranks {list(ranks)}" for ranks, unit in by_ranks.items())
-        raise ValueError(
-            f"model: its modules are sharded over several process groups ({over}); call this for the modules of each, "
-            "the inner ones first"
-        )
-    return units[0].shard_group
-
-
-def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def _for_reduce_scatter(compression: Compression | Auto) -> Compression:

@@ -3,7 +3,8 @@
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -153,19 +154,30 @@ class ShardedStep(TrainingStep):
         return torch.cat([parameter.grad.full_tensor().reshape(-1) for parameter in self.model.parameters()])
 
 
-def _fully_shard(reduce_dtype: torch.dtype | None = None, compression: str | None = None) -> Build:
-    """Parameters stay whole from forward to backward, so that in the backward only gradients travel."""
+def _fully_shard(
+    reduce_dtype: torch.dtype | None = None, compression: str | None = None, *, gathers: bool = False
+) -> Build:
+    """Parameters stay whole from forward to backward, so that in the backward only gradients travel.
+
+    With ``gathers`` the engine also gathers the parameters, in the same compression. Each block's forward then fetches
+    the next block's ahead. PyTorch's own gathers wait at once on CPUs, so that would gain them nothing.
+    """
 
     def build(workload: Gradients, group: ProcessGroup) -> Step:
         model = copy.deepcopy(workload.model())  # the memory of other models is the same, and shards are to be its own
         mesh = DeviceMesh.from_group(group, workload.flat_grads.device.type)
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         blocks = [block for blocks in model.modules() if isinstance(blocks, nn.Sequential) for block in blocks]
-        for module in (*(block for block in blocks if any(True for _ in block.children())), model):
+        blocks = [block for block in blocks if any(True for _ in block.children())]
+        for module in (*blocks, model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         if compression is None:
             return ShardedStep(model)
         handle = fastsync.register_reduce_scatter(model, parse_compression(compression))
+        if gathers:
+            fastsync.register_all_gather(model, compression)
+            for module, following in pairwise([model, *blocks]):
+                module.set_modules_to_forward_prefetch([following])
         return ShardedStep(model, stats=handle.stats)
 
     return build
@@ -241,6 +253,12 @@ def _scattered(compression: str) -> Method:
     return Method(build, wire, () if is_int8 else (rounding,), approximate=is_int8, scatters=True)
 
 
+def _gathered(compression: str) -> Method:
+    """Gradients of rounded parameters are others, so their error is not judged."""
+    build, is_lossy = _fully_shard(compression=compression, gathers=True), compression != "none"
+    return replace(_scattered(compression), build=build, roundings=(), approximate=is_lossy)
+
+
 SHARDED = {
     "fully_shard/fp32": Method(_fully_shard(), scatters=True),
     "fully_shard/bf16": Method(_fully_shard(bf16), bf16, scatters=True),
@@ -248,8 +266,10 @@ SHARDED = {
         f"fastsync.register_reduce_scatter/{name}": _scattered(name)
         for name in ("none", "bf16", "fp16", "int8", "int8+ef")
     },
+    **{f"fastsync.register_all_gather/{name}": _gathered(name) for name in ("none", "bf16", "int8")},
 }
-"""Models under ``fully_shard``: PyTorch's reduce-scatter in the dtype that gradients are cast to, and the engine's."""
+"""Models under ``fully_shard``: PyTorch's reduce-scatter in the dtype that gradients are cast to, and the engine's.
+With ``register_all_gather`` the engine gathers as well."""
 
 
 def _stepping(build: Build, zero: bool = False) -> Build:

@@ -29,6 +29,8 @@ std::string describe(const EngineStatus& engine) {
       return "in no sync, after " + step;
     case Activity::kBackwardFailed:
       return c10::str("past ", step, ", in which its backward failed");
+    case Activity::kGathering:
+      return "gathering in " + step;
   }
   return "";
 }

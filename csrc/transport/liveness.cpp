@@ -36,6 +36,8 @@ void Liveness::note_agreeing(int64_t step, const std::string& why, int64_t numbe
 
 void Liveness::note_averaging(int64_t step) { move_to(Activity::kAveraging, step); }
 
+void Liveness::note_gathering(int64_t step) { move_to(Activity::kGathering, step); }
+
 void Liveness::note_rest() {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   if (shared_->status.is_in_step() && !has_failed_) {

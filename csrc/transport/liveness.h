@@ -42,6 +42,8 @@ class Liveness {
   void forget_passed_agreements();
   // Notes that the engine averages gradients.
   void note_averaging(int64_t step);
+  // Notes that the engine gathers parameters.
+  void note_gathering(int64_t step);
   // Notes that the engine waits for nobody any more. If a wait has failed, the note of that wait stays.
   void note_rest();
   // Notes that the engine's backward has failed, so that it waits for nobody.

@@ -16,6 +16,7 @@ struct EngineStatus {
     kAveraging,       // it averages gradients in the step
     kResting,         // it waits for nobody, after the step
     kBackwardFailed,  // it waits for nobody, because its backward has failed in the step
+    kGathering,       // it gathers parameters in the step
   };
 
   // Whether the engine is in a step. The rank is then in that step too, even if its other engines rest.

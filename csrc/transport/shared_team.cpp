@@ -61,17 +61,19 @@ class SharedTeam::ChunkTransfer final : public Transfer {
 };
 
 std::shared_ptr<SharedTeam> SharedTeam::make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                             std::shared_ptr<const Host> host, int64_t region_bytes) {
+                                             std::shared_ptr<const Host> host, int64_t region_bytes, std::string what) {
   const auto size = static_cast<int64_t>(host->ranks().size());
   auto shared = host->share(group, control_bytes(size, sizeof(Numbers)) + size * region_bytes);
-  return std::shared_ptr<SharedTeam>(new SharedTeam(group, std::move(host), std::move(shared), region_bytes));
+  return std::shared_ptr<SharedTeam>(
+      new SharedTeam(group, std::move(host), std::move(shared), region_bytes, std::move(what)));
 }
 
 SharedTeam::SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host,
-                       std::shared_ptr<SharedMemory> shared, int64_t region_bytes)
+                       std::shared_ptr<SharedMemory> shared, int64_t region_bytes, std::string what)
     : Team(group, c10::kCPU, host->ranks()),
       host_(std::move(host)),
       shared_(std::move(shared)),
+      what_(std::move(what)),
       process_id_(getpid()),
       has_cores_(size() <= num_usable_cores()) {
   region_bytes_ = region_bytes;
@@ -115,7 +117,7 @@ void SharedTeam::begin(int64_t step_count, int64_t sum_id) {
 void SharedTeam::check_announced() const {
   for (int64_t peer = 0; announced_ != 0 && peer < size(); ++peer) {
     TORCH_CHECK(numbers_of(peer)[kAnnounced].value.load(std::memory_order_relaxed) == announced_, "rank ", ranks_[peer],
-                " has sent other gradients, or another number of them, than this rank");
+                " has sent other ", what_, ", or another number of them, than this rank");
   }
 }
 
@@ -149,9 +151,11 @@ std::unique_ptr<Transfer> SharedTeam::all_gather(const at::Tensor& /*buffer*/, c
 // After a wait has failed, no other wait begins.
 void SharedTeam::wait_for_all(size_t which, int64_t number) {
   const bool is_meeting = which < kPhases && num_meetings_[which] > 0;
-  const char* const what = which == kRead ? " to have read the gradients of the step before"
-                           : is_meeting   ? " to come to the same optimizer step"
-                                          : "'s gradients";
+  const auto what = [&] {
+    return which == kRead ? " to have read the " + what_ + " of the step before"
+           : is_meeting   ? " to come to the same optimizer step"
+                          : "'s " + what_;
+  };
   std::optional<Waiting::Clock::time_point> deadline;
   for (int64_t step = 1; step < size(); ++step) {
     const int64_t peer = (rank() + step) % size();
@@ -167,7 +171,7 @@ void SharedTeam::wait_for_all(size_t which, int64_t number) {
     try {
       const auto look = [&] { check_others_are_there(which, number); };
       TORCH_CHECK(waiting_[which].until(theirs, number, has_cores_, *deadline, look), "waited for rank ", ranks_[peer],
-                  what, " until the process group's time-out, ",
+                  what(), " until the process group's time-out, ",
                   std::chrono::duration<double>(limit_of(*group_)).count(), " s");
     } catch (const c10::Error& error) {
       const std::lock_guard<std::mutex> lock(mutex_);

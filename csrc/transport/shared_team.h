@@ -22,9 +22,9 @@ namespace fastsync {
 class SharedTeam final : public Team, public std::enable_shared_from_this<SharedTeam> {
  public:
   // Makes the team of this rank's host, with a region of so many bytes for each rank. All ranks of the group call it
-  // together. Throws CannotShare.
+  // together. `what` the rows have is for errors. Throws CannotShare.
   static std::shared_ptr<SharedTeam> make(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                          std::shared_ptr<const Host> host, int64_t region_bytes);
+                                          std::shared_ptr<const Host> host, int64_t region_bytes, std::string what);
   ~SharedTeam() override;
 
   at::Tensor allocate(int64_t bytes) override;
@@ -57,7 +57,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
   class ChunkTransfer;
 
   SharedTeam(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host,
-             std::shared_ptr<SharedMemory> shared, int64_t region_bytes);
+             std::shared_ptr<SharedMemory> shared, int64_t region_bytes, std::string what);
   // Makes the transfer of the next chunk in the tag's phase. This rank sends so many bytes.
   std::unique_ptr<Transfer> next_chunk(int tag, int64_t bytes);
   Numbers& numbers_of(int64_t rank) const;
@@ -68,6 +68,7 @@ class SharedTeam final : public Team, public std::enable_shared_from_this<Shared
 
   std::shared_ptr<const Host> host_;
   std::shared_ptr<SharedMemory> shared_;
+  const std::string what_;
   const pid_t process_id_;
   bool has_cores_;  // whether there is a core for each rank of the team
   std::array<Waiting, kPhases + 1> waiting_;

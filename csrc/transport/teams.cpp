@@ -38,8 +38,8 @@ std::vector<std::vector<int64_t>> nodes_of(int64_t ranks_per_node, int64_t num_r
   return nodes;
 }
 
-Teams::Teams(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
-    : all_(make_team(std::move(group), device)) {}
+Teams::Teams(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::string what)
+    : what_(std::move(what)), all_(make_team(std::move(group), device)) {}
 
 const Levels& Teams::hosts() {
   if (can_share() && !host_) {
@@ -53,7 +53,7 @@ void Teams::make_room(int64_t bytes) {
   hosts_ = levels_of(*all_, host_->hosts());  // again, because `node` still is the team in shared memory
   shared_.reset();
   try {
-    shared_ = SharedTeam::make(all_->group(), host_, bytes);
+    shared_ = SharedTeam::make(all_->group(), host_, bytes, what_);
     hosts_.node = shared_;
   } catch (const CannotShare& failure) {
     why_not_shared_ = failure.why;

@@ -31,7 +31,8 @@ std::vector<std::vector<int64_t>> nodes_of(int64_t ranks_per_node, int64_t num_r
 
 class Teams {
  public:
-  Teams(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device);
+  // `what` the ranks send each other is for errors.
+  Teams(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std::string what = "gradients");
 
   const std::shared_ptr<Team>& all() const { return all_; }
 
@@ -56,6 +57,7 @@ class Teams {
   bool hosts_have(int64_t ranks_per_node) const;
 
  private:
+  const std::string what_;
   std::shared_ptr<Team> all_;
   std::shared_ptr<const Host> host_;  // null until hosts() was called
   Levels hosts_;

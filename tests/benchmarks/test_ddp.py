@@ -43,7 +43,13 @@ def test_ddp_measures_whole_steps(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 
 def test_models_under_fully_shard_are_measured_too(tmp_path: Path):
-    methods = ("fully_shard/bf16", "fastsync.register_reduce_scatter/none", "fastsync.register_reduce_scatter/int8+ef")
+    methods = (
+        "fully_shard/bf16",
+        "fastsync.register_reduce_scatter/none",
+        "fastsync.register_reduce_scatter/int8+ef",
+        "fastsync.register_all_gather/none",
+        "fastsync.register_all_gather/int8",
+    )
     options = ("--batch-size", "1", "--repetitions", "2", "--warmup", "2")
     arguments = ["--models", "gpt2", *options, "--methods", *methods, "--json", str(tmp_path / "rows.json")]
     assert main(["ddp", *arguments]) == 0
@@ -52,6 +58,7 @@ def test_models_under_fully_shard_are_measured_too(tmp_path: Path):
     assert all(row["correct"] and len(row["samples"]) == 2 for row in rows.values())
     assert rows[methods[1]]["figures"]["error"] < 1e-6
     assert rows[methods[2]]["figures"]["wire_bytes"] < 0.3 * rows[methods[1]]["figures"]["wire_bytes"]
+    assert rows[methods[3]]["figures"]["error"] < 1e-6 < rows[methods[4]]["figures"]["error"]
 
 
 @pytest.mark.parametrize("name", TRAININGS)

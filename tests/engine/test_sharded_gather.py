@@ -1,0 +1,471 @@
+"""Models under fully_shard: what the engine's all-gather gives, against PyTorch's and against rounded parameters."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import fastsync
+from fastsync import _C, Compression
+from fastsync.autotune.choose import Candidate, in_engine
+from fastsync.compression import Wire
+from tests import reference
+from tests.bitwise import assert_bitwise_equal
+from tests.engine.sharded import Tied, batch_of, full, loss_of, sharded, step_of
+from tests.ranks import on_ranks, run_ranks
+
+WIRES: list[Wire] = ["none", "bf16", "fp16", "int8", "int4"]
+RANKS = [(2, True), (2, False), (3, True), (3, False)]
+"""How many, and whether they share memory."""
+
+
+def rounded(values: Tensor, wire: Wire) -> Tensor:
+    """What a wire carries of one parameter of a rank's shard."""
+    dtype = reference.WIRE_DTYPE[wire]
+    if dtype is None or dtype == values.dtype:
+        return values.clone()
+    stats = torch.zeros(reference.NUM_STATS, dtype=torch.float64)
+    packed = torch.empty(reference.wire_numel([values.numel()], dtype), dtype=dtype)
+    reference.pack([values], packed, stats, limit=reference.saturation_limit(dtype, 1))
+    result = torch.empty_like(values)
+    reference.unpack(packed, [result], stats)
+    return result
+
+
+# ---- the same bits as the reference ---------------------------------------------------------------------------------
+
+
+def engine_of(wire: Wire, names: list[str]) -> _C.ParameterGather:
+    engine = _C.ParameterGather(dist.group.WORLD, names)
+    engine.set_compressions(in_engine([Candidate(Compression(wire))]))
+    return engine
+
+
+def begin(engine: _C.ParameterGather, module: int, shard: Tensor, numels: list[int]) -> tuple[Tensor, _C.GatherWork]:
+    output = torch.full((dist.get_world_size() * shard.numel(),), 7, dtype=shard.dtype, device=shard.device)
+    output.view(dist.get_world_size(), -1)[dist.get_rank()] = shard
+    return output, engine.all_gather(module, output, numels)
+
+
+def shard_of(rank: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(10 * seed + rank))
+    values[:4] = torch.tensor([1e30, -0.0, 1e-42, float("nan") if seed == 1 else 1.0])
+    return values.to(dtype)
+
+
+def expected_of(world_size: int, numels: list[int], dtype: torch.dtype, wire: Wire, seed: int) -> Tensor:
+    shards = [shard_of(rank, sum(numels), dtype, seed) for rank in range(world_size)]
+    return torch.cat([rounded(part, wire) for shard in shards for part in shard.split(numels)])
+
+
+def _as_the_reference(rank: int, world_size: int, device: str) -> None:
+    sizes = [[5], [64, 3, 700], [1_200_000, 5]]
+    for wire, dtype, numels in itertools.product(WIRES, (torch.float32, torch.float64, torch.bfloat16), sizes):
+        if max(numels) > 1000 and (dtype != torch.float32 or wire == "fp16"):
+            continue
+        engine = engine_of(wire, ["first", "second"])
+        for seed in range(3):  # two gathers are under way at once, and end in another order
+            begun = [
+                begin(engine, module, shard_of(rank, sum(numels), dtype, seed + module).to(device), numels)
+                for module in range(2)
+            ]
+            for _, work in reversed(begun):
+                work.wait()
+            for module, (output, _) in enumerate(begun):
+                expected = expected_of(world_size, numels, dtype, wire, seed + module)
+                assert_bitwise_equal(output.cpu(), expected, f"{wire}, {dtype}, {numels}, gather {seed}")
+
+
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(1, True), *RANKS])
+def test_gathered_parameters_are_the_references_to_the_bit(world_size: int, shared_memory: bool) -> None:
+    run_ranks(_as_the_reference, world_size, "cpu", shared_memory=shared_memory)
+
+
+def _by_torchs_own_operations(rank: int, world_size: int) -> None:
+    _C.use_kernels("aten")
+    _as_the_reference(rank, world_size, "cpu")
+
+
+def test_gathered_parameters_by_torchs_own_operations_are_the_references_to_the_bit() -> None:
+    run_ranks(_by_torchs_own_operations, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gathered_parameters_on_gpus_are_the_references_to_the_bit(world_size: int) -> None:
+    run_ranks(_as_the_reference, world_size, "cuda", backend="nccl")
+
+
+# ---- trainings ------------------------------------------------------------------------------------------------------
+
+
+class RoundingAllGather:
+    """PyTorch's all-gather, and behind it the reference rounds each parameter of each rank's shard."""
+
+    def __init__(self, module: Any, wire: Wire) -> None:
+        (self._group,) = module._get_fsdp_state()._fsdp_param_groups
+        self._wire = wire
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        dist.all_gather_into_tensor(output_tensor, input_tensor.clone(), group=group)
+        numels = [parameter.padded_sharded_param_size.numel() for parameter in self._group.fsdp_params]
+        for shard in output_tensor.chunk(group.size()):
+            for part in shard.split(numels):
+                part.copy_(rounded(part, self._wire))
+
+
+def parts_of(model: Any) -> list[Any]:
+    return [*model.blocks, model]
+
+
+def round_by_the_reference(model: Any, wire: Wire) -> None:
+    for part in parts_of(model):
+        part.set_custom_all_gather(RoundingAllGather(part, wire))
+
+
+def trained(model: Any, rank: int, world_size: int, *, steps: int = 3, micro_batches: int = 1) -> list[Tensor]:
+    """Trains, and returns this rank's shards."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        step_of(model, step, rank, world_size, micro_batches)
+        optimizer.step()
+    return [parameter.to_local().clone() for parameter in model.parameters()]
+
+
+def assert_equal(mine: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> None:
+    for index, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        assert_bitwise_equal(one, other, f"{what}, parameter {index}")
+
+
+Change = Callable[[Any], None]
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Change]] = {
+    "plain": ({}, {}, lambda model: None),
+    "kept whole after forward": ({"reshard_after_forward": False}, {}, lambda model: None),
+    "bfloat16": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, {}, lambda model: None),
+    "float16": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)}, {}, lambda model: None),
+    "micro-batches": ({}, {"micro_batches": 2}, lambda model: None),
+    "checkpointed": ({"checkpointed": True}, {}, lambda model: None),
+    "prefetched in forward": ({}, {}, lambda model: model.set_modules_to_forward_prefetch(list(model.blocks))),
+    "asynchronous": ({}, {}, lambda model: model._set_unshard_async_op(True)),
+    "offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}, lambda model: None),
+}
+
+
+def _trains_as_the_reference(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    for name, (of_model, of_training, change) in CASES.items():
+        for wire in WIRES if name == "plain" else ("none", "int8"):
+            models = [sharded(mesh, **of_model) for _ in range(2)]
+            handle = fastsync.register_all_gather(models[0], wire)
+            if wire != "none":
+                round_by_the_reference(models[1], wire)
+            for model in models:
+                change(model)
+            mine, theirs = (trained(model, rank, world_size, **of_training) for model in models)
+            assert_equal(mine, theirs, f"{name}, {wire}")
+            assert all(stats.num_syncs > 0 for stats in handle.stats().values())
+
+
+@pytest.mark.parametrize(("world_size", "shared_memory"), RANKS)
+def test_trains_as_with_rounded_parameters(world_size: int, shared_memory: bool) -> None:
+    """At full width as fully_shard does by itself."""
+    run_ranks(_trains_as_the_reference, world_size, shared_memory=shared_memory)
+
+
+@on_ranks(4)
+def test_trains_in_replicas(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for wire in ("none", "int8"):
+        models = [sharded(mesh) for _ in range(2)]
+        fastsync.register_all_gather(models[0], wire)
+        if wire != "none":
+            round_by_the_reference(models[1], wire)
+        assert_equal(*(trained(model, rank, world_size) for model in models), wire)
+
+
+@on_ranks(4)
+def test_what_stays_of_a_forward_on_some_ranks_is_not_rounded_again(rank: int, world_size: int) -> None:
+    """Backward gathers it from fewer ranks, and gets the parameters that forward had."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    found = []
+    for reshard_after_forward in (False, 2):
+        model = sharded(mesh, reshard_after_forward=reshard_after_forward)
+        fastsync.register_all_gather(model, "int8")
+        found.append(trained(model, rank, world_size))
+    assert_equal(*found, "resharded to 2 ranks")
+
+
+@on_ranks(2)
+def test_beside_the_engines_reduce_scatter(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    found = []
+    for register in (True, False):
+        model = sharded(mesh)
+        if register:
+            fastsync.register_all_gather(model, "none")
+        gradients = fastsync.register_reduce_scatter(model, "int8")
+        found.append(trained(model, rank, world_size))
+        assert fastsync.handle_of(model) is gradients
+    assert_equal(*found, "int8 gradients")
+
+
+# ---- what a rank computes with, and what it keeps -------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_all_ranks_compute_with_the_same_bits_and_shards_stay_exact(rank: int, world_size: int) -> None:
+    model = sharded(init_device_mesh("cpu", (world_size,)))
+    exact = {name: full(tensor).clone() for name, tensor in model.state_dict().items()}
+    fastsync.register_all_gather(model, "int8")
+    seen: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        seen.update({name: parameter.detach().clone() for name, parameter in model.blocks[0].named_parameters()})
+
+    model.blocks[0].narrow.register_forward_hook(look)  # inside the forward of the whole block
+    with torch.no_grad():
+        model(batch_of(0)[0])
+    assert any(not torch.equal(seen[name], exact[f"blocks.0.{name}"]) for name in seen)
+    for name, mine in seen.items():
+        theirs = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(theirs, mine)
+        for other in theirs:
+            assert_bitwise_equal(other, mine, name)
+    for name, tensor in model.state_dict().items():
+        assert_bitwise_equal(full(tensor), exact[name], name)
+
+
+@on_ranks(2)
+def test_evaluation_between_two_trainings(rank: int, world_size: int) -> None:
+    """The engine's memory is made in inference mode, and serves a training afterwards."""
+    tokens, _ = batch_of(0)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for wire in ("none", "int8"):
+        models = [sharded(mesh) for _ in range(2)]
+        for model in models:
+            trained(model, rank, world_size, steps=1)
+        fastsync.register_all_gather(models[0], wire)
+        if wire != "none":
+            round_by_the_reference(models[1], wire)
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                assert_bitwise_equal(*(model(tokens) for model in models), f"{wire}, {mode.__name__}")
+        assert_equal(*(trained(model, rank, world_size) for model in models), wire)
+
+
+@on_ranks(2)
+def test_a_compiled_model(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    models = [sharded(mesh) for _ in range(2)]
+    fastsync.register_all_gather(torch.compile(models[0], backend="eager"), "int8")
+    round_by_the_reference(models[1], "int8")
+    compiled = torch.compile(models[0], backend="eager")
+    loss_of(compiled, *batch_of(rank)).backward()
+    loss_of(models[1], *batch_of(rank)).backward()
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        if theirs.grad is not None:
+            assert_bitwise_equal(mine.grad.to_local(), theirs.grad.to_local())
+
+
+class Noted:
+    """An all-gather that notes what it does."""
+
+    def __init__(self, comm: Any, name: str, events: list[str]) -> None:
+        self._comm, self._name, self._events = comm, name, events
+        self.allocate = comm.allocate
+
+    def __call__(self, **options: Any) -> Any:
+        self._events.append(f"send {self._name}")
+        work = self._comm(**options)
+        wait = work.wait
+        work.wait = lambda: (self._events.append(f"wait for {self._name}"), wait())
+        return work
+
+
+@on_ranks(2)
+def test_backward_computes_while_the_next_gather_travels(rank: int, world_size: int) -> None:
+    model = sharded(init_device_mesh("cpu", (world_size,)))
+    fastsync.register_all_gather(model, "int8")
+    events: list[str] = []
+    for index, block in enumerate(model.blocks):
+        (group,) = block._get_fsdp_state()._fsdp_param_groups
+        block.set_custom_all_gather(Noted(group._all_gather_comm, f"block {index}", events))
+        block.narrow.register_full_backward_hook(lambda *_, name=f"block {index}": events.append(f"compute {name}"))
+    loss = loss_of(model, *batch_of(rank))
+    events.clear()
+    loss.backward()
+    assert events == [
+        "send block 1",
+        "wait for block 1",
+        "send block 0",
+        "compute block 1",
+        "wait for block 0",
+        "compute block 0",
+    ]
+
+
+# ---- the handle -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_costs_another_compression_and_a_model_that_is_given_back(rank: int, world_size: int) -> None:
+    model = sharded(init_device_mesh("cpu", (world_size,)))
+    handle = fastsync.register_all_gather(model, "bf16")
+    assert repr(handle) == "ShardedParameters(3 modules, compression: bf16, 2 ranks)"
+    tokens, _ = batch_of(0)
+    with torch.no_grad():
+        model(tokens)
+        stats = handle.stats()
+        assert list(stats) == ["", "blocks.0", "blocks.1"]
+        block = stats["blocks.0"]
+        assert (block.num_syncs, block.transport, block.transport_reason) == (1, "shared_memory", "")
+        padded = sum(2 * -(-p.shape[0] // 2) * p[:1].numel() for p in Tied().blocks[0].parameters())
+        assert block.numel == padded
+        assert padded <= block.wire_bytes <= padded + 6 * 16  # two bytes of a half, with gaps between parameters
+        handle.compression = "none"
+        model(tokens)
+        assert handle.stats()["blocks.0"].wire_bytes - block.wire_bytes == 4 * padded // 2
+        assert handle.compression == Compression("none")
+        handle.detach()
+        handle.detach()
+        model(tokens)
+        assert handle.stats()["blocks.0"].num_syncs == 2
+        fastsync.register_all_gather(model, "int8")
+        model(tokens)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+class Foreign(RoundingAllGather):
+    """An all-gather of somebody else's."""
+
+
+@on_ranks(4)
+def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    register = fastsync.register_all_gather
+    with pytest.raises(ValueError, match="expected a model that went through fully_shard, got int"):
+        register(3)
+    with pytest.raises(ValueError, match="no module of this Tied went through fully_shard"):
+        register(Tied())
+    model = sharded(mesh)
+    for compression in ("auto", "int8+ef", "bf16+fp32", Compression("bf16", ranks_per_node=2)):
+        with pytest.raises(ValueError, match="an all-gather adds nothing up and chooses nothing; name a wire alone"):
+            register(model, compression)
+    with pytest.raises(ValueError, match=r"expected one of none, .*did you mean int8"):
+        register(model, "int9")
+    register(model.blocks[0])
+    handle = register(model)
+    with pytest.raises(ValueError, match="register_all_gather serves all of its modules already"):
+        register(model)
+    with pytest.raises(ValueError, match="name a wire alone"):
+        handle.compression = "auto"
+    foreign = sharded(mesh)
+    foreign.blocks[1].set_custom_all_gather(Foreign(foreign.blocks[1], "int8"))
+    with pytest.raises(ValueError, match=r"module 'blocks\.1' has an all-gather already, a Foreign"):
+        register(foreign)
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mixed = Tied()
+    fully_shard(mixed.blocks[0], mesh=pair["shard"])
+    fully_shard(mixed, mesh=mesh)
+    with pytest.raises(ValueError, match=r"sharded over several process groups .*the inner ones first"):
+        register(mixed)
+
+
+@on_ranks(2)
+def test_parameters_of_several_dtypes_travel_as_they_are(rank: int, world_size: int) -> None:
+    def mixed() -> Any:
+        model = Tied()
+        for block in model.blocks:
+            block.frozen.data = block.frozen.data.to(torch.bfloat16)
+            fully_shard(block)
+        return fully_shard(model)
+
+    models = [mixed() for _ in range(2)]
+    handle = fastsync.register_all_gather(models[0], "none")
+    assert_equal(*(trained(model, rank, world_size) for model in models), "none")
+    handle.compression = "int8"
+    with pytest.raises(ValueError, match=r"module 'blocks\.0' has parameters of Byte, or of several dtypes"):
+        models[0](batch_of(0)[0])
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    with pytest.raises(ValueError, match=r"rank 0: all-gather, compression bf16; rank 1: all-gather, compression none"):
+        fastsync.register_all_gather(sharded(mesh), "none" if rank else "bf16")
+    dtype = torch.bfloat16 if rank else None
+    with pytest.raises(ValueError, match=r"rank 1: .*shape \[13, 9\], torch.bfloat16; rank 0: .*torch.float32"):
+        fastsync.register_all_gather(sharded(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype)))
+
+
+@on_ranks(2)
+def test_a_compression_that_one_rank_sets_alone_is_told(rank: int, world_size: int) -> None:
+    model = sharded(init_device_mesh("cpu", (world_size,)))
+    handle = fastsync.register_all_gather(model, "bf16")
+    with torch.no_grad():
+        model(batch_of(0)[0])
+        if rank == 0:
+            handle.compression = "int8"
+        with pytest.raises(RuntimeError, match=r"on rank \d of 2(.|\n)*(its compression was set|has failed|closed)"):
+            model(batch_of(0)[0])
+
+
+def _gathers_another(rank: int, world_size: int) -> None:
+    engine = engine_of("bf16", ["first", "second", "third"])
+    for module in range(3):
+        begin(engine, module, torch.ones(64), [64])[1].wait()
+    with pytest.raises(
+        RuntimeError,
+        match=r"gathering (first|second) failed on rank(.|\n)*rank \d (has sent other parameters|has failed|has ended)",
+    ):
+        begin(engine, rank, torch.ones(64), [64])[1].wait()
+
+
+def test_ranks_that_gather_others_are_noticed_in_shared_memory() -> None:
+    run_ranks(_gathers_another, 2)
+
+
+def _loses_a_rank(rank: int, world_size: int) -> None:
+    engine = engine_of("int8", ["module 'a'"])
+    begin(engine, 0, torch.ones(64), [64])[1].wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"fastsync: gathering module 'a' failed on rank 0 of 2: "):
+        begin(engine, 0, torch.ones(64), [64])[1].wait()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_rank_that_is_lost_ends_the_wait(shared_memory: bool) -> None:
+    run_ranks(_loses_a_rank, 2, shared_memory=shared_memory, lost=(1,))
+
+
+def _forgets_a_gather(rank: int, world_size: int) -> None:
+    """Nobody waits for it, and those after it are right."""
+    engine = engine_of("int8", ["first", "second"])
+    for seed in range(4):
+        begin(engine, 0, shard_of(rank, 300, torch.float32, 9), [300])
+        output, work = begin(engine, 1, shard_of(rank, 300, torch.float32, seed), [300])
+        work.wait()
+        work.wait()
+        assert_bitwise_equal(output, expected_of(world_size, [300], torch.float32, "int8", seed), f"gather {seed}")
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_gather_that_is_dropped_harms_no_other(shared_memory: bool) -> None:
+    run_ranks(_forgets_a_gather, 2, shared_memory=shared_memory)
