@@ -165,7 +165,7 @@ def _for_all_gather(compression: AnyCompression) -> Compression:
     chosen = as_compression(compression)
     if not isinstance(chosen, Compression) or chosen != Compression(chosen.wire):
         raise ValueError(
-            f"compression: an all-gather adds nothing up and chooses nothing; name a wire alone, such as 'bf16' or "
+            "compression: an all-gather adds nothing up and chooses nothing; name a wire alone, such as 'bf16' or "
             f"'int8', got {compression!r}"
         )
     return chosen
