@@ -251,8 +251,11 @@ PYBIND11_MODULE(_C, m) {
       });
 
   py::class_<HookState, EngineState, std::shared_ptr<HookState>>(m, "HookState")
-      .def(py::init(&make_shared<HookState, Group>), py::arg("process_group"))
+      .def(py::init(&make_shared<HookState, Group, bool>), py::arg("process_group"), py::arg("sums") = false)
       .def("run", &run, py::arg("bucket"), py::arg("compressions"))
+      .def("set_weight", locked<HookState>(&HookState::set_weight), py::arg("weight"), py::arg("parameters"),
+           py::arg("names"), no_gil)
+      .def_static("watch_sums", &HookState::watch_sums, py::arg("state"), py::arg("parameters"), no_gil)
       .def("note_update", &HookState::note_update, no_gil)
       .def("gradients_are_unchanged", locked<HookState>(&HookState::gradients_are_unchanged), no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));

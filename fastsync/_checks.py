@@ -107,6 +107,26 @@ def _check_unwrapped(module: nn.Module, argument: str) -> None:
             )
 
 
+LARGEST_WEIGHT = 1e300  # the sum over any number of ranks is finite
+
+
+def as_weight(weight: Any) -> float:
+    """Returns the weight of a rank's gradients. Raises ValueError if it is none."""
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number <= LARGEST_WEIGHT:
+        raise ValueError(f"weight: expected a number that is 0 or more, up to {LARGEST_WEIGHT:g}, got {weight!r}")
+    return number
+
+
+def check_op(op: str) -> None:
+    """Raises ValueError for what gradients cannot become."""
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op: expected 'mean' or 'sum', got {op!r}")
+
+
 def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:
     """Raises ValueError for complex parameters with a wire other than "none"."""
     for name, parameter in named.items():

@@ -17,7 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from . import _C
-from ._checks import check_not_in_ddp, have_a_stage, named_parameters, resolve_group, with_gradients
+from ._checks import (
+    as_weight,
+    check_not_in_ddp,
+    check_op,
+    have_a_stage,
+    named_parameters,
+    resolve_group,
+    with_gradients,
+)
 from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
 from ._host_checks import check_optimizer
 from ._host_optimizer import HostOptimizer
@@ -30,7 +38,6 @@ from .training_state import TrainingState
 BUCKET_CAP_MB = 25.0
 LOOK_SECONDS = 1.0
 """Seconds between checks in use_group() for lost ranks."""
-LARGEST_WEIGHT = 1e300  # the sum over any number of ranks is finite
 
 
 class GradientSynchronizer(WatchedHandle):
@@ -229,14 +236,8 @@ class GradientSynchronizer(WatchedHandle):
             RuntimeError: a backward has made gradients for the next sync already, under ``no_sync`` or since the last
                 call. If only some ranks set their first weight, the next sync raises it on every rank.
         """
-        try:
-            number = float(weight)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not 0 <= number <= LARGEST_WEIGHT:
-            raise ValueError(f"weight: expected a number that is 0 or more, up to {LARGEST_WEIGHT:g}, got {weight!r}")
-        self._engine.set_weight(number)
-        self._weight = number
+        self._weight = as_weight(weight)
+        self._engine.set_weight(self._weight)
 
     def averaged_gradients(self) -> dict[str, Tensor]:
         """Returns the means over ranks that the newest sync has made, by parameter's name. Every rank must call it.
@@ -469,8 +470,7 @@ def attach(
     """
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
-    if op not in ("mean", "sum"):
-        raise ValueError(f"op: expected 'mean' or 'sum', got {op!r}")
+    check_op(op)
     if broadcast_buffers not in (True, False):
         raise ValueError(f"broadcast_buffers: expected True or False, got {broadcast_buffers!r}")
     if broadcast_buffers and not isinstance(module_or_params, nn.Module):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from . import _C
-from ._checks import check_not_sharded, resolve_group
+from ._checks import as_weight, check_not_sharded, check_op, resolve_group
 from ._handle import SyncHandle, warn_of_generic_kernels
 from ._handles_in_use import begin_use, check_free, handles_of
 from ._optimizer_watch import WatchedHandle, watch_optimizers
@@ -51,20 +51,42 @@ class CommHook(HookState, WatchedHandle):
     )
 
     def __init__(
-        self, ddp_model: DistributedDataParallel, compression: AnyCompression, process_group: dist.ProcessGroup
+        self,
+        ddp_model: DistributedDataParallel,
+        compression: AnyCompression,
+        process_group: dist.ProcessGroup,
+        op: str = "mean",
     ) -> None:
-        super().__init__(process_group)
+        self._engine = _C.HookState(process_group, sums=op == "sum")
         self._group = process_group
         self._module = ddp_model.module
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
         # DDP decides which parameters it averages when it wraps the model, and never again.
-        self._parameters = [
-            p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored
-        ]
+        averaged = {name: p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored}
+        self._names, self._parameters = list(averaged), list(averaged.values())
         self._ids = frozenset(map(id, self._parameters))
         self._ddp_model = weakref.ref(ddp_model)
         self.compression = compression
         _C.register_hook(ddp_model.reducer, self._engine)
+        if op == "sum":
+            _C.HookState.watch_sums(self._engine, self._parameters)
+
+    def set_weight(self, weight: float) -> None:
+        """Weights this rank's gradients from the next sync on: ``.grad`` becomes ``sum(w * g) / sum(w)``.
+
+        It means what ``GradientSynchronizer.set_weight`` does. With ``op="sum"`` the result is ``sum(w * g)``. Call it
+        before ``backward()``, for the first time on every rank before the same step. Each step then waits for one small
+        collective before its first bucket. In DDP's ``join`` a rank that has run out of batches has the weight 0.
+
+        Args:
+            weight: 0 or more, such as the number of the step's tokens.
+
+        Raises:
+            ValueError: it is not a number from 0 to 1e300.
+            RuntimeError: it was set for this step already, and a backward has made gradients since, under ``no_sync``.
+                If only some ranks set their first weight, the next step raises it on every rank.
+        """
+        self._engine.set_weight(as_weight(weight), self._parameters, self._names)
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._module.named_parameters())
@@ -97,6 +119,7 @@ def register_comm_hook(
     compression: AnyCompression = "none",
     *,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    op: str = "mean",
 ) -> CommHook:
     """Puts fastsync's C++ hook into a DDP model: from the next backward on, its buckets go through the engine.
 
@@ -108,9 +131,12 @@ def register_comm_hook(
         ddp_model: the wrapped model.
         compression: as in ``attach``.
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the model's own.
+        op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks. A backward that
+            would add to the sums of the step before raises RuntimeError: call ``zero_grad()`` first.
 
     Returns:
-        The hook's handle: its statistics, its state for checkpoints, and its compression, which may be changed later.
+        The hook's handle: its statistics, its state for checkpoints, its weight, and its compression, which may be
+        changed later.
 
     Raises:
         ValueError: an argument is refused, or the model has a hook already or is attached. Or DDP was told to send some
@@ -144,7 +170,8 @@ def register_comm_hook(
     named = dict(ddp_model.module.named_parameters())
     group = resolve_group(ddp_model.process_group if process_group is None else process_group)
     check_free(named, "ddp_model")
-    hook = CommHook(ddp_model, compression, group)
+    check_op(op)
+    hook = CommHook(ddp_model, compression, group, op)
     begin_use(hook, [ddp_model], kept_by=[ddp_model])
     watch_optimizers()
     return hook

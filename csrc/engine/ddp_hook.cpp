@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <unordered_map>
 
 #include "engine/backward.h"
 #include "passes/backend.h"
@@ -68,18 +69,21 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   // hooks wrapped around this one hand over buffers of their own.
   const auto parameters = grad_bucket.getParameters();
   const auto bucket = buckets_.find_or_add(parameters, name_of(grad_bucket), buffer.device());
+  bucket->set_mean_factor(sums_ ? static_cast<double>(group_->getSize()) : 1.0);
   // DDP sends its buckets in order, but leaves out the rest after a backward has failed.
   const bool is_first = !newest_index_ || grad_bucket.getIndex() <= *newest_index_;
   const bool is_last = grad_bucket.isLast();
   if (is_first) {
     take_number();
   }
-  agree_on_bucket(*bucket, name_of(grad_bucket), compressions, [&] { return describe(grad_bucket); });
+  agree_on_bucket(*bucket, name_of(grad_bucket), compressions,
+                  [&] { return describe_settings() + describe(grad_bucket); });
   check(grad_bucket, parameters, *compressions);
   if (is_first) {
     buckets_.clear_newest();
     averaged_.clear();
     begin_step();
+    send_weight(*bucket);
   }
   newest_index_ = is_last ? std::nullopt : std::optional(grad_bucket.getIndex());
   buckets_.add_newest(bucket);
@@ -118,9 +122,92 @@ std::shared_ptr<BucketWork> HookState::send(Bucket& bucket, c10d::GradBucket& gr
   const auto stopwatch = start_bucket(bucket);
   SendOptions options{compression, step_under_way(), first_tag(bucket.agreement->number)};
   options.in_place = true;
+  if (weights_) {
+    weights_->wait_on_stream();
+    options.is_weighted_mean = !sums_;
+    options.weight = weights_->factor(bucket.device());
+  }
   const at::Tensor side_values = grad_bucket.isLast() ? stamp(bucket, grad_bucket) : at::Tensor();
   return bucket.send(gradients_of(grad_bucket, compression), options, stopwatch, side_values);
 }
+
+// ---- weights and sums -----------------------------------------------------------------------------------------------
+
+std::string HookState::describe_settings() const {
+  return c10::str("op ", sums_ ? "sum" : "mean", weight_.is_on() ? ", weighted\n" : "\n");
+}
+
+void HookState::set_weight(double weight, const std::vector<at::Tensor>& parameters,
+                           const std::vector<std::string>& names) {
+  if (std::exchange(weighted_step_, step()) == step()) {
+    std::unordered_map<const c10::TensorImpl*, Snapshot> averaged;
+    for (const auto& [id, snapshot] : averaged_) {
+      averaged.emplace(id._unsafe_get_target(), snapshot);
+    }
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (averaged[parameters[i].unsafeGetTensorImpl()].was_written_by_autograd(parameters[i].grad())) {
+        refuse_late_weight(names[i]);
+      }
+    }
+  }
+  if (!weight_.is_set()) {
+    begin_weights();
+  }
+  weight_.set(weight);
+}
+
+// DDP wants a future for each bucket at once, and hands the buckets over in one order on all ranks. So a rank waits for
+// the weights before its first bucket is packed.
+void HookState::send_weight(Bucket& bucket) {
+  weights_.reset();
+  if (!weight_.is_on()) {
+    return;
+  }
+  // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.
+  weight_.set_active(current_graph_task() != kNoGraphTask);
+  liveness_->note_averaging(step_under_way());
+  wait_for_ranks(kAddingWeights, [&] {
+    weights_.emplace(weight_, sums_, *group_, bucket.device(), /*has_failed=*/false);
+    weights_->wait();
+  });
+  bucket.totals()->wire_bytes += weights_->sent_bytes();
+}
+
+// Note [Sums of a DDP hook]
+//   DDP puts all of .grad into a bucket, also what was there before backward. If that is the sum of the step before,
+//   each rank would count it once more. So .grad has to be undefined by then. The first gradient after a step looks at
+//   all parameters, because DDP also sends those that a backward does not reach. Later ones do not look: inside
+//   no_sync() gradients are meant to add up.
+void HookState::watch_sums(const std::shared_ptr<HookState>& self, const std::vector<at::Tensor>& parameters) {
+  for (const at::Tensor& parameter : parameters) {
+    GradientHook::Calls calls;
+    calls.before = [weak = std::weak_ptr(self)] {
+      if (const auto state = weak.lock()) {
+        state->check_sums();
+      }
+    };
+    calls.after = [](const at::Tensor& /*parameter*/, bool /*is_gone*/) {};
+    calls.must_run = false;
+    self->sum_hooks_.push_back(GradientHook::put_on(parameter, std::move(calls)));
+  }
+}
+
+void HookState::check_sums() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (has_checked_sums_) {
+    return;
+  }
+  for (const auto& each : averaged_) {
+    const at::Tensor parameter(each.first.lock());
+    TORCH_CHECK(!parameter.defined() || !parameter.grad().defined(), "fastsync.register_comm_hook: .grad still ",
+                "holds what the step before has left there, and with op=\"sum\" each rank would add that once more: ",
+                "call zero_grad() before backward(), so that .grad is None. Several averaged backwards a step are for ",
+                "fastsync.attach(model, op=\"sum\")");
+  }
+  has_checked_sums_ = true;
+}
+
+// ---- after a step ---------------------------------------------------------------------------------------------------
 
 void HookState::note_update() {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -141,6 +228,7 @@ void HookState::note_gradients_later(const std::shared_ptr<HookState>& self) {
 
 void HookState::note_gradients() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  has_checked_sums_ = false;
   averaged_.clear();
   for (const auto& bucket : buckets_.newest()) {
     for (const ParameterId& id : bucket->parameters) {
@@ -165,7 +253,8 @@ at::Tensor HookState::stamp(Bucket& bucket, c10d::GradBucket& grad_bucket) {
   const c10::Device device = bucket.device();
   StepCheck& step_check = bucket.agreement->step_check;
   step_check.begin_step(step_under_way(), has_gradients);
-  const auto grads = num_steps() == 1 ? grad_bucket.getGradients() : std::vector<at::Tensor>();
+  const bool compares_data = num_steps() == 1 && !weight_.is_on();
+  const auto grads = compares_data ? grad_bucket.getGradients() : std::vector<at::Tensor>();
   const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, bucket.has_plan());
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();
 }

@@ -12,7 +12,9 @@
 #include <vector>
 
 #include "engine/engine_state.h"
+#include "engine/gradient_hook.h"
 #include "engine/snapshot.h"
+#include "engine/weight.h"
 
 namespace fastsync {
 
@@ -20,16 +22,26 @@ namespace fastsync {
 // share a state, the statistics are those of the newest step of any of them.
 class HookState : public EngineState {
  public:
-  explicit HookState(c10::intrusive_ptr<c10d::ProcessGroup> group)
-      : EngineState(std::move(group), "a DDP hook", "with Join([ddp_model]):") {}
+  // With `sums`, buckets become the sum over the ranks and not the mean.
+  HookState(c10::intrusive_ptr<c10d::ProcessGroup> group, bool sums)
+      : EngineState(std::move(group), "a DDP hook", "with Join([ddp_model]):"), sums_(sums) {}
 
   // Averages the bucket's buffer in place; the future's value is the buffer. The ranks agree on each new bucket, and on
   // the compressions whenever these change.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket,
                                               std::shared_ptr<const CompressionTable> compressions);
 
+  // Sets the weight of this rank's gradients from the next step on. The first call has to come before the same step on
+  // all ranks. Throws c10::Error if it was set for that step already, and one of the parameters has got a gradient
+  // since.
+  void set_weight(double weight, const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names);
+
   // Notes that an optimizer has updated the parameters. Any thread may call it.
   void note_update();
+
+  // From now on a backward throws c10::Error if it is about to add to sums of the newest step, which would be summed
+  // once more. Call it once, outside of a backward.
+  static void watch_sums(const std::shared_ptr<HookState>& self, const std::vector<at::Tensor>& parameters);
 
   // Call it inside the backward of the newest step. At the end of that backward, once DDP has copied the means, it
   // notes which gradients hold them.
@@ -38,10 +50,19 @@ class HookState : public EngineState {
   bool gradients_are_unchanged();
 
  private:
+  std::string describe_settings() const;
+  void send_weight(Bucket& bucket);
+  void check_sums();
   void note_gradients();
   std::shared_ptr<BucketWork> send(Bucket& bucket, c10d::GradBucket& grad_bucket, const Compression& compression);
   at::Tensor stamp(Bucket& bucket, c10d::GradBucket& grad_bucket);
 
+  const bool sums_;
+  Weight weight_;
+  int64_t weighted_step_ = -1;                              // the step that the weight was set for
+  std::optional<WeightSum> weights_;                        // those of the newest step; none without weights
+  std::vector<std::shared_ptr<GradientHook>> sum_hooks_;    // one for each parameter, if sums are watched
+  bool has_checked_sums_ = false;                           // whether a backward has begun since the newest step
   std::optional<size_t> newest_index_;                      // DDP's index of the newest bucket; none between steps
   std::vector<std::pair<ParameterId, Snapshot>> averaged_;  // the gradients that note_gradients has noted
 };

@@ -32,6 +32,13 @@ void EngineState::set_compressions(std::shared_ptr<const CompressionTable> compr
   agree_anew("its compression was set");
 }
 
+void EngineState::begin_weights() {
+  agree_anew("a weight was set");
+  for (const auto& bucket : buckets_.all()) {
+    bucket->set_scale({});  // because it has followed values without weights
+  }
+}
+
 void EngineState::agree_anew(std::string why) {
   version_ += 1;
   why_agree_ = std::move(why);

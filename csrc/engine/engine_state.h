@@ -74,6 +74,9 @@ class EngineState {
   // Makes scales and residuals what they were before the newest step.
   void take_back_step();
 
+  // Notes that gradients have weights from the next step on.
+  void begin_weights();
+
   // ---- for the steps ----
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }

@@ -39,18 +39,12 @@ void ParameterSync::set_weight(double weight, bool have_hooks) {
   const int64_t step = context_.engine.step();
   const bool is_again = std::exchange(weighted_step_, step) == step;
   for (const Parameter& parameter : context_.parameters) {
-    TORCH_CHECK(
-        !parameter.has_left_over() && (have_hooks || !is_again || !parameter.has_own_gradient(/*has_hook=*/false)),
-        "fastsync: set_weight() was called after a backward whose gradients, such as that of parameter ",
-        parameter.name, ", no sync has averaged yet, and a weight counts for all that a sync averages: call it ",
-        "once a step, before the first backward, with the number of the step's tokens or samples, and multiply ",
-        "each micro-batch's mean loss by its part of them. Or call zero_grad() before");
+    if (parameter.has_left_over() || (!have_hooks && is_again && parameter.has_own_gradient(/*has_hook=*/false))) {
+      refuse_late_weight(parameter.name);
+    }
   }
   if (!context_.weight.is_set()) {
-    context_.engine.agree_anew("a weight was set");
-    for (const LayoutBucket& each : context_.layout.buckets) {
-      each.bucket->set_scale({});  // because it has followed values without weights
-    }
+    context_.engine.begin_weights();
   }
   context_.weight.set(weight);
 }

@@ -47,7 +47,7 @@ class ParameterSync {
   // Sets whether ranks join. If they do, the mean is over those that have not run out of gradients.
   void set_joining(bool is_joining);
   // Notes that this rank has run out.
-  void run_out() { context_.weight.run_out(); }
+  void run_out() { context_.weight.set_active(false); }
   // The number of ranks that had not run out in the newest step; nan if one has failed. Waits for the device.
   double num_active();
 

@@ -14,7 +14,6 @@ namespace fastsync {
 
 namespace {
 
-constexpr auto kAddingWeights = "adding up the ranks' weights";
 constexpr auto kBuffers = "";  // the buffers' name among the side values
 
 }  // namespace

@@ -10,6 +10,13 @@
 
 namespace fastsync {
 
+void refuse_late_weight(const std::string& parameter) {
+  TORCH_CHECK(false, "fastsync: set_weight() was called after a backward whose gradients, such as that of parameter ",
+              parameter, ", no sync has averaged yet, and a weight counts for all that a sync averages: call it ",
+              "once a step, before the first backward, with the number of the step's tokens or samples, and multiply ",
+              "each micro-batch's mean loss by its part of them. Or call zero_grad() before");
+}
+
 WeightSum::WeightSum(const Weight& weight, bool sums, c10d::ProcessGroup& group, c10::Device device, bool has_failed)
     : sums_(sums), sent_(weight.value()) {
   TORCH_CHECK_VALUE(!is_capturing(device), "fastsync: a CUDA graph repeats the weights of the step that it captures, ",

@@ -10,11 +10,14 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "transport/progress_thread.h"
 #include "transport/team.h"
 
 namespace fastsync {
+
+constexpr auto kAddingWeights = "adding up the ranks' weights";  // what errors say
 
 // This rank's weight, from one step to the next.
 class Weight {
@@ -29,7 +32,7 @@ class Weight {
     is_joining_ = is_joining;
     is_active_ |= !is_joining;  // a rank without any gradients has run out before
   }
-  void run_out() { is_active_ = false; }
+  void set_active(bool is_active) { is_active_ = is_active; }
   bool is_active() const { return is_active_; }
 
   double value() const { return is_active_ ? value_.value_or(1.0) : 0.0; }
@@ -39,6 +42,9 @@ class Weight {
   bool is_joining_ = false;
   bool is_active_ = true;
 };
+
+// Throws c10::Error: a weight was set when the parameter had a gradient that no sync has averaged.
+[[noreturn]] void refuse_late_weight(const std::string& parameter);
 
 // Adds up the weights of all ranks in one step. The constructor sends this rank's weight.
 class WeightSum {

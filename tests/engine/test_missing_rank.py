@@ -256,6 +256,7 @@ ANEW = "rank 1 has made its buckets anew, as after a parameter was frozen"
 ALONE = {
     "weight": Alone(set_weight, WEIGHT),
     "weight, int8, 3 ranks": Alone(set_weight, WEIGHT, compression="int8", size=3),
+    "weight, hook": Alone(set_weight, WEIGHT, "hook"),
     "compression": Alone(set_compression, SET, compression="int8"),
     "compression, synchronize": Alone(set_compression, SET, "synchronize"),
     "compression, hook": Alone(set_compression, SET, "hook"),
