@@ -1,7 +1,9 @@
-"""Lightning's DDPStrategy with a fastsync hook: gradients travel as float16 that cannot overflow.
+"""Lightning's DDPStrategy with fastsync's hook, put in by a callback: gradients travel as float16 that cannot overflow.
 
-torchrun --standalone --nproc-per-node=2 examples/lightning_ddp.py
-python examples/lightning_ddp.py
+    torchrun --standalone --nproc-per-node=2 examples/lightning_ddp.py
+    python examples/lightning_ddp.py
+
+With "int8+ef" in place of "fp16" they take a byte each, and Lightning's checkpoints keep what error feedback has kept.
 """
 
 import os
@@ -15,7 +17,8 @@ from fastsync.distributed import process_group
 
 try:
     import lightning
-    from lightning.pytorch.strategies import DDPStrategy
+
+    from fastsync.integrations.lightning import FastsyncCallback
 except ImportError:
     raise SystemExit("this example needs Lightning: pip install lightning") from None
 
@@ -35,14 +38,6 @@ class Regression(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-class RegisterHookOnCPU(lightning.Callback):
-    """Not for GPUs: on CUDA Lightning 2.6 hands ddp_comm_hook to DDP, on a CPU it drops it without a word."""
-
-    def on_train_start(self, trainer, module):
-        if trainer.strategy.root_device.type == "cpu":
-            trainer.strategy.model.register_comm_hook(module.hook_state, fastsync.fp16_compress_hook)
-
-
 def main():
     lightning.seed_everything(0, verbose=False)
     inputs = torch.randn(4096, 16)
@@ -50,15 +45,14 @@ def main():
     model = Regression()
     first_loss = model.loss(*data.tensors).item()
 
-    # The state may be left out; it is there for its statistics. It belongs to a process group, so one has to be open:
-    # Lightning takes the one it finds, and opens its own where there is none.
+    # Lightning takes the process group that is open, and opens its own where there is none.
     with process_group(timeout=60) as device:
-        model.hook_state = fastsync.HookState()
+        callback = FastsyncCallback("fp16")  # the line
         trainer = lightning.Trainer(
             accelerator=device.type,
             devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            strategy=DDPStrategy(ddp_comm_hook=fastsync.fp16_compress_hook, ddp_comm_state=model.hook_state),
-            callbacks=[RegisterHookOnCPU()],
+            strategy="ddp",
+            callbacks=[callback],
             max_epochs=4,
             logger=False,
             enable_checkpointing=False,
@@ -69,7 +63,7 @@ def main():
         trainer.fit(model, DataLoader(data, batch_size=64, shuffle=True))
         fastsync.check_consistency(model)
 
-        stats = model.hook_state.stats()
+        stats = callback.handle.stats()
         if trainer.is_global_zero:
             loss = model.cpu().loss(*data.tensors).item()
             sent = f"{stats.num_steps} steps of {stats.numel} gradients in {stats.wire_bytes} bytes"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, cached_property
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, cached_property, wraps
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from ._handles_in_use import in_use
 from ._host_optimizer import HostOptimizer
 from ._late_parameters import LateParameters
 from ._optimizer_steps import is_training_step
+
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class WatchedHandle(GradientHandle):
@@ -93,11 +95,38 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _before_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
     handles = _watched()
-    if handles and is_training_step(optimizer):
+    if not handles or not is_training_step(optimizer):
+        return None
+
+    def check() -> None:
         for handle in handles:
             handle._check_before_step(optimizer)
+
+    # A closure makes the gradients that the step takes, as Lightning's and LBFGS's do. So the check comes after it.
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _then(args[1], check), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, kwargs | {"closure": _then(kwargs["closure"], check)}
+    check()
+    return None
+
+
+def _then(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
+    """Returns a closure whose first call in the step is followed by the check."""
+    is_checked = False
+
+    @wraps(closure)
+    def checked() -> Any:
+        nonlocal is_checked
+        result = closure()
+        if not is_checked:
+            is_checked = True
+            check()
+        return result
+
+    return checked
 
 
 def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

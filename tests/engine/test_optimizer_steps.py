@@ -233,6 +233,65 @@ def test_a_parameter_that_came_too_late_is_averaged_or_refused(
         optimizer.step()
 
 
+@pytest.mark.parametrize("by_keyword", [True, False])
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@on_ranks(2)
+def test_gradients_that_a_closure_makes_are_checked_in_their_first_step(
+    rank: int, world_size: int, entry_point: str, by_keyword: bool
+) -> None:
+    """As Lightning steps: before the closure there are none, or those of the step before."""
+    torch.manual_seed(0)
+    model = Mlp()
+    model.layers[0].requires_grad_(entry_point == "attach")
+    given = average(entry_point, model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = given.model(batch(rank, 0)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def step() -> Any:
+        return optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+
+    for _ in range(2):
+        assert step() is not None
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert_same_on_all_ranks(before)
+    if entry_point == "hook":
+        _unfreeze(model)
+        message = r"about to step layers\.0\.weight, whose gradient no rank has averaged"
+    else:
+        _add(model)
+        optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
+        message = r"about to step layers\.\d\.weight, whose gradient no rank has averaged"
+    with pytest.raises(RuntimeError, match=message):
+        step()
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=False))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_of_no_sync_that_a_closure_makes() -> None:
+    model = Mlp()
+    sync = fastsync.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure(averages: bool) -> Tensor:
+        optimizer.zero_grad()
+        with nullcontext() if averages else sync.no_sync():
+            loss = model(batch(0, 0)).square().mean()
+            loss.backward()
+        return loss.detach()
+
+    optimizer.step(lambda: closure(averages=True))
+    with pytest.raises(RuntimeError, match="was about to step with gradients that no rank has averaged"):
+        optimizer.step(lambda: closure(averages=False))
+    with sync.no_sync():
+        optimizer.step(lambda: closure(averages=False))
+    optimizer.step(lambda: closure(averages=True))  # what the step before has left does not count
+
+
 @pytest.mark.parametrize("entry_point", ["hook", "attach"])
 @on_ranks(2)
 def test_a_parameter_that_joins_an_optimizer_late_is_refused(rank: int, world_size: int, entry_point: str) -> None:

@@ -1,0 +1,127 @@
+"""The callback for Lightning's Trainer: what it averages, and what a training that is resumed goes on from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastsync
+from tests.models import assert_all_bitwise_equal, assert_same_on_all_ranks
+from tests.ranks import on_ranks, run_ranks
+
+pytestmark = pytest.mark.end_to_end
+pytest.importorskip("lightning", exc_type=ImportError)
+
+
+def _module() -> Any:
+    from lightning import LightningModule
+
+    class Regression(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.network = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            inputs, targets = batch
+            return nn.functional.mse_loss(self.network(inputs), targets)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+
+    return Regression()
+
+
+def _fit(model: Any, callbacks: list[Any], folder: str, epochs: int, **options: Any) -> Any:
+    from lightning import Trainer
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from torch.utils.data import DataLoader, TensorDataset
+
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GROUP_RANK="0")
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="0")
+    inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(7))
+    data = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy="ddp" if world_size > 1 else "auto",
+        plugins=[TorchElasticEnvironment()] if world_size > 1 else None,
+        callbacks=callbacks,
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=8, shuffle=False), **options)
+    return trainer
+
+
+@on_ranks(2, timeout=200)
+def test_a_training_and_its_resumption(rank: int, world_size: int, tmp_path: Path) -> None:
+    from fastsync.integrations.lightning import FastsyncCallback
+
+    of_ddp, ours = _module(), _module()
+    _fit(of_ddp, [], str(tmp_path), 2)
+    callback = FastsyncCallback()
+    assert callback.handle is None
+    _fit(ours, [callback], str(tmp_path), 2)
+    assert callback.handle.stats().num_steps == 12
+    assert_all_bitwise_equal(list(ours.parameters()), list(of_ddp.parameters()), "parameter")
+
+    at_once, with_pause, file = _module(), _module(), str(tmp_path / "checkpoint.ckpt")
+    _fit(at_once, [FastsyncCallback("int8+ef")], str(tmp_path), 4)
+    trainer = _fit(with_pause, [FastsyncCallback("int8+ef")], str(tmp_path), 2)
+    trainer.save_checkpoint(file)
+    kept = torch.load(file, weights_only=True)["callbacks"]["FastsyncCallback"]
+    assert {name.rpartition(" of ")[2] for name in kept["residuals"]} == {"rank 0", "rank 1"}
+    resumed, callback = _module(), FastsyncCallback("int8+ef")
+    _fit(resumed, [callback], str(tmp_path), 4, ckpt_path=file)
+    assert callback.handle.stats().num_steps == 12
+    assert_all_bitwise_equal(list(resumed.parameters()), list(at_once.parameters()), "parameter")
+    assert_same_on_all_ranks(list(resumed.parameters()))
+
+
+@on_ranks(2, timeout=200)
+def test_layers_that_are_unfrozen_on_the_way_are_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Else each rank would train its own: Lightning wraps the model once, before its first epoch."""
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    from fastsync.integrations.lightning import FastsyncCallback
+
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.network[0])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.network[0], optimizer)
+
+    model = _module()
+    with pytest.raises(RuntimeError, match=r"about to step network\.0\.weight, whose gradient no rank has averaged"):
+        _fit(model, [Unfreeze(), FastsyncCallback()], str(tmp_path), 3)
+    assert_same_on_all_ranks(list(model.parameters()))
+
+
+def _alone(rank: int, world_size: int, folder: str) -> None:
+    from fastsync.integrations.lightning import FastsyncCallback
+
+    dist.destroy_process_group()
+    model, callback = _module(), FastsyncCallback("fp16")
+    _fit(model, [callback], folder, 1)
+    _fit(model, [callback], folder, 1)  # the same model once more
+    assert callback.handle.stats().num_steps == 12
+    assert isinstance(callback.handle, fastsync.GradientSynchronizer)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for whoever ends it
+
+
+def test_one_rank_without_a_process_group(tmp_path: Path) -> None:
+    run_ranks(_alone, 1, str(tmp_path))
