@@ -39,3 +39,12 @@ def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
             "scaler: it has stepped with these gradients already; clip between backward() and scaler.step(optimizer)"
         )
     return stage is OptState.UNSCALED
+
+
+def skip_unless_finite(scaler: GradScaler, optimizer: Optimizer, norm: Tensor) -> None:
+    """Has the scaler skip the optimizer's step if the norm is not finite, where ``unscale_`` has looked already."""
+    if has_unscaled(scaler, optimizer):
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            found.add_(norm.isfinite().logical_not().to(found.device, found.dtype)).clamp_(
+                max=1.0
+            )  # fused ones ask for 1

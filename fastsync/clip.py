@@ -1,24 +1,33 @@
 """Gradient clipping with the norm that the engine already has."""
 
+import math
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ._grad_scaler import has_unscaled, loss_scale
+from . import _C
+from ._checks import resolve_group
+from ._grad_scaler import has_unscaled, loss_scale, skip_unless_finite
 from ._handle import GradientHandle
 from ._optimizer_steps import innermost
 from ._optimizer_watch import WatchedHandle
+from .distributed import every_rank_calls
 
 
 def clip_grad_norm_(
-    sync: GradientHandle,
+    sync: GradientHandle | Sequence[GradientHandle],
     max_norm: float | Tensor,
     *,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
     """Scales the gradients so that their norm is at most ``max_norm``; the host never waits to find out.
 
@@ -26,14 +35,20 @@ def clip_grad_norm_(
     a ``.grad``, and no other backward has added to one. Otherwise it takes a pass over them. So it is right after any
     change of the gradients, by ``unscale_``, a division by the number of tokens, or a write to ``.data``.
 
+    With several handles it is one norm, that of all parameters of all ranks. Each counts once: the ranks of a handle's
+    group hold the same parameters, and other groups hold others. So experts, or the stages of a pipeline, are clipped
+    with the rest of the model. All ranks must make the call, each with all its handles. One number is reduced.
+
     Args:
-        sync: what ``attach`` or ``register_comm_hook`` returned.
+        sync: what ``attach`` or ``register_comm_hook`` returned, or a list of such handles.
         max_norm: positive, for gradients without a scaler's scale. It may be a 0-dim tensor on their device.
         optimizer: the one that steps with these gradients, or Accelerate's wrapper of it. A fused one that steps these
             and no others takes the coefficient into its next step.
         scaler: the one that has scaled the loss. It needs ``optimizer``.
         norm_type: the p of the p-norm. Any other than 2 takes a pass over the gradients.
         error_if_nonfinite: raise if the norm is inf or nan, before anything is scaled. On a GPU the host waits.
+        process_group: the ranks whose parameters count, a group or a one-dimensional ``DeviceMesh``. None means all
+            ranks for a list, and for a single handle the ranks that it averages over. Handles' groups lie within it.
 
     Returns:
         The norm before clipping, without the scaler's scale, a 0-dim float32 tensor on the gradients' device.
@@ -45,11 +60,7 @@ def clip_grad_norm_(
     """
     if not isinstance(max_norm, Tensor) and not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
-    if not isinstance(sync, WatchedHandle):
-        raise ValueError(
-            f"sync: expected what attach or register_comm_hook returned, got {type(sync).__name__}; for parameters and "
-            "models under fully_shard use torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
-        )
+    handles = _listed(sync)
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     if scaler is not None and optimizer is None:
@@ -57,28 +68,100 @@ def clip_grad_norm_(
             "scaler: pass optimizer= too, the one that scaler.step() gets: a scaler knows for each optimizer "
             "whether its gradients are scaled"
         )
-    if sync._deferred_clip_step == sync._engine.num_steps() and not sync._engine.is_captured():
-        raise RuntimeError(
-            "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step; clip "
-            "once after each synchronised backward, or leave optimizer out both times"
-        )
+    for handle in handles:
+        if handle._deferred_clip_step == handle._engine.num_steps() and not handle._engine.is_captured():
+            raise RuntimeError(
+                "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step; clip "
+                "once after each synchronised backward, or leave optimizer out both times"
+            )
     optimizer = None if optimizer is None else innermost(optimizer)
-    grad_norm = _norm(sync, norm_type, optimizer, scaler)
+    is_joint = not isinstance(sync, GradientHandle) or process_group is not None
+    if is_joint:
+        group = resolve_group(process_group)
+        _check_may_be_joint(handles, norm_type, scaler, group)
+    norms = [_norm(handle, norm_type, optimizer, scaler) for handle in handles]
+    grad_norm = _joint_norm(handles, norms, norm_type, group) if is_joint else norms[0]
     if error_if_nonfinite and not grad_norm.isfinite():
         raise RuntimeError(
             f"fastsync.clip_grad_norm_: the norm of the gradients is {grad_norm.item()}; skip this step, or leave out "
             "error_if_nonfinite"
         )
     divisor = (grad_norm + 1e-6).div_(max_norm).clamp_(min=1.0)
-    if sync._host_optimizer is not None:
-        sync._deferred_clip_step = sync._engine.num_steps()
-        sync._host_optimizer.clip(divisor)
-    elif optimizer is not None and _takes_grad_scale(optimizer, sync):
-        sync._deferred_clip_step = sync._engine.num_steps()
-        _scale_next_step(optimizer, divisor, sync)
-    else:
-        _multiply(_gradients(sync), divisor.reciprocal())
+    if is_joint and scaler is not None and optimizer is not None:
+        # A scaler looks at this rank's gradients alone, and other ranks may have other ones. All must skip a step.
+        divisor = torch.where(grad_norm.isfinite(), divisor, math.nan)
+        skip_unless_finite(scaler, optimizer, grad_norm)
+        optimizer = None  # the gradients have to be divided now, for the scaler to see it
+    _divide(handles, divisor, optimizer)
     return grad_norm
+
+
+def _divide(handles: Sequence[WatchedHandle], divisor: Tensor, optimizer: Optimizer | None) -> None:
+    """Divides the gradients by a number, in the optimizer's next step if it can."""
+    for handle in handles:
+        if handle._host_optimizer is not None:
+            handle._deferred_clip_step = handle._engine.num_steps()
+            handle._host_optimizer.clip(divisor)
+    others = [handle for handle in handles if handle._host_optimizer is None]
+    if others and optimizer is not None and _takes_grad_scale(optimizer, others):
+        _scale_next_step(optimizer, divisor, others)
+    else:
+        _multiply([grad for handle in others for grad in _gradients(handle)], divisor.reciprocal())
+
+
+def _listed(sync: GradientHandle | Sequence[GradientHandle]) -> list[WatchedHandle]:
+    """Returns the handles. Raises ValueError if one of them is none, or is there twice."""
+    handles: list[WatchedHandle] = []
+    for each in sync if isinstance(sync, list | tuple) else [sync]:
+        if not isinstance(each, WatchedHandle):
+            raise ValueError(
+                f"sync: expected what attach or register_comm_hook returned, got {type(each).__name__}; for parameters "
+                "and models under fully_shard use torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
+            )
+        if each in handles:
+            raise ValueError("sync: a handle is there twice, and its gradients count once; leave one of them out")
+        handles.append(each)
+    if not handles:
+        raise ValueError("sync: the list has no handle; pass what attach or register_comm_hook returned")
+    return handles
+
+
+def _check_may_be_joint(
+    handles: Sequence[WatchedHandle], norm_type: float, scaler: GradScaler | None, group: dist.ProcessGroup
+) -> None:
+    """Raises ValueError, before any rank waits, if there is no joint norm of these handles over the group."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: over several groups expected a positive number or inf, got {norm_type!r}")
+    for handle in handles:
+        if handle._group.size() > group.size():
+            raise ValueError(
+                f"process_group: it has {group.size()} ranks, and a handle averages over {handle._group.size()}; pass "
+                "a group of all ranks whose parameters count"
+            )
+        if handle._host_optimizer is not None and scaler is not None:
+            raise ValueError(
+                "scaler: in a list of handles none may be of attach(optimizer=), because a scaler looks at .grad, and "
+                "that stays this rank's own there; leave out one of the two"
+            )
+
+
+def _joint_norm(
+    handles: Sequence[WatchedHandle], norms: Sequence[Tensor], norm_type: float, group: dist.ProcessGroup
+) -> Tensor:
+    """Returns the norm of the parameters of all ranks of the group, each counted once.
+
+    The ranks of a handle's group have the same gradients, so each adds its part of their norm's power.
+    """
+    device = norms[0].device
+    _C.check_device(group, device)
+    wide = [norm.to(device, torch.float64) for norm in norms]
+    is_maximum = norm_type == math.inf
+    if not is_maximum:
+        wide = [norm.pow(norm_type) / handle._group.size() for norm, handle in zip(wide, handles, strict=True)]
+    total = torch.stack(wide).max() if is_maximum else torch.stack(wide).sum()
+    with every_rank_calls("clip_grad_norm_", group):
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=group)
+    return (total if is_maximum else total.pow(1.0 / norm_type)).float()
 
 
 def _norm(sync: WatchedHandle, norm_type: float, optimizer: Optimizer | None, scaler: GradScaler | None) -> Tensor:
@@ -116,12 +199,12 @@ def _gradients(sync: WatchedHandle) -> list[Tensor]:
     return [parameter.grad for parameter in sync.parameters() if parameter.grad is not None]
 
 
-def _takes_grad_scale(optimizer: Optimizer, sync: WatchedHandle) -> bool:
-    """Tells whether the optimizer's step divides exactly the handle's gradients by ``optimizer.grad_scale``.
+def _takes_grad_scale(optimizer: Optimizer, handles: Sequence[WatchedHandle]) -> bool:
+    """Tells whether the optimizer's step divides exactly the handles' gradients by ``optimizer.grad_scale``.
 
     Fused optimizers have this attribute for GradScaler.
     """
-    clipped = {id(parameter) for parameter in sync.parameters() if parameter.grad is not None}
+    clipped = {id(p) for handle in handles for p in handle.parameters() if p.grad is not None}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -130,17 +213,20 @@ def _takes_grad_scale(optimizer: Optimizer, sync: WatchedHandle) -> bool:
     )
 
 
-def _scale_next_step(optimizer: Optimizer, divisor: Tensor, sync: WatchedHandle) -> None:
+def _scale_next_step(optimizer: Optimizer, divisor: Tensor, handles: Sequence[WatchedHandle]) -> None:
     """Lets the optimizer's next step divide the gradients. GradScaler multiplies its own scale into the attribute."""
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+    for handle in handles:
+        handle._deferred_clip_step = handle._engine.num_steps()
 
     def forget(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if not hasattr(optimizer, "found_inf"):  # else GradScaler has set it, and deletes both attributes itself
             vars(optimizer).pop("grad_scale", None)
-        sync._deferred_clip_step = -1
-        handle.remove()
+        for handle in handles:
+            handle._deferred_clip_step = -1
+        hook.remove()
 
-    handle = optimizer.register_step_post_hook(forget)
+    hook = optimizer.register_step_post_hook(forget)
 
 
 def _multiply(grads: list[Tensor], coefficient: Tensor) -> None:

@@ -149,6 +149,14 @@ def test_two_pipelines_train_a_transformer():
     assert numbers(r"\d+ steps over (\d+) pipelines", said) == [2]
 
 
+def test_experts_are_trained_the_same_on_any_number_of_ranks():
+    lines = [run_script(EXAMPLES / "mixture_of_experts.py", nproc=nproc) for nproc in (0, 2, 4)]
+    first = [numbers(r"loss ([\d.]+) -> .* first step ([\d.]+), \d of 4 experts a rank", line) for line in lines]
+    assert first[1:] == [pytest.approx(first[0], rel=2e-3)] * 2
+    for line in lines:
+        after_it_has_learnt(line)
+
+
 @pytest.mark.parametrize(
     ("name", "factor", "steps", "elements"),
     [

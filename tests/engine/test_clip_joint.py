@@ -1,0 +1,219 @@
+"""clip_grad_norm_ over several handles: one norm, of all parameters of all ranks, as one process would have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fastsync
+from tests.engine.entry_points import average
+from tests.models import Given, assert_same_on_all_ranks, grads_of, random_grads
+from tests.ranks import on_ranks
+
+DENSE, EXPERT = [(7, 33), (300,)], [(20, 5), (11,)]
+# Which ranks have the same experts.
+LAYOUTS = {"two and two": [[0, 2], [1, 3]], "three and one": [[0, 1, 3], [2]], "each its own": [[0], [1], [2], [3]]}
+
+
+def _mean(gradients_of: Any, ranks: Sequence[int]) -> list[Tensor]:
+    everyone = [gradients_of(rank) for rank in ranks]
+    return [torch.stack(same).mean(0) for same in zip(*everyone, strict=True)]
+
+
+def _dense(rank: int, step: int) -> list[Tensor]:
+    return random_grads(rank, step, DENSE, torch.float32)
+
+
+def _experts(rank: int, step: int) -> list[Tensor]:
+    return random_grads(100 + rank, step, EXPERT, torch.float32)
+
+
+def _given(shapes: Sequence[Sequence[int]]) -> Given:
+    return Given([torch.zeros(*shape) for shape in shapes])
+
+
+class Whole:
+    """One process with the dense layers and all experts, in plain PyTorch."""
+
+    def __init__(self, layout: Sequence[Sequence[int]], optimizer: Any) -> None:
+        self.layout = layout
+        self.dense, *self.experts = (
+            Given([torch.zeros(s) for s in shapes]) for shapes in [DENSE] + [EXPERT] * len(layout)
+        )
+        self.all = [p for model in (self.dense, *self.experts) for p in model.parameters()]
+        self.optimizer = optimizer(self.all)
+
+    def backward(self, step: int) -> None:
+        means = [_mean(partial(_dense, step=step), range(4))]
+        means += [_mean(partial(_experts, step=step), ranks) for ranks in self.layout]
+        for parameter, grad in zip(self.all, [grad for each in means for grad in each], strict=True):
+            parameter.grad = grad
+
+    def expert_of(self, rank: int) -> nn.Module:
+        return next(model for model, ranks in zip(self.experts, self.layout, strict=True) if rank in ranks)
+
+
+def _handles(way: str, layout: Sequence[Sequence[int]], rank: int) -> tuple[list[nn.Module], list[Any]]:
+    groups = [dist.new_group(list(ranks)) for ranks in layout]
+    mine = next(group for group, ranks in zip(groups, layout, strict=True) if rank in ranks)
+    dense = average(way, _given(DENSE))
+    experts = average(way, _given(EXPERT), group=mine)
+    return [dense.model, experts.model], [dense.handle, experts.handle]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", ["attach", "hook"])
+@on_ranks(4)
+def test_dense_layers_and_experts_are_clipped_as_one_model(rank: int, world_size: int, way: str, layout: str) -> None:
+    whole = Whole(LAYOUTS[layout], partial(torch.optim.SGD, lr=0.1))
+    models, handles = _handles(way, LAYOUTS[layout], rank)
+    for step, norm_type in enumerate((2.0, 1.0, 3.0, math.inf, 2.0)):
+        for max_norm in (1e4, 0.5):
+            for model, grads in zip(models, (_dense(rank, step), _experts(rank, step)), strict=True):
+                model.zero_grad()
+                model(grads).backward()
+            whole.backward(step)
+            expected = nn.utils.clip_grad_norm_(whole.all, max_norm, norm_type)
+            norm = fastsync.clip_grad_norm_(handles, max_norm, norm_type=norm_type)
+            assert (norm.dtype, norm.shape) == (torch.float32, ())
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+            theirs = [*grads_of(whole.dense), *grads_of(whole.expert_of(rank))]
+            for mine, other in zip([*grads_of(models[0]), *grads_of(models[1])], theirs, strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+            assert_same_on_all_ranks([norm, *grads_of(models[0])])
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@on_ranks(4)
+def test_an_optimizer_of_all_may_clip_in_its_step(rank: int, world_size: int, is_fused: bool) -> None:
+    layout = LAYOUTS["two and two"]
+    make = partial(torch.optim.AdamW, lr=0.1, fused=is_fused)
+    whole = Whole(layout, make)
+    models, handles = _handles("attach", layout, rank)
+    optimizer = make([p for model in models for p in model.parameters()])
+    for step in range(4):
+        for model, grads in zip(models, (_dense(rank, step), _experts(rank, step)), strict=True):
+            model.zero_grad()
+            model(grads).backward()
+        whole.backward(step)
+        expected = nn.utils.clip_grad_norm_(whole.all, 0.5)
+        norm = fastsync.clip_grad_norm_(handles, 0.5, optimizer=optimizer)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        if is_fused:
+            with pytest.raises(RuntimeError, match="clipped already, in the optimizer's next step"):
+                fastsync.clip_grad_norm_(handles[1], 0.5)
+        optimizer.step()
+        whole.optimizer.step()
+    theirs = [*whole.dense.parameters(), *whole.expert_of(rank).parameters()]
+    for mine, other in zip([p for model in models for p in model.parameters()], theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(4)
+def test_stages_of_a_pipeline(rank: int, world_size: int) -> None:
+    """Each rank has one handle, of its stage; the group says whose parameters count."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    stage = rank // 2
+    given = average("synchronize", Given([torch.zeros(300)]), group=mesh["data"])
+    given.step([torch.full((300,), 1.0 + 2 * stage)])  # the same on both ranks of a stage
+    alone = fastsync.clip_grad_norm_(given.handle, math.inf)
+    torch.testing.assert_close(alone, torch.tensor((1.0 + 2 * stage) * 300**0.5))
+    for whose in ({"process_group": dist.group.WORLD}, {"process_group": init_device_mesh("cpu", (4,))}):
+        norm = fastsync.clip_grad_norm_(given.handle, math.inf, **whose)
+        torch.testing.assert_close(norm, torch.tensor(10.0**0.5 * 300**0.5))
+    norm = fastsync.clip_grad_norm_([given.handle], 1.0)
+    assert_same_on_all_ranks([norm])
+    expected = (1.0 + 2 * stage) / (3000**0.5)
+    torch.testing.assert_close(next(given.model.parameters()).grad, torch.full((300,), expected))
+
+
+@pytest.mark.parametrize("unscales_first", [True, False])
+@pytest.mark.parametrize("is_fused", [True, False])
+@on_ranks(4)
+def test_all_scalers_skip_the_step_that_one_experts_ranks_skip(
+    rank: int, world_size: int, is_fused: bool, unscales_first: bool
+) -> None:
+    layout = LAYOUTS["two and two"]
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=is_fused)
+    whole = Whole(layout, make)
+    models, handles = _handles("attach", layout, rank)
+    optimizer = make([p for model in models for p in model.parameters()])
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    for step in range(4):
+        is_spoilt = step == 2
+        grads = [_dense(rank, step), _experts(rank, step)]
+        if is_spoilt and rank == 1:
+            grads[1][0].fill_(math.inf)
+        optimizer.zero_grad()
+        for model, each in zip(models, grads, strict=True):
+            scaler.scale(model(each)).backward()
+        whole.backward(step)
+        if unscales_first:
+            scaler.unscale_(optimizer)
+        norm = fastsync.clip_grad_norm_(handles, 0.5, optimizer=optimizer, scaler=scaler)
+        if not is_spoilt:
+            torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.all, 0.5), rtol=1e-5, atol=0)
+            whole.optimizer.step()
+        assert norm.isfinite() == (not is_spoilt)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (64.0 if step < 2 else 32.0)
+    theirs = [*whole.dense.parameters(), *whole.expert_of(rank).parameters()]
+    for mine, other in zip([p for model in models for p in model.parameters()], theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_handles_that_share_one_copy_of_their_parameters(rank: int, world_size: int) -> None:
+    """Some of attach(optimizer=), and some with gradients of their own."""
+    models = [_given(shapes) for shapes in (DENSE, EXPERT)]
+    references = [_given(shapes) for shapes in (DENSE, EXPERT)]
+    optimizers, steps = ([torch.optim.AdamW(m.parameters(), lr=0.1) for m in each] for each in (models, references))
+    shared = fastsync.attach(models[0], optimizer=optimizers[0])
+    other = fastsync.attach(models[1])
+    for step in range(3):
+        for model, reference, grads in zip(models, references, (_dense, _experts), strict=True):
+            model.zero_grad()
+            model(grads(rank, step)).backward()
+            for parameter, grad in zip(reference.parameters(), _mean(partial(grads, step=step), range(2)), strict=True):
+                parameter.grad = grad
+        expected = nn.utils.clip_grad_norm_([p for model in references for p in model.parameters()], 0.5)
+        torch.testing.assert_close(fastsync.clip_grad_norm_([shared, other], 0.5), expected, rtol=1e-5, atol=0)
+        for each in (*optimizers, *steps):
+            each.step()
+    for model, reference in zip(models, references, strict=True):
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match=r"scaler: in a list of handles none may be of attach\(optimizer=\)"):
+        fastsync.clip_grad_norm_([shared, other], 0.5, optimizer=optimizers[0], scaler=scaler)
+
+
+@on_ranks(2)
+def test_what_is_refused(rank: int, world_size: int) -> None:
+    given = average("attach", Given([torch.zeros(3)]))
+    given.step([torch.ones(3) + rank])
+    own = dist.new_group([rank], use_local_synchronization=True)
+    for sync, options, message in (
+        ([], {}, "sync: the list has no handle; pass what attach"),
+        ([given.handle, given.handle], {}, "sync: a handle is there twice"),
+        ([given.handle, given.model], {}, r"sync: expected what attach or register_comm_hook returned, got Given"),
+        ([given.handle], {"norm_type": 0.0}, "norm_type: over several groups expected a positive number or inf, got 0"),
+        ([given.handle], {"process_group": own}, "process_group: it has 1 ranks, and a handle averages over 2; pass"),
+        (given.handle, {"process_group": "world"}, "process_group: expected a ProcessGroup"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fastsync.clip_grad_norm_(sync, 1.0, **options)
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"clip_grad_norm_: on rank 0 of 2 the other ranks did not all come"):
+            fastsync.clip_grad_norm_([given.handle], 1.0, process_group=group)
