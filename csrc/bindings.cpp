@@ -111,16 +111,24 @@ auto run(HookState& state, c10d::GradBucket& bucket, std::shared_ptr<const Compr
 
 // Makes a compression from its names in Python, which Python has checked.
 Compression make_compression(const std::string& wire, bool sums_in_float32, bool error_feedback,
-                             const std::optional<std::string>& algorithm, int64_t ranks_per_node) {
-  static const std::map<std::string, std::optional<DType>> wires{{"none", std::nullopt},
-                                                                 {"fp16", DType::kFloat16},
-                                                                 {"bf16", DType::kBFloat16},
-                                                                 {"int8", DType::kInt8},
-                                                                 {"int4", DType::kInt4}};
+                             const std::optional<std::string>& algorithm, int64_t ranks_per_node, int64_t low_rank) {
+  static const std::map<std::string, std::optional<DType>> wires{{"none", std::nullopt},     {"fp16", DType::kFloat16},
+                                                                 {"bf16", DType::kBFloat16}, {"int8", DType::kInt8},
+                                                                 {"int4", DType::kInt4},     {"lowrank", std::nullopt}};
   static const std::map<std::string, Algorithm> algorithms{{"one_shot", Algorithm::kOneShot},
                                                            {"two_shot", Algorithm::kTwoShot}};
-  return {wires.at(wire), sums_in_float32, error_feedback,
-          algorithm ? std::optional(algorithms.at(*algorithm)) : std::nullopt, ranks_per_node};
+  return {wires.at(wire), sums_in_float32,
+          error_feedback, algorithm ? std::optional(algorithms.at(*algorithm)) : std::nullopt,
+          ranks_per_node, low_rank};
+}
+
+// Returns the factor of a parameter's gradients that the first step with lowrank begins with; None if they travel as
+// they are.
+std::optional<at::Tensor> first_factor_of(const at::Tensor& parameter, int64_t rank) {
+  const auto sides = fastsync::low_rank_sides(parameter, rank);
+  const at::ScalarType dtype = fastsync::compute_dtype(fastsync::grad_dtype_of(parameter));
+  return sides ? std::optional(fastsync::first_factor(sides->columns, rank, parameter.options().dtype(dtype)))
+               : std::nullopt;
 }
 
 // Returns the fields of BucketStats in fastsync/stats.py. Sums over buckets have no kernels. For them some fields are
@@ -208,7 +216,9 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<Compression>(m, "Compression")
       .def(py::init(&make_compression), py::arg("wire"), py::arg("sums_in_float32") = false,
-           py::arg("error_feedback") = false, py::arg("algorithm") = py::none(), py::arg("ranks_per_node") = 1);
+           py::arg("error_feedback") = false, py::arg("algorithm") = py::none(), py::arg("ranks_per_node") = 1,
+           py::arg("low_rank") = 0);
+  m.def("first_factor", &first_factor_of, py::arg("parameter"), py::arg("rank"), no_gil);
 
   py::class_<CompressionTable, std::shared_ptr<CompressionTable>>(m, "CompressionTable")
       .def(py::init([](decltype(CompressionTable::rows) rows, std::string description) {

@@ -65,25 +65,40 @@ class GradientHandle(SyncHandle, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if it had not stopped.
 
-        The step and each parameter's fp16 scale are equal on all ranks. The residuals of error feedback, which are not
-        sent yet, are each rank's own, under names such as ``layer.weight of rank 1``. With error feedback save the
-        states of all ranks: each in a file of its own, or all with ``torch.distributed.checkpoint``. Residuals of zeros
-        are left out, except before the first sync: ``torch.distributed.checkpoint`` then has tensors to load into, but
-        scales begin anew. It waits for the device.
+        The step, each parameter's fp16 scale and its factor of lowrank are equal on all ranks. The residuals of error
+        feedback, which are not sent yet, are each rank's own, under names such as ``layer.weight of rank 1``. With
+        error feedback save the states of all ranks: each in a file of its own, or all with
+        ``torch.distributed.checkpoint``. Residuals of zeros are left out, except before the first sync:
+        ``torch.distributed.checkpoint`` then has tensors to load into, but scales begin anew. It waits for the device.
         """
         named = self._named_parameters()
         rows = self._engine.saved()
-        scale_of = {id(p): scale for p, scale, _ in rows if scale is not None}
-        residual_of = {id(p): residual for p, _, residual in rows if residual is not None and residual.any()}
+        scale_of = {id(p): scale for p, scale, _, _ in rows if scale is not None}
+        residual_of = {id(p): residual for p, _, residual, _ in rows if residual is not None and residual.any()}
+        factor_of = {id(p): factor for p, _, _, factor in rows if factor is not None}
         is_new = self._engine.num_steps() == self._engine.step() == 0
         if is_new and not residual_of and any(each.compression.error_feedback for each in self._candidates):
             trained = (parameter for parameter in named.values() if parameter.requires_grad and parameter.numel() > 0)
             residual_of = {id(parameter): _no_residual(parameter) for parameter in trained}
-        return {
+        if is_new and not factor_of:
+            factor_of = self._first_factors()
+        state = {
             "step": self._engine.step(),
             "scales": {name: scale_of[id(p)] for name, p in named.items() if id(p) in scale_of},
             "residuals": {self._own(name): residual_of[id(p)] for name, p in named.items() if id(p) in residual_of},
         }
+        # Without lowrank there is no entry, as in the states of versions that did not have it.
+        factors = {name: factor_of[id(p)] for name, p in named.items() if id(p) in factor_of}
+        return state | {"factors": factors} if factors else state
+
+    def _first_factors(self) -> dict[int, Tensor]:
+        """Returns the factors that lowrank begins with, by the ids of their parameters."""
+        rank = self._candidates[0].compression.rank
+        if rank is None:
+            return {}
+        trained = (parameter for parameter in self._named_parameters().values() if parameter.requires_grad)
+        first = {id(parameter): _C.first_factor(parameter, rank) for parameter in trained}
+        return {key: factor for key, factor in first.items() if factor is not None}
 
     def _own(self, name: str) -> str:
         """Names an entry of the state that each rank has for itself."""
@@ -105,7 +120,8 @@ class GradientHandle(SyncHandle, ABC):
                 f"state_dict: expected what state_dict() returns, a dict with 'scales', got {state_dict!r:.80}"
             )
         given, own = state_dict.get("residuals") or {}, {self._own(name): name for name in named}
-        for name in (*scales, *given):
+        factors = state_dict.get("factors") or {}
+        for name in (*scales, *factors, *given):
             if name not in own and re.sub(r" of rank \d+$", "", name) not in named:
                 raise ValueError(f"state_dict: the model has no parameter named {name!r}; is it another model's state?")
         residuals = {own[key]: residual for key, residual in given.items() if key in own}
@@ -122,8 +138,10 @@ class GradientHandle(SyncHandle, ABC):
                     f"{named[name].numel()} values; is it another model's state?"
                 )
         self._engine.set_step(state_dict.get("step", 0))
-        saved = dict.fromkeys((*scales, *residuals))
-        self._engine.set_saved([(named[name], scales.get(name), residuals.get(name)) for name in saved])
+        saved = dict.fromkeys((*scales, *residuals, *factors))
+        self._engine.set_saved(
+            [(named[name], scales.get(name), residuals.get(name), factors.get(name)) for name in saved]
+        )
 
     @property
     def compression(self) -> Compression | Auto:

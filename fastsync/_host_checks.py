@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ._optimizer_steps import innermost
+from .compression import LOW_RANK, Auto, Compression
 
 WAY_OUT = "Leave optimizer= out of attach(), on every rank: then each rank steps all parameters"
 
@@ -56,6 +57,15 @@ def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
         if other != name:
             raise ValueError(f"optimizer: parameters {other} and {name} are views of one tensor. {WAY_OUT}")
     return optimizer
+
+
+def check_compression(compression: Compression | Auto) -> None:
+    """Raises ValueError if ranks cannot keep shards of means that travel with this compression."""
+    if isinstance(compression, Compression) and compression.wire == LOW_RANK:
+        raise ValueError(
+            f"compression: {LOW_RANK!r} needs whole matrices, and with attach(optimizer=) a rank keeps shards of the "
+            f"means; take 'int8+ef'. {WAY_OUT}"
+        )
 
 
 def _obstacle(parameter: Tensor) -> str:

@@ -27,10 +27,10 @@ from ._checks import (
     with_gradients,
 )
 from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
-from ._host_checks import check_optimizer
+from ._host_checks import check_compression, check_optimizer
 from ._host_optimizer import HostOptimizer
 from ._optimizer_watch import WatchedHandle, watch_optimizers
-from .compression import AnyCompression
+from .compression import AnyCompression, Auto, Compression, as_compression
 from .distributed import as_bytes
 from .sync_weights import broadcast_named
 from .training_state import TrainingState
@@ -119,8 +119,8 @@ class GradientSynchronizer(WatchedHandle):
 
         Only the rank whose backward raised has to call it; elsewhere it does nothing. The other ranks then get nan for
         that step. Without this call, a rank with its gradients on a CPU sends what others wait for by itself. A rank
-        with its gradients on a GPU sends it with its next ``backward()`` or ``synchronize()``. Call ``zero_grad()``
-        afterwards: there, some gradients may be means already.
+        with its gradients on a GPU, or with lowrank, sends it with its next ``backward()`` or ``synchronize()``. Call
+        ``zero_grad()`` afterwards: there, some gradients may be means already.
 
         Raises:
             RuntimeError: it was called inside a backward, or another rank is lost.
@@ -255,9 +255,9 @@ class GradientSynchronizer(WatchedHandle):
         """Averages over another process group from now on, such as one of the ranks that are left.
 
         Every rank of the new group must call it, between steps, with a synchronizer of the same parameters. A new rank
-        first attaches to a group of its own, such as ``dist.new_group([rank])``. The step and the fp16 scales become
-        those of the group's rank 0. Residuals of error feedback stay on their rank, and add as much to the mean or the
-        sum as before. ``stats()`` begins anew.
+        first attaches to a group of its own, such as ``dist.new_group([rank])``. The step, the fp16 scales and the
+        factors of lowrank become those of the group's rank 0. Residuals of error feedback stay on their rank, and add
+        as much to the mean or the sum as before. ``stats()`` begins anew.
 
         Args:
             process_group: as in ``attach``.
@@ -275,7 +275,7 @@ class GradientSynchronizer(WatchedHandle):
             self._init_sync()
 
     def _move_to(self, group: dist.ProcessGroup, root: int) -> None:
-        """Averages over another group from now on. The step and the scales become those of its rank ``root``."""
+        """Averages over another group from now on. Step, scales and factors become those of its rank ``root``."""
         self._end_interrupted()
         state, growth = self.state_dict(), group.size() / self._group.size()
         before = self._engine, self._group
@@ -295,12 +295,13 @@ class GradientSynchronizer(WatchedHandle):
             for residual in state["residuals"].values():
                 residual *= growth
         self.load_state_dict(state)  # before the broadcast, so that nothing is lost if that rank does not answer
-        step_and_scales = [(state["step"], state["scales"])]
-        dist.broadcast_object_list(step_and_scales, group=group, group_src=root)
-        step, scales = step_and_scales[0]
+        factors = {name: factor.cpu() for name, factor in state.get("factors", {}).items()}
+        shared = [{"step": state["step"], "scales": state["scales"], "factors": factors}]
+        dist.broadcast_object_list(shared, group=group, group_src=root)
         # The next sync checks the agreement, and reports names that this rank does not have.
-        ours = {name: scale for name, scale in scales.items() if name in self._named}
-        self.load_state_dict(state | {"step": step, "scales": ours})
+        for part in ("scales", "factors"):
+            shared[0][part] = {name: each for name, each in shared[0][part].items() if name in self._named}
+        self.load_state_dict(state | shared[0])
 
     def _refuse(self, call: str, way_out: str) -> None:
         if self._host_optimizer is not None:
@@ -359,6 +360,11 @@ class GradientSynchronizer(WatchedHandle):
         ]
         begin_use(self, modules, kept_by=modules or [NOBODY])
         watch_optimizers()
+
+    def _follow(self, compression: Compression | Auto) -> None:
+        if self._host_optimizer is not None:
+            check_compression(compression)
+        super()._follow(compression)
 
     def _send_buffers(self) -> None:
         """Sends the buffers with each sync from now on, if ``broadcast_buffers`` asks for it."""
@@ -449,8 +455,8 @@ def attach(
 
     Args:
         module_or_params: a model, which stays attached as long as it lives, or some parameters, until ``detach()``.
-        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``), such a wire with error
-            feedback (``"int8+ef"``), or ``"auto"``, which measures the group and chooses. See ``AnyCompression``.
+        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"lowrank"``), a wire with
+            error feedback (``"int8+ef"``), or ``"auto"``, which measures the group and chooses. See ``AnyCompression``.
         bucket_cap_mb: how large a bucket gets, in MiB. Smaller ones start earlier and cost more latency.
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. Pass
             a new group if backward has other collectives, such as SyncBatchNorm's, and ranks may miss gradients.
@@ -482,6 +488,8 @@ def attach(
     checked = None if optimizer is None else check_optimizer(optimizer, named)
     if checked is not None and op != "mean":
         raise ValueError(f"op: expected 'mean' with optimizer=, whose ranks keep means of the gradients, got {op!r}")
+    if checked is not None:
+        check_compression(as_compression(compression))
     group = resolve_group(process_group)
     owner = module_or_params if isinstance(module_or_params, nn.Module) else None
     sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap)

@@ -17,7 +17,7 @@ from ._checks import resolve_group
 from ._fsdp_units import Unit, ranks_of, shard_group_of, units_of
 from ._handle import GradientHandle
 from ._handles_in_use import begin_use, end_use
-from .compression import AnyCompression, Auto, Compression
+from .compression import LOW_RANK, AnyCompression, Auto, Compression
 
 
 class ShardedGradients(GradientHandle):
@@ -102,6 +102,11 @@ class ShardedGradients(GradientHandle):
         return {f"{index} of {unit}": p for unit in self._units for index, p in enumerate(unit.parameters())}
 
     def _follow(self, compression: Compression | Auto) -> None:
+        if isinstance(compression, Compression) and compression.wire == LOW_RANK:
+            raise ValueError(
+                f"compression: {LOW_RANK!r} needs whole matrices, and fully_shard hands over shards of its parameters "
+                "one after the other; take 'int8+ef'"
+            )
         super()._follow(_for_reduce_scatter(compression) if self._scatters else compression)
 
 

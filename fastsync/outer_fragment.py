@@ -112,8 +112,8 @@ class Fragment:
         return None if self.under_way is None else self.under_way.due
 
     def use_group(self, group: dist.ProcessGroup) -> None:
-        """Averages over another group from now on. Steps and scales begin anew, because ranks may differ in them."""
-        state = self.averager.state_dict() | {"step": 0, "scales": {}}
+        """Averages over another group from now on. What has to be equal on all ranks begins anew, as it may not be."""
+        state = self.averager.state_dict() | {"step": 0, "scales": {}, "factors": {}}
         self.averager = self._averager_over(group)
         self.averager.load_state_dict(state)
 

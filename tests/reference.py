@@ -515,3 +515,18 @@ def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
 def _scale_exponent_for(max_magnitude: float) -> int:
     wanted = TARGET_EXPONENT - math.frexp(max_magnitude)[1]
     return max(-MAX_SCALE_EXPONENT, min(MAX_SCALE_EXPONENT, wanted))
+
+
+def low_rank_mean(of_ranks: Sequence[Tensor], factor: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of the ranks' matrices as lowrank sends it, and the factor that the next step begins with (PowerSGD).
+
+    What a rank keeps as its residual is its matrix minus that mean. The engine's results agree to rounding.
+
+    Args:
+        of_ranks: a matrix [rows, columns] of each rank, its residual added.
+        factor: [columns, rank], of the step before.
+    """
+    left = torch.stack([matrix @ torch.linalg.qr(factor).Q for matrix in of_ranks]).mean(0)
+    left = torch.linalg.qr(left).Q
+    right = torch.stack([matrix.T @ left for matrix in of_ranks]).mean(0)
+    return left @ right.T, right

@@ -10,6 +10,8 @@ ON_REQUEST = (
     *(f"{wire}+{algorithm}" for wire in WIRE_BYTES for algorithm in ("one_shot", "two_shot")),
     *("int8+ef+one_shot", "int8+ef+two_shot", "auto", "auto:int8"),
 )
+APPROXIMATE = ("int4+ef", "lowrank:1", "lowrank")
+"""On request, too. Each step loses so much that its error is told and not judged."""
 CHOSEN = {"auto": "bf16", "auto:int8": "int8+ef+two_shot"}
 """What is chosen by measurement, and the coarsest that may be."""
 

@@ -100,14 +100,17 @@ def _ddp(hook: Callable | None = None, **options: bool) -> Build:
     return build
 
 
-def _power_sgd(workload: Gradients, group: ProcessGroup) -> Step:
-    # In one bucket: the hook starts all_reduces from callbacks, so with two buckets on their way each rank would have
-    # them in an order of its own, and Gloo pairs them by order: a wrong size, or a wait without end.
-    one_bucket = 1 + workload.flat_grads.nbytes // 2**20
-    model = wrapped(workload, group, bucket_cap_mb=one_bucket)
-    state = PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook)
-    return TrainingStep(model)
+def _power_sgd(rank: int) -> Build:
+    def build(workload: Gradients, group: ProcessGroup) -> Step:
+        # In one bucket: the hook starts all_reduces from callbacks, so with two buckets on their way each rank would
+        # have them in an order of its own, and Gloo pairs them by order: a wrong size, or a wait without end.
+        one_bucket = 1 + workload.flat_grads.nbytes // 2**20
+        model = wrapped(workload, group, bucket_cap_mb=one_bucket)
+        state = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook)
+        return TrainingStep(model)
+
+    return build
 
 
 def _register_comm_hook(compression: str) -> Build:
@@ -228,6 +231,8 @@ SHARED_SUM = "shared_memory_sum"
 LIMITS = {torch.float32: "all_reduce/fp32", fp16: "all_reduce/fp16", bf16: "all_reduce/bf16"}
 COPY = "copy+adamw"
 """The limit of CPU ranks that share a host, where an optimizer steps."""
+POWER_SGD_4 = "ddp/powerSGD_hook:4"
+"""PyTorch's hook with the rank that fastsync has by default. Its own is 1."""
 BARE = {SHARED_SUM, COPY, *LIMITS.values()}
 """Methods without a backward."""
 
@@ -241,6 +246,8 @@ def _through(entry_point: str, compression: str) -> Method:
     build, in_ddp = ENTRY_POINTS[entry_point](compression), entry_point == "fastsync.register_comm_hook"
     if (coarsest := compressions.CHOSEN.get(compression)) is not None:
         return Method(build, None, (_rounding("bf16"), _rounding(coarsest)), compression, in_ddp=in_ddp)
+    if compression in compressions.APPROXIMATE:
+        return Method(build, None, compression=compression, approximate=True, in_ddp=in_ddp)
     rounding = _rounding(compression)
     return Method(build, rounding.wire, (rounding,), compression, in_ddp=in_ddp)
 
@@ -300,13 +307,14 @@ METHODS = {
     "ddp/bucket_view": Method(_ddp(gradient_as_bucket_view=True), in_ddp=True),
     "ddp/fp16_compress_hook": Method(_ddp(default_hooks.fp16_compress_hook), fp16, in_ddp=True),
     "ddp/bf16_compress_hook": Method(_ddp(default_hooks.bf16_compress_hook), bf16, only="nccl", in_ddp=True),
-    "ddp/powerSGD_hook": Method(_power_sgd, wire=None, approximate=True, in_ddp=True),
+    "ddp/powerSGD_hook": Method(_power_sgd(rank=1), wire=None, approximate=True, in_ddp=True),
+    POWER_SGD_4: Method(_power_sgd(rank=4), wire=None, approximate=True, in_ddp=True),
     "cat": Method(_after_backward(all_reduce_concatenated)),
     "fastsync.fp16_compress_hook": Method(_ddp(fastsync.fp16_compress_hook), fp16, in_ddp=True),
     **{
         f"{entry_point}/{name}": _through(entry_point, name)
         for entry_point in ENTRY_POINTS
-        for name in (*compressions.DEFAULT, *compressions.ON_REQUEST)
+        for name in (*compressions.DEFAULT, *compressions.ON_REQUEST, *compressions.APPROXIMATE)
     },
     "fastsync.all_reduce_gradients/none": Method(
         _after_backward(lambda parameters, group: fastsync.all_reduce_gradients(parameters, process_group=group))
@@ -320,7 +328,9 @@ SYNCHRONISED = tuple(name for name in METHODS if name not in {"no_sync", *BARE, 
 BY_DEFAULT = tuple(
     name
     for name, each in METHODS.items()
-    if each.compression not in compressions.ON_REQUEST and not each.scatters and name not in STEPPING
+    if each.compression not in (*compressions.ON_REQUEST, *compressions.APPROXIMATE)
+    and not each.scatters
+    and name not in (*STEPPING, POWER_SGD_4)
 )
 """Those that are measured where none are named."""
 

@@ -117,9 +117,10 @@ LEGEND = (
     "× ddp: over what DDP adds; × shared sum: over a bare sum in memory that the ranks share. Where an "
     "optimizer steps, both are over what has it, too: DDP, and a copy of the least memory that sum, clip and step "
     "take. exposed, pack, unpack, wire bytes: per "
-    "step and rank, as the engine counts them. error: relative, in the 2-norm, of the last step alone; PowerSGD "
-    "catches up in later steps with what it leaves out of one, and random gradients are its worst case. It sends "
-    "something else than the gradients, in one bucket, as it would mix up two on Gloo, so that backward hides nothing."
+    "step and rank, as the engine counts them. error: relative, in the 2-norm, of the last step alone; PowerSGD and "
+    "lowrank catch up in later steps with what they leave out of one, and random gradients are their worst case. "
+    "They send something else than the gradients. PowerSGD does so in one bucket, as it would mix up two on Gloo, so "
+    "that backward hides nothing."
 )
 
 

@@ -79,7 +79,7 @@ void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressTh
 // The task runs at once, and its errors are for the thread that calls receive.
 void BucketWork::receive_beside(ProgressThread& progress) {
   const auto is_shared = [](const at::Tensor& gradient) { return gradient.storage().use_count() > 1; };
-  if (std::ranges::any_of(sum_->gradients().grads, is_shared)) {
+  if (receive_sends() || std::ranges::any_of(sum_->gradients().grads, is_shared)) {
     return;
   }
   progress.post(bucket_->device(), [this, stream = current_stream(bucket_->device())] {
@@ -157,14 +157,17 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   liveness_->note_averaging(options.step);
   if (options.may_be_taken_back) {
     const at::Tensor scale = this->scale();
-    before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.residuals()};
+    before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.residuals(), low_rank_.factors};
   }
   if (needs_scale(options.compression)) {
     agree_on_scale(gradients);
   } else if (options.compression.wire != DType::kFloat16) {
     has_scale_ = false;  // it does not follow the gradients while another wire is in use
   }
-  guard([&] { choose_plan(gradients, options); });
+  if (options.compression.low_rank == 0) {
+    low_rank_ = LowRankState();
+    guard([&] { choose_plan(gradients, options, memory_for(options)); });
+  }
   stopwatch->mark(Mark::kStart);
   gradients.scale = has_scale_ ? scale_ : at::Tensor();
   if (options.keeps_shard) {
@@ -176,12 +179,12 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   has_followed_ = true;
   auto work = std::make_shared<BucketWork>();
   guard([&] {
-    auto sum = make_sum(std::move(gradients), options);
     if (options.compression.error_feedback) {
-      feedback_.lend(sum->gradients(), stand_in);
+      feedback_.lend(gradients, stand_in);
     } else {
       feedback_ = ErrorFeedback();
     }
+    auto sum = make_sum(std::move(gradients), options);
     TORCH_CHECK(!is_half_sent_, "it has failed before, while it was sent, so the ranks no longer meet in one message: ",
                 "begin anew with another process group");
     is_half_sent_ = !sum->may_be_sent_again();
@@ -241,9 +244,8 @@ PlanKey Bucket::plan_key(const FlatGradients& gradients, const SendOptions& opti
 
 // Makes a new plan if the key has changed. If it needs more shared memory than there is, all ranks make room in the
 // same send, or find out that they cannot share memory.
-void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& options) {
+void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& options, SumMemory& memory) {
   Teams& teams = options.scatter ? options.scatter->teams : teams_;
-  SumMemory& memory = memory_for(options);
   const int64_t num_hosts = teams.hosts().num_nodes;
   PlanKey key = plan_key(gradients, options, teams);
   if (memory.key != key) {
@@ -299,9 +301,33 @@ void Bucket::make_shard(const FlatGradients& gradients) {
 }
 
 std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOptions& options) {
-  SumMemory& memory = memory_for(options);
+  return options.compression.low_rank > 0 ? make_low_rank_sum(std::move(gradients), options)
+                                          : make_sum(std::move(gradients), options, memory_for(options));
+}
+
+// A LowRankSum has multiplied the gradients by the weight before it makes its sums.
+std::unique_ptr<SumWork> Bucket::make_low_rank_sum(FlatGradients gradients, SendOptions options) {
+  TORCH_CHECK(!options.keeps_shard, "attach(optimizer=) keeps shards of the means, and lowrank needs whole matrices; ",
+              "leave one of them out");
+  TORCH_CHECK(!is_capturing(device_), "a CUDA graph cannot hold a step with lowrank; capture with int8 and error ",
+              "feedback, or train without the graph");
+  options.weight.reset();
+  options.in_place = false;
+  return std::make_unique<LowRankSum>(
+      std::move(gradients), low_rank_, options.compression.low_rank,
+      [this, options](std::vector<at::Tensor> values, SumMemory& memory, const at::Tensor& side_values) {
+        FlatGradients flat = flatten(std::move(values), options, side_values);
+        choose_plan(flat, options, memory);
+        return make_sum(std::move(flat), options, memory);
+      });
+}
+
+// A step may have two sums, so their numbers are those of half steps.
+std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOptions& options, SumMemory& memory) {
   const auto team = team_for(*memory.key, options.scatter ? options.scatter->teams : teams_);
-  team->begin(options.step_count, options.scatter ? agreement->number : -1);
+  const int64_t is_second = &memory == &low_rank_.of_right ? 1 : 0;
+  team->begin(options.step_count > 0 ? 2 * options.step_count + is_second : 0,
+              options.scatter ? agreement->number : -1);
   if (memory.plan) {
     return std::make_unique<PlannedSum>(std::move(gradients), memory);
   }
@@ -345,6 +371,7 @@ void Bucket::take_back(int64_t step) {
   if (before_ && before_->step == step) {
     set_scale(before_->scale);
     feedback_.set_residuals(before_->residuals);
+    low_rank_.factors = before_->factors;
     before_.reset();
   }
 }

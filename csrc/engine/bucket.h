@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/compression.h"
@@ -19,6 +20,7 @@
 #include "engine/step_check.h"
 #include "engine/sync_times.h"
 #include "sums/error_feedback.h"
+#include "sums/low_rank_sum.h"
 #include "sums/planned_sum.h"
 #include "sums/sum_work.h"
 #include "transport/progress_thread.h"
@@ -102,7 +104,7 @@ class BucketWork {
 
   // Has the engine's own stream receive beside backward, as soon as the sum has come. It is for devices with streams:
   // on a CPU nothing is unpacked before receive. Does nothing if anybody else holds memory of the gradients, see
-  // Note [Unpacking beside backward] in step.cpp.
+  // Note [Unpacking beside backward] in step.cpp. Nor does it do anything if receive sends.
   void receive_beside(ProgressThread& progress);
   // Makes the stream on which receive_beside was called wait for what it has begun.
   void join_streams() const noexcept;
@@ -112,6 +114,9 @@ class BucketWork {
   // Does the same, but the gradients stay what they are, unless receive_beside has averaged them. The scale follows the
   // means as it does on other ranks.
   void discard();
+
+  // Whether receive sends as well, see SumWork::finish_sends.
+  bool receive_sends() const { return sum_->finish_sends(); }
 
   bool has_error_feedback() const { return sum_->gradients().residual.defined(); }
   // The sums of the side values, after receive. They may lie in memory that the bucket's next sum writes to.
@@ -193,8 +198,12 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
 
   ErrorFeedback& feedback() { return feedback_; }
 
-  // Puts the scale and the residuals back to what they were before this step, if the bucket was sent in it. The step
-  // must have been one that may be taken back.
+  // The newest right factor of each gradient, which is undefined if there is none; see LowRankSum. Equal on all ranks.
+  const std::vector<at::Tensor>& factors() const { return low_rank_.factors; }
+  void set_factors(std::vector<at::Tensor> factors) { low_rank_.factors = std::move(factors); }
+
+  // Puts the scale, the residuals and the factors back to what they were before this step, if the bucket was sent in
+  // it. The step must have been one that may be taken back.
   void take_back(int64_t step);
 
   // With keeps_shard: which means this rank keeps, in the memory that each sum writes to. It is made anew if the plan
@@ -225,6 +234,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
     int64_t step;
     at::Tensor scale;
     std::vector<at::Tensor> residuals;
+    std::vector<at::Tensor> factors;
   };
 
   bool needs_scale(const Compression& compression) const {
@@ -234,10 +244,12 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   void agree_on_scale(const FlatGradients& gradients);
   FlatGradients flatten(std::vector<at::Tensor> grads, const SendOptions& options, const at::Tensor& side_values);
   PlanKey plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const;
-  void choose_plan(const FlatGradients& gradients, const SendOptions& options);
+  void choose_plan(const FlatGradients& gradients, const SendOptions& options, SumMemory& memory);
   void make_shard(const FlatGradients& gradients);
   SumMemory& memory_for(const SendOptions& options) { return options.scatter ? options.scatter->memory : memory_; }
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options);
+  std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options, SumMemory& memory);
+  std::unique_ptr<SumWork> make_low_rank_sum(FlatGradients gradients, SendOptions options);
   void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
 
   c10::Device device_;
@@ -248,6 +260,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   std::string failure_;  // the beginning of errors
   std::shared_ptr<Liveness> liveness_;
   ErrorFeedback feedback_;
+  LowRankState low_rank_;
   at::Tensor scale_;  // float32 [1], the same memory from step to step, see Note [Captured steps]
   bool has_scale_ = false;
   bool is_half_sent_ = false;     // whether the newest send failed, and its messages would be taken for the next one's

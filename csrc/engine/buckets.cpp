@@ -49,6 +49,7 @@ void Buckets::forget(const std::function<bool(const Bucket&)>& which) {
     if (forgotten) {
       bucket->replace();
       saved_.record_residuals(bucket->parameters, bucket->feedback().residuals());
+      saved_.record_factors(bucket->parameters, bucket->factors());
       forgotten_totals_.add(*bucket->totals());
     }
     return forgotten;
@@ -67,6 +68,7 @@ std::vector<SavedState::Row> Buckets::saved() const {
   for (const auto& bucket : all_) {
     newest.record_scale(bucket->parameters, bucket->scale());
     newest.record_residuals(bucket->parameters, bucket->feedback().residuals());
+    newest.record_factors(bucket->parameters, bucket->factors());
   }
   return newest.rows();
 }
@@ -81,6 +83,7 @@ void Buckets::set_saved(const std::vector<SavedState::Row>& rows) {
 void Buckets::begin_with_saved(Bucket& bucket) {
   bucket.set_scale(saved_.smallest_scale(bucket.parameters, bucket.device()));
   bucket.feedback().set_residuals(saved_.take_residuals(bucket.parameters, bucket.device()));
+  bucket.set_factors(saved_.take_factors(bucket.parameters, bucket.device()));
 }
 
 at::Tensor Buckets::grad_stats() const {

@@ -31,7 +31,7 @@ class Buckets {
   // place of the buckets that held one of its parameters, or a parameter that is gone.
   std::shared_ptr<Bucket> find_or_add(const std::vector<at::Tensor>& parameters, const std::string& name,
                                       c10::Device device);
-  // Forgets all buckets, but keeps their scales, residuals and totals. Waits for the device.
+  // Forgets all buckets, but keeps their scales, residuals, factors and totals. Waits for the device.
   void save_and_forget();
 
   // ---- the newest step, as far as it has come ----
@@ -48,8 +48,8 @@ class Buckets {
 
   // ---- what is saved ----
 
-  // Returns the state for a checkpoint: the fp16 scale of each parameter's bucket, and its residual, which differs from
-  // rank to rank. Waits for the device.
+  // Returns the state for a checkpoint: the fp16 scale of each parameter's bucket, its residual, which differs from
+  // rank to rank, and its factor. Waits for the device.
   std::vector<SavedState::Row> saved() const;
   void set_saved(const std::vector<SavedState::Row>& rows);
   // A line that the ranks have to agree on.

@@ -51,7 +51,8 @@ const Compression& CompressionTable::at(int64_t numel) const {
 }
 
 bool CompressionTable::is_lossless() const {
-  return std::all_of(rows.begin(), rows.end(), [](const auto& row) { return !row.second.wire; });
+  return std::all_of(rows.begin(), rows.end(),
+                     [](const auto& row) { return !row.second.wire && row.second.low_rank == 0; });
 }
 
 }  // namespace fastsync

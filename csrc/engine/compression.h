@@ -18,6 +18,7 @@ struct Compression {
   bool error_feedback = false;
   std::optional<Algorithm> algorithm;  // chosen by size and number of ranks if unset
   int64_t ranks_per_node = 1;          // above 1, plans have two levels; a smaller divisor of the number of ranks
+  int64_t low_rank = 0;                // above 0, the rank of the products that matrices travel as, see LowRankSum
 
   bool operator==(const Compression& other) const = default;
 

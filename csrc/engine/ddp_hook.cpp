@@ -82,6 +82,7 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   if (is_first) {
     buckets_.clear_newest();
     averaged_.clear();
+    waiting_.clear();  // a backward that failed has left them
     begin_step();
     send_weight(*bucket);
   }
@@ -113,7 +114,13 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
     return future;
   }
   BucketWork::drive_later(work, progress_);
-  progress_.post(bucket->device(), at::wrapPropagateTLSState(std::move(complete)));
+  // What receive sends has to come after all that this thread sends, in one order on all ranks.
+  waiting_.push_back(at::wrapPropagateTLSState(std::move(complete)));
+  if (is_last || (waiting_.size() == 1 && !work->receive_sends())) {
+    for (auto& each : std::exchange(waiting_, {})) {
+      progress_.post(bucket->device(), std::move(each));
+    }
+  }
   return future;
 }
 

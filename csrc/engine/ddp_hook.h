@@ -64,6 +64,7 @@ class HookState : public EngineState {
   std::vector<std::shared_ptr<GradientHook>> sum_hooks_;    // one for each parameter, if sums are watched
   bool has_checked_sums_ = false;                           // whether a backward has begun since the newest step
   std::optional<size_t> newest_index_;                      // DDP's index of the newest bucket; none between steps
+  std::vector<std::function<void()>> waiting_;              // completes buckets whose receive sends, see run
   std::vector<std::pair<ParameterId, Snapshot>> averaged_;  // the gradients that note_gradients has noted
 };
 

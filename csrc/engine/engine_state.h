@@ -59,8 +59,8 @@ class EngineState {
   // Whether the newest sync was captured in a CUDA graph. Its replays are not counted as steps.
   bool is_captured() { return is_captured_; }
 
-  // Returns the state for a checkpoint: the fp16 scale of each parameter's bucket, and its residual, which differs from
-  // rank to rank. Waits for the device.
+  // Returns the state for a checkpoint: the fp16 scale of each parameter's bucket, its residual, which differs from
+  // rank to rank, and its factor. Waits for the device.
   std::vector<SavedState::Row> saved() { return buckets_.saved(); }
   void set_saved(const std::vector<SavedState::Row>& rows);
 

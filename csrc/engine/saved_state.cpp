@@ -15,15 +15,23 @@ namespace fastsync {
 SavedState::SavedState(const std::vector<Row>& rows) {
   std::ostringstream values;
   int64_t num_scales = 0;
-  for (const auto& [parameter, scale, residual] : rows) {
+  int64_t num_factors = 0;
+  for (const auto& [parameter, scale, residual, factor] : rows) {
     const ParameterId id(parameter.getIntrusivePtr());
-    entries_.insert_or_assign(id._unsafe_get_target(), Entry{id, scale, residual.value_or(at::Tensor())});
+    entries_.insert_or_assign(id._unsafe_get_target(),
+                              Entry{id, scale, residual.value_or(at::Tensor()), factor.value_or(at::Tensor())});
     if (scale) {
       values << *scale << " ";
       num_scales += 1;
     }
+    if (factor) {
+      const at::Tensor on_host = factor->cpu().contiguous();
+      values.write(static_cast<const char*>(on_host.const_data_ptr()), static_cast<std::streamsize>(on_host.nbytes()));
+      num_factors += 1;
+    }
   }
-  description_ = c10::str("saved scales of ", num_scales, " parameters, fingerprint ", fingerprint(values.str()));
+  description_ = c10::str("saved scales of ", num_scales, " parameters and factors of ", num_factors, ", fingerprint ",
+                          fingerprint(values.str()));
 }
 
 std::vector<SavedState::Row> SavedState::rows() const {
@@ -31,7 +39,8 @@ std::vector<SavedState::Row> SavedState::rows() const {
   for (const auto& [key, entry] : entries_) {
     if (auto parameter = entry.id.lock()) {
       const auto residual = entry.residual.defined() ? std::optional(entry.residual) : std::nullopt;
-      rows.emplace_back(at::Tensor(std::move(parameter)), entry.scale, residual);
+      const auto factor = entry.factor.defined() ? std::optional(entry.factor) : std::nullopt;
+      rows.emplace_back(at::Tensor(std::move(parameter)), entry.scale, residual, factor);
     }
   }
   return rows;
@@ -54,6 +63,14 @@ void SavedState::record_residuals(const std::vector<ParameterId>& parameters,
   for (size_t i = 0; i < residuals.size(); ++i) {
     if (residuals[i].defined()) {
       entry_of(parameters[i]).residual = residuals[i];
+    }
+  }
+}
+
+void SavedState::record_factors(const std::vector<ParameterId>& parameters, const std::vector<at::Tensor>& factors) {
+  for (size_t i = 0; i < factors.size(); ++i) {
+    if (factors[i].defined()) {
+      entry_of(parameters[i]).factor = factors[i];
     }
   }
 }
@@ -86,6 +103,16 @@ std::vector<at::Tensor> SavedState::take_residuals(const std::vector<ParameterId
     }
   }
   return has_any ? taken : std::vector<at::Tensor>();
+}
+
+std::vector<at::Tensor> SavedState::take_factors(const std::vector<ParameterId>& parameters, c10::Device device) {
+  std::vector<at::Tensor> taken;
+  for (const ParameterId& id : parameters) {
+    const auto entry = entries_.find(id._unsafe_get_target());
+    const at::Tensor factor = entry != entries_.end() ? std::exchange(entry->second.factor, {}) : at::Tensor();
+    taken.push_back(factor.defined() ? factor.to(device) : factor);
+  }
+  return taken;
 }
 
 }  // namespace fastsync

@@ -1,5 +1,5 @@
-// The saved state of each parameter is the fp16 scale of its bucket, and the residual of its gradient. It is kept for a
-// checkpoint, or until the parameter comes into another bucket.
+// The saved state of each parameter is the fp16 scale of its bucket, and the residual and the right factor of its
+// gradient. It is kept for a checkpoint, or until the parameter comes into another bucket.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,14 +19,14 @@ using ParameterId = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTenso
 
 class SavedState {
  public:
-  // A parameter, its scale and its residual, each unset if there is none.
-  using Row = std::tuple<at::Tensor, std::optional<double>, std::optional<at::Tensor>>;
+  // A parameter, its scale, its residual and its factor, each unset if there is none.
+  using Row = std::tuple<at::Tensor, std::optional<double>, std::optional<at::Tensor>, std::optional<at::Tensor>>;
 
   SavedState() = default;
   explicit SavedState(const std::vector<Row>& rows);
   // Returns a row for each parameter that still lives.
   std::vector<Row> rows() const;
-  // A line that the ranks have to agree on: it tells whether they were given the same scales.
+  // A line that the ranks have to agree on: it tells whether they were given the same scales and factors.
   const std::string& description() const { return description_; }
 
   // Records the scale of the bucket that holds these parameters. If the bucket has none, they lose theirs. Waits for
@@ -35,24 +35,30 @@ class SavedState {
   // Records the residuals that are defined. There is one for each parameter, or none at all.
   void record_residuals(const std::vector<ParameterId>& parameters, const std::vector<at::Tensor>& residuals);
 
+  // Records the factors that are defined, likewise.
+  void record_factors(const std::vector<ParameterId>& parameters, const std::vector<at::Tensor>& factors);
+
   // Returns the scale that a bucket of these parameters starts with, as float32 [1] on the device. It is the smallest
   // of their scales, so that no gradient saturates. Undefined if a scale is unknown; then the gradients decide.
   at::Tensor smallest_scale(const std::vector<ParameterId>& parameters, c10::Device device) const;
   // Returns the residuals of these parameters, and forgets them. A residual is undefined if there is none. The result
   // is empty if there are none at all.
   std::vector<at::Tensor> take_residuals(const std::vector<ParameterId>& parameters, c10::Device device);
+  // Returns the factors of these parameters, undefined where there is none, and forgets them.
+  std::vector<at::Tensor> take_factors(const std::vector<ParameterId>& parameters, c10::Device device);
 
  private:
   struct Entry {
     ParameterId id;
     std::optional<double> scale = {};
     at::Tensor residual = {};
+    at::Tensor factor = {};
   };
 
   Entry& entry_of(const ParameterId& id);
 
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;
-  std::string description_ = "no saved scales";
+  std::string description_ = "nothing saved";
 };
 
 }  // namespace fastsync

@@ -1,5 +1,5 @@
-// A SumWork is the sum of one bucket over the ranks, while it is under way. A PlannedSum runs a plan, and an
-// AllReduceSum leaves the sum to the process group.
+// A SumWork is the sum of one bucket over the ranks, while it is under way. A PlannedSum runs a plan, an AllReduceSum
+// leaves the sum to the process group, and a LowRankSum makes two of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,6 +38,8 @@ class SumWork {
   // Drops a sum whose result nobody wants. In the background it still does what other ranks wait for.
   static void abandon(std::unique_ptr<SumWork> sum);
 
+  // Whether finish sends as well. Then all ranks have to finish their sums in one order, while nothing else is sent.
+  virtual bool finish_sends() const { return false; }
   // Waits until the sum has come, calls on_reduced, and unpacks. From then on gradients().side_values are sums, perhaps
   // in memory that the bucket's next sum writes to.
   virtual void finish(const std::function<void()>& on_reduced) = 0;

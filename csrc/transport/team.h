@@ -95,7 +95,7 @@ class Team {
   // Whether all ranks have one buffer, so that rows need not travel.
   bool shares_memory() const { return region_bytes_ > 0; }
 
-  // Tells the team that a sum begins. `step_count` is how many steps have begun. A sum that failed and is tried
+  // Tells the team that a sum begins. `step_count` is how many half steps have begun. A sum that failed and is tried
   // again in its step has the same count, so the ranks take it for the same sum. With 0 each call begins a new sum.
   // `sum_id` is a number that the ranks have agreed on. It tells sums apart if a rank may take one for another, and is
   // below 0 if no rank can.

@@ -109,7 +109,8 @@ def in_engine(candidates: Sequence[Candidate]) -> _C.CompressionTable:
 
 def _in_engine(each: Compression) -> _C.Compression:
     sums_in_float32 = each.reduce == "fp32"
-    return _C.Compression(each.wire, sums_in_float32, each.error_feedback, each.algorithm, each.ranks_per_node)
+    feeds_back, low_rank = bool(each.error_feedback), each.rank or 0
+    return _C.Compression(each.wire, sums_in_float32, feeds_back, each.algorithm, each.ranks_per_node, low_rank)
 
 
 def compressions(wires: Iterable[str], world_size: int) -> list[Compression]:

@@ -58,8 +58,8 @@ class RunSettings:
     local_sgd takes the mean of the weights, diloco moves them with an outer optimizer."""
     sync_every: int = 1  # Rollouts that each rank learns from by itself before weights are averaged.
     compression: str = "none"
-    """Compression of gradients or of weight changes: none, bf16, fp16, int8 or int4. Options follow a plus sign, such
-    as int8+ef for error feedback. auto measures and chooses."""
+    """Compression of gradients or of weight changes: none, bf16, fp16, int8, int4 or lowrank. Options follow a plus
+    sign, such as int8+ef for error feedback. auto measures and chooses."""
     bucket_cap_mb: float = 25.0  # MiB of gradients that are sent together. Smaller buckets are sent earlier.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What ranks compute on: cpu, which send by Gloo, or cuda, a GPU for each, by NCCL. auto takes GPUs if rank 0 sees

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 def test_sync_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """All methods by default, and one on request of each kind."""
-    on_request = {f"fastsync.attach/{name}" for name in ("none+two_shot", "fp16+one_shot", "auto")}
+    on_request = {f"fastsync.attach/{name}" for name in ("none+two_shot", "fp16+one_shot", "lowrank", "auto")}
     methods = [method for method in METHODS if method in BY_DEFAULT or method in on_request]
     options = ("--sizes", "5k", "--repetitions", "3", "--warmup", "2", "--json", str(tmp_path / "rows.json"))
     assert main(["sync", *options, "--methods", *methods]) == 0

@@ -40,6 +40,8 @@ def test_a_word_has_options_behind_the_wire(read: Callable[[str], object]) -> No
     assert read("none+one_shot") == fastsync.Compression(reduce="fp32", algorithm="one_shot")
     everything = fastsync.Compression("int8", error_feedback=True, algorithm="two_shot")
     assert read("int8+two_shot+ef+fp32") == everything
+    assert read("lowrank") == read("lowrank:4") == read("lowrank+ef") == fastsync.Compression("lowrank", rank=4)
+    assert read("lowrank:8+two_shot") == fastsync.Compression("lowrank", rank=8, algorithm="two_shot")
 
 
 @on_ranks(2)
@@ -82,6 +84,11 @@ def test_every_entry_point_takes_the_words(rank: int, world_size: int) -> None:
         ("int8+ef+ef", "'int8\\+ef\\+ef' names an option twice, or two algorithms"),
         ("int8+one_shot+two_shot", ".* names an option twice, or two algorithms"),
         ("none+ef", "error_feedback needs a wire that loses something"),
+        ("lowrank:", "expected one of .*, got 'lowrank:'; did you mean lowrank"),
+        ("lowrank:few", "expected one of .*, got 'lowrank:few'"),
+        ("int8:4", "expected one of .*, got 'int8:4'"),
+        ("low_rank", "expected one of .*, got 'low_rank'; did you mean lowrank"),
+        ("lowrank:0", "rank has to be at least 1, got 0"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(text: str, message: str) -> None:
@@ -101,7 +108,10 @@ def test_options_that_do_not_fit_are_refused(text: str, message: str) -> None:
     ],
 )
 def test_an_unknown_word_is_refused_with_those_there_are(text: str, meant: str) -> None:
-    known = r"none, bf16, fp16, int8, int4, auto, auto:int8, or a wire with options such as int8\+ef \(ef, fp32, .*\)"
+    known = (
+        r"none, bf16, fp16, int8, int4, lowrank, auto, auto:int8, lowrank:RANK, or a wire with options such as "
+        r"int8\+ef \(ef, fp32, .*\)"
+    )
     message = rf"^compression: expected one of {known}, got {text!r}{re.escape(meant)}$"
     for read in (parse_compression, as_compression, fastsync.Compression):
         with pytest.raises(ValueError, match=message):
@@ -123,6 +133,7 @@ def test_what_is_no_word_is_refused(other: object) -> None:
         ("fp16+ef", "Compression('fp16', reduce='fp32', error_feedback=True)"),
         ("int4+two_shot", "Compression('int4', algorithm='two_shot')"),
         ("none+fp32", "Compression('none', reduce='fp32')"),
+        ("lowrank:8", "Compression('lowrank', rank=8)"),
         ("auto", "Auto()"),
         ("auto:int8", "Auto(allow=('int8',))"),
     ],
@@ -139,6 +150,8 @@ def test_who_adds_follows_from_the_wire() -> None:
     assert str(fastsync.Compression("fp16")) == "fp16, all_reduce"
     feeds_back = fastsync.Compression("int8", error_feedback=True, algorithm="one_shot")
     assert str(feeds_back) == "int8, error feedback, one_shot"
+    assert fastsync.Compression("lowrank").reduce == "fp32"
+    assert str(fastsync.Compression("lowrank", rank=2)) == "lowrank of rank 2, error feedback, fp32 sums"
     assert fastsync.Compression("bf16", ranks_per_node=1).reduce == "wire"
     assert str(fastsync.Compression("bf16", ranks_per_node=8)) == "bf16, fp32 sums, 8 ranks per node"
 

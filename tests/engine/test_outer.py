@@ -202,6 +202,7 @@ def test_local_sgd_takes_the_mean_of_the_weights_and_of_floating_buffers(rank: i
 COMPRESSIONS = [
     Compression("int8", error_feedback=True),
     Compression("int4", error_feedback=True),
+    "lowrank:2",
     "bf16",
     TopK(fraction=0.01),
 ]

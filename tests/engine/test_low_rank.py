@@ -1,0 +1,578 @@
+"""lowrank: matrices travel as products of thin factors, with error feedback. PyTorch's PowerSGD hook is the oracle."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from fastsync import _C, Compression
+from tests.engine.entry_points import AVERAGING, Averaged, average
+from tests.models import (
+    SMALL_BUCKETS,
+    Fails,
+    Given,
+    Mlp,
+    assert_all_bitwise_equal,
+    assert_same_on_all_ranks,
+    backward_of,
+    batch,
+    given_ddp,
+    grads_of,
+    random_grads,
+    train_step,
+)
+from tests.ranks import on_ranks, run_ranks
+from tests.reference import low_rank_mean
+
+RANK = 2
+SHAPES = [(40, 24), (50,), (40, 24), (16, 6, 5), (3, 2), ()]
+"""Matrices of which two are alike, one has three dimensions, and one is so small that it travels as it is."""
+MATRICES = (0, 2, 3)
+ENTRY_POINTS = [each for each in AVERAGING if each != "drop-in hook"]
+ONE_BUCKET = 25
+
+
+def everyones(step: int, world_size: int, shapes: Sequence[Sequence[int]] = SHAPES) -> list[list[Tensor]]:
+    """The gradients of each rank."""
+    return [random_grads(rank, step, shapes, torch.float32) for rank in range(world_size)]
+
+
+def residuals_of(given: Averaged, rank: int) -> dict[int, Tensor]:
+    """This rank's residuals of a ``Given`` model, by the index of the gradient."""
+    kept = given.handle.state_dict()["residuals"]
+    names = {f"weights.{index} of rank {rank}": index for index in range(len(SHAPES))}
+    return {names[name]: residual for name, residual in kept.items()}
+
+
+class Reference:
+    """What lowrank has to give, in float64, on all ranks at once."""
+
+    def __init__(self, world_size: int, shapes: Sequence[Sequence[int]] = SHAPES, rank: int = RANK) -> None:
+        self.residuals = [[torch.zeros(shape, dtype=torch.float64) for shape in shapes] for _ in range(world_size)]
+        first = [_C.first_factor(torch.zeros(shape), rank) for shape in shapes]
+        self.factors = [None if factor is None else factor.double() for factor in first]
+
+    def step(self, of_ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        means = []
+        for index, factor in enumerate(self.factors):
+            sent = [kept[index] + grads[index].double() for kept, grads in zip(self.residuals, of_ranks, strict=True)]
+            if factor is None:
+                means.append(torch.stack(sent).mean(0))
+                continue
+            mean, self.factors[index] = low_rank_mean([each.flatten(1) for each in sent], factor)
+            means.append(mean.view_as(sent[0]))
+            for kept, each in zip(self.residuals, sent, strict=True):
+                kept[index] = each - means[-1]
+        return means
+
+
+# ---- what arrives ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_means_are_those_of_the_reference(rank: int, world_size: int, entry_point: str) -> None:
+    for cap in (SMALL_BUCKETS, ONE_BUCKET):
+        for compression in (Compression("lowrank", rank=RANK), Compression("lowrank", rank=RANK, reduce="wire")):
+            given = average(entry_point, Given(everyones(0, 1)[0]), compression, bucket_cap_mb=cap)
+            reference = Reference(world_size)
+            for step in range(5):
+                of_ranks = everyones(step, world_size)
+                means, expected = given.step(of_ranks[rank]), reference.step(of_ranks)
+                for mean, right in zip(means, expected, strict=True):
+                    assert mean is not None
+                    torch.testing.assert_close(mean.double(), right, rtol=0, atol=2e-5)
+                assert_same_on_all_ranks([mean for mean in means if mean is not None])
+                norm = math.sqrt(sum(float(mean.double().square().sum()) for mean in means if mean is not None))
+                assert given.grad_norm().item() == pytest.approx(norm, rel=1e-6)
+            if entry_point != "all_reduce":
+                kept = residuals_of(given, rank)
+                assert kept.keys() == set(MATRICES), "what travels as it is leaves nothing"
+                for index in MATRICES:
+                    expected_residual = reference.residuals[rank][index].flatten()
+                    torch.testing.assert_close(kept[index].double(), expected_residual, rtol=0, atol=1e-4)
+
+
+def power_sgd(rank: int, grads: Sequence[Tensor]) -> DistributedDataParallel:
+    """A model with PyTorch's hook, which begins in its third step, and with the factors that fastsync begins with."""
+    ddp = given_ddp(grads)
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1)
+
+    def hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if state.iter == 2:
+            matrices: dict[torch.Size, list[Tensor]] = {}  # the hook takes them by shape
+            for gradient in bucket.gradients():
+                matrix = gradient.view(gradient.shape[0], -1) if gradient.dim() > 0 else gradient.view(1, 1)
+                if _C.first_factor(matrix, rank) is not None:
+                    matrices.setdefault(matrix.shape, []).append(matrix)
+            every = [matrix for alike in matrices.values() for matrix in alike]
+            factors = [_C.first_factor(matrix, rank) for matrix in every]
+            state.q_memory_dict[0] = torch.cat([factor.flatten() for factor in factors if factor is not None])
+            state.p_memory_dict[0] = torch.empty(sum(rank * len(matrix) for matrix in every))
+        return powerSGD_hook(state, bucket)
+
+    # DDP compares types, and not their names.
+    hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    ddp.register_comm_hook(state, hook)
+    for _ in range(2):
+        backward_of(ddp, [torch.zeros_like(grad) for grad in grads])
+    return ddp
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_it_agrees_with_the_hook_of_pytorch(rank: int, world_size: int, entry_point: str) -> None:
+    shapes = SHAPES[:-1]  # PyTorch's hook takes no scalar
+    for factor_rank in (1, 4):
+        grads = random_grads(rank, 0, shapes, torch.float32)
+        oracle = power_sgd(factor_rank, grads)
+        given = average(entry_point, Given(grads), Compression("lowrank", rank=factor_rank), bucket_cap_mb=ONE_BUCKET)
+        for step in range(6):
+            grads = random_grads(rank, step, shapes, torch.float32)
+            ours = [grad for grad in given.step(grads) if grad is not None]
+            for mine, theirs in zip(ours, backward_of(oracle, grads), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
+@on_ranks(2)
+def test_means_of_low_rank_are_exact(rank: int, world_size: int, entry_point: str) -> None:
+    """Whatever each rank's own matrix is: they differ by what cancels out."""
+    given = average(entry_point, Given([torch.zeros(60, 50)]), Compression("lowrank", rank=3))
+    generator = torch.Generator().manual_seed(5)
+    right = torch.randn(3, 50, generator=generator)
+    for step in range(4):
+        mean = torch.randn(60, 3, generator=generator) @ right
+        difference = torch.randn(60, 50, generator=generator) if step == 0 else torch.zeros(60, 50)
+        (averaged,) = given.step([mean + difference * (1 - 2 * rank)])
+        torch.testing.assert_close(averaged, mean, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
+@on_ranks(3)
+def test_what_is_not_sent_now_is_sent_later(rank: int, world_size: int, entry_point: str) -> None:
+    """The means of all steps and the residuals add up to what the ranks had."""
+    given = average(entry_point, Given(everyones(0, 1)[0]), "lowrank:2")
+    total = [torch.zeros(shape) for shape in SHAPES]
+    for step in range(8):
+        grads = random_grads(rank, step, SHAPES, torch.float32)
+        for sum_, grad, mean in zip(total, grads, given.step(grads), strict=True):
+            assert mean is not None
+            sum_ += grad - mean
+    kept = residuals_of(given, rank)
+    for index, own in enumerate(total):
+        left = own.flatten() - kept.get(index, torch.zeros(own.numel()))
+        dist.all_reduce(left)
+        torch.testing.assert_close(left, torch.zeros_like(left), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_gradients_of_any_dtype_and_any_order_in_memory(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """Each becomes the mean, where that is of low rank. Factors are float32, or float64."""
+    generator = torch.Generator().manual_seed(rank)
+    conv = torch.randn(32, 1, 1, 1, generator=generator) * torch.ones(1, 8, 3, 3)
+    linear = torch.ones(30, 1) * torch.randn(1, 40, generator=generator)
+    grads = [conv.to(dtype).to(memory_format=torch.channels_last), linear.to(dtype).t(), linear.to(dtype)[None]]
+    sync = fastsync.attach(model := Given(grads), "lowrank:1")
+    model(grads).backward()
+    for index, grad in enumerate(grads):
+        everyone = [torch.empty_like(grad.contiguous()) for _ in range(2)]
+        dist.all_gather(everyone, grad.contiguous())
+        eps = torch.finfo(dtype).eps
+        mean = torch.stack(everyone).double().mean(0)
+        found = model.weights[index].grad
+        assert found is not None
+        torch.testing.assert_close(found.double(), mean, rtol=0, atol=8 * max(eps, 1e-7 * (dtype != torch.float64)))
+    factors = sync.state_dict()["factors"]
+    assert {factor.dtype for factor in factors.values()} == {torch.float64 if dtype == torch.float64 else torch.float32}
+    assert {name: tuple(factor.shape) for name, factor in factors.items()} == {
+        "weights.0": (72, 1),
+        "weights.1": (40, 1),
+        "weights.2": (40, 1),
+    }
+
+
+@on_ranks(2)
+def test_values_that_16_bits_do_not_hold(rank: int, world_size: int) -> None:
+    results = []
+    for exponent in (0, 100, -100):
+        sync = fastsync.attach(model := Given([torch.zeros(40, 24)]), "lowrank:2")
+        for step in range(3):
+            (grad,) = random_grads(rank, step, [(40, 24)], torch.float32)
+            model.zero_grad()
+            model([torch.ldexp(grad, torch.tensor(exponent))]).backward()
+        (averaged,) = grads_of(model)
+        results.append(torch.ldexp(averaged.double(), torch.tensor(-exponent)))
+        assert sync.grad_stats().num_saturated == sync.grad_stats().num_nonfinite == 0
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@on_ranks(2)
+def test_what_is_not_finite_arrives_on_all_ranks_and_not_in_the_next_step(
+    rank: int, world_size: int, entry_point: str, value: float
+) -> None:
+    given, shapes = average(entry_point, Given([torch.zeros(40, 24)]), "lowrank:2"), [(40, 24)]
+    given.step(random_grads(rank, 0, shapes, torch.float32))
+    (broken,) = random_grads(rank, 1, shapes, torch.float32)
+    if rank == 1:
+        broken[3, 4] = value
+    before = given.handle.state_dict()
+    (mean,) = given.step([broken])
+    after = given.handle.state_dict()
+    for part, name in (("residuals", f"weights.0 of rank {rank}"), ("factors", "weights.0")):
+        assert_all_bitwise_equal([after[part][name]], [before[part][name]], part)
+    assert mean is not None
+    assert not mean.isfinite().all()
+    assert given.handle.grad_stats().num_nonfinite > 0
+    for step in range(2, 5):
+        (mean,) = given.step(random_grads(rank, step, shapes, torch.float32))
+        assert mean is not None
+        assert mean.isfinite().all()
+        assert mean.any()
+        assert_same_on_all_ranks([mean])
+
+
+@on_ranks(2, timeout=60.0)
+def test_a_rank_whose_backward_fails_can_abandon_the_step(rank: int, world_size: int) -> None:
+    """The others get nan, and residuals and factors stay what they were."""
+    shapes = [(40, 24), (40, 24)]
+    sync = fastsync.attach(model := Given([torch.zeros(shape) for shape in shapes]), "lowrank:2", bucket_cap_mb=0.001)
+    for step in range(5):
+        model.zero_grad()
+        grads = random_grads(rank, step, shapes, torch.float32)
+        if step == 3 and rank == 1:
+            fails = Fails.apply(model.weights[0] * grads[0]).sum()
+            loss = fails + (model.weights[1] * grads[1]).sum()  # whose gradient is ready first
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            sync.abandon_step()
+        else:
+            model(grads).backward()
+            assert all(grad.isfinite().all() for grad in grads_of(model)) == (step != 3)
+        dist.barrier()
+    assert_same_on_all_ranks([*grads_of(model), *sync.state_dict()["factors"].values()])
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
+@on_ranks(2)
+def test_a_gradient_of_zeros_keeps_the_factor(rank: int, world_size: int, entry_point: str) -> None:
+    given, shapes = average(entry_point, Given([torch.zeros(40, 24)]), "lowrank:2"), [(40, 24)]
+    before = given.handle.state_dict()["factors"]["weights.0"]
+    (mean,) = given.step([torch.zeros(40, 24) if rank == 0 else -torch.zeros(40, 24)])
+    assert mean is not None
+    assert not mean.any()
+    assert torch.equal(given.handle.state_dict()["factors"]["weights.0"], before)
+    (mean,) = given.step(random_grads(rank, 0, shapes, torch.float32))
+    assert mean is not None
+    assert mean.any()
+
+
+# ---- beside other things --------------------------------------------------------------------------------------------
+
+
+def exact(rank: int, step: int) -> Tensor:
+    """Rank 1 at most on all ranks together, so that means of any weights are exact."""
+    generator = torch.Generator().manual_seed(step)
+    left, right = torch.randn(40, 1, generator=generator), torch.randn(1, 24, generator=generator)
+    return (1.0 + rank) * left @ right
+
+
+@on_ranks(2)
+def test_weights(rank: int, world_size: int) -> None:
+    """A weight of 0 makes even nan count for nothing."""
+    sync = fastsync.attach(model := Given([torch.zeros(40, 24)]), "lowrank:2")
+    for step, weights in enumerate(((1.0, 3.0), (2.0, 0.0))):
+        sync.set_weight(weights[rank])
+        model.zero_grad()
+        is_nan = weights[rank] == 0
+        model([torch.full((40, 24), math.nan) if is_nan else exact(rank, step)]).backward()
+        expected = sum(w * exact(each, step) for each, w in enumerate(weights) if w > 0) / sum(weights)
+        torch.testing.assert_close(grads_of(model)[0], expected, rtol=0, atol=1e-5)
+
+
+@on_ranks(2)
+def test_sums(rank: int, world_size: int) -> None:
+    sync = fastsync.attach(model := Given([torch.zeros(40, 24), torch.zeros(7)]), "lowrank:2", op="sum")
+    total = torch.zeros(40, 24)
+    for step in range(3):
+        model.zero_grad()
+        own, vector = random_grads(rank, step, [(40, 24), (7,)], torch.float32)
+        model([own, vector]).backward()
+        matrix, sum_ = grads_of(model)
+        dist.all_reduce(vector)
+        torch.testing.assert_close(sum_, vector)
+        dist.all_reduce(own)
+        total += own - matrix
+    residual = sync.state_dict()["residuals"][f"weights.0 of rank {rank}"].view(40, 24)
+    dist.all_reduce(residual)
+    torch.testing.assert_close(total, residual, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
+@on_ranks(2)
+def test_accumulation_clipping_and_the_norm(rank: int, world_size: int, entry_point: str) -> None:
+    given = average(entry_point, Given([torch.zeros(40, 24), torch.zeros(7)]), "lowrank:2")
+    vector = torch.full((7,), 2.0)
+    with given.no_sync():
+        given.backward(given.model([exact(rank, 0), vector]))
+    given.backward(given.model([exact(rank, 0), vector * rank]))
+    expected = [3 * exact(0, 0), torch.full((7,), 3.0)]
+    for mean, right in zip(grads_of(given.model), expected, strict=True):
+        torch.testing.assert_close(mean, right, rtol=0, atol=1e-5)
+    norm = nn.utils.get_total_norm([grad.double() for grad in expected])
+    torch.testing.assert_close(fastsync.clip_grad_norm_(given.handle, 1.0).double(), norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads_of(given.model)[0], expected[0] / norm.float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "synchronize", "all_reduce"])
+@on_ranks(2)
+def test_unused_and_frozen_parameters(rank: int, world_size: int, entry_point: str) -> None:
+    model = Given([torch.zeros(40, 24) for _ in range(4)])
+    model.weights[3].requires_grad_(False)
+    given = average(entry_point, model, "lowrank:2")
+    first = given.step([exact(rank, 0), exact(rank, 1) if rank == 1 else None, None, None])
+    assert first[2] is None
+    assert first[3] is None
+    for found, expected in zip(first, (1.5 * exact(0, 0), exact(0, 1)), strict=False):
+        assert found is not None
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    model.weights[3].requires_grad_(True)
+    again = given.step([exact(rank, 2), None, exact(rank, 3), exact(rank, 4)])
+    assert again[1] is None
+    for index, step in ((0, 2), (2, 3), (3, 4)):
+        found = again[index]
+        assert found is not None
+        torch.testing.assert_close(found, 1.5 * exact(0, step), rtol=0, atol=1e-5)
+
+
+@on_ranks(2)
+def test_a_rank_that_runs_out_of_batches_joins(rank: int, world_size: int) -> None:
+    sync = fastsync.attach(model := Given([torch.zeros(40, 24)]), "lowrank:2")
+    with sync.join():
+        for step in range(2 + rank):
+            model.zero_grad()
+            model([exact(rank, step)]).backward()
+            both = step < 2
+            expected = (1.5 if both else 2.0) * exact(0, step)
+            torch.testing.assert_close(grads_of(model)[0], expected, rtol=0, atol=1e-4)
+
+
+@on_ranks(2)
+def test_two_models_in_one_backward(rank: int, world_size: int) -> None:
+    """The second sums of one engine come after the first sums of both."""
+    models = [Given([torch.zeros(40, 24)]) for _ in range(2)]
+    for model, compression in zip(models, ("lowrank:2", Compression("lowrank", rank=2, reduce="wire")), strict=True):
+        fastsync.attach(model, compression)
+    for step in range(3):
+        losses = [model([exact(rank, 10 * number + step)]) for number, model in enumerate(models)]
+        for model in models:
+            model.zero_grad()
+        (losses[rank] + losses[1 - rank]).backward()
+        for number, model in enumerate(models):
+            expected = 1.5 * exact(0, 10 * number + step)
+            torch.testing.assert_close(grads_of(model)[0], expected, rtol=0, atol=1e-5)
+
+
+@on_ranks(2)
+def test_it_may_be_set_between_steps(rank: int, world_size: int) -> None:
+    """Another compression's residuals are sent with the first factors, and those of vectors at once."""
+    sync = fastsync.attach(model := Given([torch.zeros(40, 24), torch.zeros(300)]), "int8+ef")
+    total = [torch.zeros(40, 24), torch.zeros(300)]
+    for step, compression in enumerate(("int8+ef", "lowrank:2", "lowrank:5", "int8+ef", "lowrank", "none")):
+        sync.compression = compression
+        kept = sync.state_dict()["residuals"] if compression == "none" else {}
+        model.zero_grad()
+        grads = random_grads(rank, step, [(40, 24), (300,)], torch.float32)
+        model(grads).backward()
+        for index, sum_ in enumerate(total):
+            sum_ += grads[index] - grads_of(model)[index]
+            if f"weights.{index} of rank {rank}" in kept:
+                sum_ -= kept[f"weights.{index} of rank {rank}"].view_as(sum_)
+    for sum_ in total:
+        dist.all_reduce(sum_)
+        torch.testing.assert_close(sum_, torch.zeros_like(sum_), rtol=0, atol=1e-4)
+    assert "factors" not in sync.state_dict()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("through_ddp", [False, True])
+@on_ranks(2)
+def test_a_training_learns_as_at_full_width(rank: int, world_size: int, make: Any, through_ddp: bool) -> None:
+    """Two epochs of the same batches. The second begins with what the first has left."""
+    losses = {}
+    for compression in ("none", "lowrank:2"):
+        torch.manual_seed(0)
+        model, teacher = Mlp(), Mlp()
+        if through_ddp:
+            trained: nn.Module = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
+            fastsync.register_comm_hook(trained, compression)
+        else:
+            trained, _ = model, fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS)
+        optimizer = make(model.parameters(), lr=0.05 if make is torch.optim.SGD else 0.003)
+        inputs = [batch(rank, step) for step in range(40)]
+        targets = [teacher(each).detach() for each in inputs]
+        for index in (*range(40), *range(40)):
+            optimizer.zero_grad()
+            (trained(inputs[index]) - targets[index]).square().mean().backward()
+            optimizer.step()
+        assert_same_on_all_ranks(list(model.parameters()))
+        with torch.no_grad():
+            errors = [(model(each) - target).square().mean() for each, target in zip(inputs, targets, strict=True)]
+        losses[compression] = float(torch.stack(errors).mean())
+    assert losses["lowrank:2"] < 1.5 * losses["none"]
+
+
+@on_ranks(2)
+def test_factors_are_what_travels(rank: int, world_size: int) -> None:
+    for compression in ("lowrank:3", Compression("lowrank", rank=3, reduce="wire")):
+        sync = fastsync.attach(model := Given([torch.zeros(128, 96), torch.zeros(50)]), compression)
+        for step in range(3):
+            model(random_grads(rank, step, [(128, 96), (50,)], torch.float32)).backward()
+        stats = sync.stats()
+        assert stats.num_steps == 3
+        assert stats.numel == 128 * 96 + 50
+        assert 1 <= stats.wire_bytes / (3 * 4 * (3 * (128 + 96) + 50)) < 1.05
+        assert stats.exposed_time > 0
+        assert "lowrank of rank 3, error feedback" in sync.explain()
+        sync.detach()
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+
+def _train(rank: int, given: Averaged, steps: range) -> list[list[Tensor]]:
+    optimizer = torch.optim.Adam(given.model.parameters(), lr=0.01)
+    grads = []
+    for step in steps:
+        train_step(given.model, optimizer, batch(rank, step))  # type: ignore[arg-type]  # of an attached one, too
+        grads.append([grad.clone() for grad in grads_of(given.model)])
+    return grads
+
+
+def _save(rank: int, world_size: int, entry_point: str, file: str) -> list[list[Tensor]]:
+    torch.manual_seed(0)
+    given = average(entry_point, Mlp(), "lowrank:2")
+    _train(rank, given, range(3))
+    torch.save({"model": given.model.state_dict(), "sync": given.handle.state_dict()}, f"{file}.{rank}")
+    return _train(rank, given, range(3, 6))
+
+
+def _resume(rank: int, world_size: int, entry_point: str, file: str, expected: list[list[list[Tensor]]]) -> None:
+    given, saved = average(entry_point, Mlp(), "lowrank:2"), torch.load(f"{file}.{rank}")
+    given.model.load_state_dict(saved["model"])
+    given.handle.load_state_dict(saved["sync"])
+    for step, grads in enumerate(_train(rank, given, range(3, 6))):
+        assert_all_bitwise_equal(grads, expected[rank][step], f"step {step}, gradient")
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Any, world_size: int, entry_point: str) -> None:
+    """DDP regroups its buckets after its first backward, so a resumed run has its first step in other buckets."""
+    file = str(tmp_path / "state")
+    expected = run_ranks(_save, world_size, entry_point, file)
+    run_ranks(_resume, world_size, entry_point, file, expected)
+
+
+@on_ranks(2)
+def test_a_distributed_checkpoint_has_factors_and_residuals(rank: int, world_size: int, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    sync = fastsync.attach(model := Mlp(), "lowrank:2")
+    for step in range(2):
+        model(batch(rank, step)).square().mean().backward()
+    state = sync.state_dict()
+    dcp.save({"sync": state}, checkpoint_id=str(tmp_path))
+    sync = fastsync.attach(Mlp(), "lowrank:2")
+    loaded = {"sync": sync.state_dict()}
+    assert loaded["sync"]["factors"].keys() == state["factors"].keys()
+    # Vectors have no residuals, and zeros are not saved.
+    dcp.load(loaded, checkpoint_id=str(tmp_path), planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    sync.load_state_dict(loaded["sync"])
+    for part in ("factors", "residuals"):
+        again = sync.state_dict()[part]
+        for name, tensor in again.items():
+            assert torch.equal(tensor, state[part][name]), name
+        assert again.keys() == {name for name, tensor in state[part].items() if tensor.any()}
+
+
+@on_ranks(2)
+def test_factors_that_differ_are_refused(rank: int, world_size: int) -> None:
+    sync = fastsync.attach(model := Given([torch.zeros(40, 24)]), "lowrank:2")
+    model([exact(rank, 0)]).backward()
+    state = copy.deepcopy(sync.state_dict())
+    state["factors"]["weights.0"][0, 0] += rank
+    sync.load_state_dict(state)
+    with pytest.raises(ValueError, match="rank 1: saved scales of 0 parameters and factors of 1, fingerprint"):
+        model([exact(rank, 1)]).backward()
+
+
+@on_ranks(3)
+def test_a_new_rank_takes_over_the_factors(rank: int, world_size: int) -> None:
+    """Two ranks train. Then a third one comes."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = Given([torch.zeros(40, 24)])
+    sync = fastsync.attach(model, "lowrank:2", process_group=groups[rank == 2])
+    for step in range(3 if rank < 2 else 0):
+        model.zero_grad()
+        model(random_grads(rank, step, [(40, 24)], torch.float32)).backward()
+    sync.use_group(dist.group.WORLD)
+    for step in range(3, 6):
+        model.zero_grad()
+        model(random_grads(rank, step, [(40, 24)], torch.float32)).backward()
+        assert_same_on_all_ranks([*grads_of(model), sync.state_dict()["factors"]["weights.0"]])
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank has to be at least 1, got 0"),
+        ({"rank": 2.0}, r"rank has to be at least 1, got 2\.0"),
+        ({"rank": True}, "rank has to be at least 1, got True"),
+        ({"error_feedback": False}, "lowrank needs error_feedback, or what its factors leave out would be lost"),
+        ({"ranks_per_node": 2}, "lowrank sends factors between all ranks; leave out ranks_per_node=2"),
+        ({"reduce": "wire", "algorithm": "two_shot"}, "algorithm='two_shot' needs reduce='fp32'"),
+        ({"wire": "int8", "rank": 4}, "rank=4 belongs to 'lowrank'; leave it out with 'int8'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^compression: {message}"):
+        Compression(**{"wire": "lowrank", **options})
+
+
+@on_ranks(2)
+def test_where_matrices_are_not_whole_it_is_refused(rank: int, world_size: int) -> None:
+    sharded = fully_shard(Mlp(), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=r"^compression: 'lowrank' needs whole matrices, .*; take 'int8\+ef'"):
+        fastsync.register_reduce_scatter(sharded, "lowrank")
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    needs = r"^compression: 'lowrank' needs whole matrices, .*Leave optimizer= out of attach"
+    with pytest.raises(ValueError, match=needs):
+        fastsync.attach(model, "lowrank", optimizer=optimizer)
+    sync = fastsync.attach(model, optimizer=optimizer)
+    with pytest.raises(ValueError, match=needs):
+        sync.compression = "lowrank:2"
+    with pytest.raises(ValueError, match=r"'lowrank' cannot carry parameter weights\.0, which is torch\.complex64"):
+        fastsync.attach(Given([torch.zeros(40, 24, dtype=torch.complex64)]), "lowrank")
