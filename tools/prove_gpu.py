@@ -48,7 +48,8 @@ PACKAGES = {name: name.replace("_", "-") for name in (*BUILDS, *TESTS)} | {"xdis
 """What the parts import, and the packages that bring it, with what these need."""
 
 OPERATORS, SUMS = "engine/test_ops.py", "engine/test_sums.py"
-STEPS = ("engine/test_cuda.py", "engine/test_sharded.py", "engine/test_outer_device.py", "ppo/test_cuda.py")
+SHARDED = ("engine/test_sharded.py", "engine/test_sharded_gather.py")
+STEPS = ("engine/test_cuda.py", *SHARDED, "engine/test_outer_device.py", "ppo/test_cuda.py")
 OTHERS = ("benchmarks/test_ops.py",)
 CAPTURED, OF_TWO_RANKS = "captur", "[2-"
 # Not on random buckets by the hundred, which would take too long there.
