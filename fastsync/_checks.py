@@ -171,19 +171,39 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def is_wrapper(tensor: Tensor) -> bool:
     """Tells whether a tensor wraps others and has no memory of its own, as quantised ones do."""
-    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
+    return type(tensor) not in (Tensor, nn.Parameter) and (
+        hasattr(tensor, "__tensor_flatten__") or not _has_memory(tensor)
+    )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except (RuntimeError, NotImplementedError):  # those that _make_wrapper_subclass has made may refuse to tell
+        return False
 
 
 def plain_parts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replaces tensors that wrap others by the tensors inside, which hold the values and can be written."""
+    """Replaces tensors that wrap others by the tensors inside, which hold the values and can be written.
+
+    It leaves out those whose class does not tell what is inside.
+    """
     parts: dict[str, Tensor] = {}
     for name, tensor in named.items():
         if is_wrapper(tensor) and not _is_dtensor(tensor):
-            inside, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            parts |= plain_parts({f"{name}.{each}": getattr(tensor, each) for each in inside})
+            parts |= plain_parts({f"{name}.{each}": getattr(tensor, each) for each in _names_inside(tensor)})
         else:
             parts[name] = tensor
     return parts
+
+
+def _names_inside(tensor: Tensor) -> list[str]:
+    """Returns the attributes that hold the tensors inside; none if the class does not tell them."""
+    try:
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    except (AttributeError, NotImplementedError):
+        return []
+    return list(names)
 
 
 def _is_dtensor(tensor: Tensor) -> bool:

@@ -239,7 +239,8 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, root:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the values of a tensor, row by row, as uint8: a view if the tensor is contiguous, else a copy."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single value may have any stride
 
 
 def check_consistency(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from tests.engine.entry_points import AVERAGING, average
-from tests.engine.wrappers import Quantised
+from tests.engine.wrappers import Opaque, OpaqueOfLibrary, Quantised
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks
 
@@ -121,3 +122,68 @@ def test_one_that_is_trained_is_refused_with_a_way_out() -> None:
             call(model)
     model.base.requires_grad_(False)
     fastsync.attach(model)
+
+
+def _opaque_lora(kind: Callable[[Tensor, Tensor], Tensor], rank: int) -> Lora:
+    """A ``Lora`` whose base does not tell what is inside: equal on all ranks, as it has been loaded everywhere."""
+    model, base = Lora(rank), Lora(0).base
+    model.base = nn.Parameter(kind(base.q, base.scale), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", [Opaque, OpaqueOfLibrary])
+@on_ranks(2)
+def test_one_that_does_not_tell_what_is_inside_is_left_alone(rank: int, world_size: int, kind: type[Opaque]) -> None:
+    for entry_point in AVERAGING:
+        model = _opaque_lora(kind, 0)
+        inside, of_rank_0 = (model.base.q.clone(), model.base.scale.clone()), Lora(0)
+        if "hook" in entry_point:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["base", "table"])
+        given = average(entry_point, model)
+        given.backward(given.model(_inputs(rank)).square().mean())
+        losses = [of_rank_0(_inputs(other)).square().mean() for other in range(world_size)]
+        (torch.stack(losses).mean()).backward()
+        for name in ("down", "up"):
+            torch.testing.assert_close(getattr(model, name).weight.grad, getattr(of_rank_0, name).weight.grad)
+        assert model.base.grad is None
+        fastsync.check_consistency(model)
+        assert torch.equal(model.base.q, inside[0])
+        assert torch.equal(model.base.scale, inside[1])
+    for call in (fastsync.sync_weights, _attach, _sites):
+        model = _opaque_lora(kind, rank)
+        call(model)
+        fastsync.check_consistency(model)
+        assert_same_on_all_ranks([p for name, p in model.named_parameters() if name != "base"])
+    with pytest.raises(ValueError, match=rf"base is a {kind.__name__}, which wraps other tensors .*freeze it"):
+        fastsync.attach(_trained(model))
+
+
+def _trained(model: Lora) -> Lora:
+    model.base.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("call", [fastsync.sync_weights, _attach, _sites])
+@on_ranks(2)
+def test_a_single_value_inside_may_have_any_stride(
+    rank: int, world_size: int, call: Callable[[nn.Module], object]
+) -> None:
+    """As a scale of torchao's NF4 has it, which is cut from a larger tensor."""
+    model = Lora(rank)
+    model.base = nn.Parameter(Quantised(model.base.q, (torch.rand(64) + rank)[::64]), requires_grad=False)
+    assert model.base.scale.stride() == (64,)
+    call(model)
+    assert_same_on_all_ranks([model.base.scale])
+    fastsync.check_consistency(model)
+
+
+@on_ranks(2)
+def test_a_frozen_one_under_attach_of_an_optimizer(rank: int, world_size: int) -> None:
+    """The ranks share one copy of the adapters, and not of the base."""
+    for make in (Lora, partial(_opaque_lora, Opaque)):
+        model = make(rank)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        fastsync.attach(model, optimizer=optimizer)
+        model(_inputs(rank)).square().mean().backward()
+        optimizer.step()
+        fastsync.check_consistency(model)

@@ -37,6 +37,35 @@ class Quantised(torch.Tensor):
         return func(*tree_map(lambda t: t.q.float() * t.scale if isinstance(t, Quantised) else t, args), **kwargs or {})
 
 
+class Opaque(torch.Tensor):
+    """A weight of 8 bits and a scale that does not tell what is inside, and lets few of torch's operations through."""
+
+    q: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls: Any, q: Tensor, scale: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.float32)
+
+    def __init__(self, q: Tensor, scale: Tensor) -> None:
+        self.q, self.scale = q, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].q, args[0].scale)
+        if func is not torch.ops.aten.t.default:
+            raise NotImplementedError(f"Opaque dispatch: {func}")
+        return (args[0].q.float() * args[0].scale).t()
+
+
+class OpaqueOfLibrary(Opaque):
+    """As a library's base class has it, whose subclasses are meant to tell."""
+
+    def __tensor_flatten__(self) -> Any:
+        raise NotImplementedError("subclasses should implement this")
+
+
 class OptimizerWrapper(Optimizer):
     """Steps another optimizer, whose groups it shares. It has no hooks of its own, as Accelerate's has none."""
 
