@@ -413,6 +413,7 @@ class GradientSynchronizer(WatchedHandle):
         stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
         if stepped is None:
             return
+        self._check_not_made_of_samples(stepped, optimizer)
         num_steps = self._engine.num_steps()
         if self._steps_before[optimizer] != num_steps:
             stepped = next((p for p in self._stepped_by(optimizer) if id(p) in own), None) if own else None
@@ -425,6 +426,18 @@ class GradientSynchronizer(WatchedHandle):
                 "own belongs inside no_sync()"
             )
         self._steps_before[optimizer] = num_steps
+
+    def _check_not_made_of_samples(self, parameter: Tensor, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if .grad was made of per-sample gradients after the sync, as Opacus does in its step."""
+        if getattr(parameter, "grad_sample", None) is None or self._engine.is_captured():
+            return
+        index = next(index for index, each in enumerate(self._named.values()) if each is parameter)
+        if self._engine.num_writes()[index] < 0:
+            raise RuntimeError(
+                f"fastsync.attach: {type(optimizer).__name__} was about to step with a .grad that was made of "
+                ".grad_sample after the ranks had averaged, as Opacus does, so it is this rank's own. Use Opacus's "
+                "DistributedDPOptimizer without attach; or attach(overlap=False), and synchronize() after that write"
+            )
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._named
