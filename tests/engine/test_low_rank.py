@@ -84,7 +84,8 @@ class Reference:
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(parametrized=["shared_memory"])
 def test_means_are_those_of_the_reference(rank: int, world_size: int, entry_point: str) -> None:
     for cap in (SMALL_BUCKETS, ONE_BUCKET):
         for compression in (Compression("lowrank", rank=RANK), Compression("lowrank", rank=RANK, reduce="wire")):
