@@ -79,20 +79,21 @@ def at_level(index: int, first: int = 0) -> gymnasium.Env[Any, Any]:
 
 
 class Deadly(Countdown):
-    """Ends its process in its 50th step."""
+    """Sends its process a signal in its 50th step."""
 
-    num_steps = 0
+    def __init__(self, number: signal.Signals) -> None:
+        self.num_steps, self.number = 0, number
 
     def step(self, action: Any):
         self.num_steps += 1
         if self.num_steps == 50:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
         return super().step(action)
 
 
-def deadly(index: int) -> gymnasium.Env[Any, Any]:
-    """Ends rank 0."""
-    return Countdown() if index else Deadly()
+def deadly(index: int, number: str = "SIGKILL") -> gymnasium.Env[Any, Any]:
+    """Ends or stops rank 0."""
+    return Countdown() if index else Deadly(signal.Signals[number])
 
 
 class FromFive(Countdown):

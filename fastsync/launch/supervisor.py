@@ -85,7 +85,7 @@ class Supervisor:
         try:
             for first in range(size):
                 self._start({"RANK": first, "LOCAL_RANK": first, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
-            while self._running:
+            while self._running and not (is_done and self._are_left_behind()):
                 time.sleep(POLL_SECONDS)
                 for number, (rank, since) in list(self._running.items()):
                     if (result := rank.wait(timeout=0)) is None:
@@ -101,12 +101,23 @@ class Supervisor:
                 rank.close(signal.SIGTERM, timeout=5)
         return 0 if is_done else 1
 
+    def _are_left_behind(self) -> bool:
+        """Whether those that still run were taken for lost, and the others have ended. One of them may be stopped."""
+        newest = self._newest()
+        if newest is None or not newest.is_over or self._replaces:  # new ranks may have other numbers than here
+            return False
+        return self._running.keys().isdisjoint(newest.members)
+
+    def _newest(self) -> Membership | None:
+        """Returns the newest membership; None if the ranks have not met."""
+        return Membership.from_json(self._store.get(BEGUN)) if self._store.check([BEGUN]) else None
+
     def _goes_on_without(self, number: int, code: int, since: float, is_done: bool) -> bool:
         """Says how a rank has ended, and starts another one if that is asked for. Returns whether the others go on."""
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has failed with status {code}"
         self._num_soon = self._num_soon + 1 if time.monotonic() - since < SOON_SECONDS else 0
-        have_met = self._store.check([BEGUN])
-        is_over = have_met and Membership.from_json(self._store.get(BEGUN)).is_over
+        newest = self._newest()
+        have_met, is_over = newest is not None, newest is not None and newest.is_over
         next_ = f"{len(self._running)} ranks go on" if self._running else "no rank is left"
         if not have_met and not is_done:
             next_ = f"the ranks have not met in {self._place} yet, so all of them end"

@@ -252,6 +252,7 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         if settings.on_lost_rank == "continue":
             stopped_by = launch_survivors(work, options.nproc, settings, stop_timeout=options.stop_timeout)
             if not stopped_by:
+                print(f"fastsync train: all ranks are lost{_how_to_resume(options, settings)}", file=sys.stderr)
                 return 1
         else:
             stopped_by = launch_ranks(work, options.nproc, settings, **stopping, **told)

@@ -20,6 +20,10 @@ ROW = 512
 """How many numbers the first collective of ``all_gather`` takes from each rank."""
 
 
+class MissingRankError(RuntimeError):
+    """A collective has failed, because a rank is lost or late."""
+
+
 class Exchange:
     """Collectives over all ranks of a group. Every rank must make the same calls in the same order.
 
@@ -43,7 +47,7 @@ class Exchange:
         It takes one collective for up to 511 numbers, and two for more.
 
         Raises:
-            RuntimeError: a rank is lost, or does not answer within the group's time-out.
+            MissingRankError: a rank is lost, or does not answer within the group's time-out.
         """
         rows = self._gather_rows([len(numbers), *numbers[: ROW - 1]], ROW)
         counts, gathered = [int(row[0]) for row in rows], [row[1:] for row in rows]
@@ -78,11 +82,10 @@ class Exchange:
         try:
             self.group.allgather(gathered, mine).wait()
         except RuntimeError as error:
-            if self._liveness is None:
-                raise
-            raise RuntimeError(
-                f"fastsync train: rank {self.rank} of {self.world_size} waited for the others in vain, "
-                f"{_who_is_missing(self._liveness)} ({error})"
+            missing = "" if self._liveness is None else f", {_who_is_missing(self._liveness)}"
+            raise MissingRankError(
+                f"fastsync train: rank {self.rank} of {self.world_size} waited for the others in vain{missing} "
+                f"({error})"
             ) from error
         return gathered
 

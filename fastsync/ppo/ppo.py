@@ -396,6 +396,8 @@ class PPO:
             self.outer = kind(
                 self.policy, self.optimizer, sync_every=1, compression=settings.compression, timeout=settings.timeout
             )
+        if settings.on_lost_rank == "continue":
+            self._expect_losses()
         self.scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
         self.learning_rate = LearningRate(settings, dist.get_world_size(), self.optimizer)
         self.shuffler = Shuffler(settings.num_minibatches, self.streams)
@@ -457,8 +459,13 @@ class PPO:
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Goes on with the ranks of another group, in which all have learnt the same so far."""
         self.sync.use_group(group, init_sync=False)
+        self._expect_losses()
         self.exchange.use_group(group)
         self.learning_rate.scale_to(group.size())
+
+    def _expect_losses(self) -> None:
+        """Has averaging fail at once when a rank is lost, and not after it has found out which one."""
+        self.sync._engine.make_revocable()
 
     def sync_stats(self) -> SyncStats:
         """Returns what synchronisation of gradients or weights has cost so far."""

@@ -18,6 +18,7 @@ from .._checks import resolve_group
 from .._membership import Members, host_of
 from .._peer_watch import PeerWatch
 from ..elastic import JOINS, MOST_FAILURES, members_store
+from .exchange import MissingRankError
 from .settings import RunSettings
 
 Result = TypeVar("Result")
@@ -164,7 +165,8 @@ class Survivors:
             self._num_done, self._newest = furthest, newest[0]
 
     def _is_of_lost_rank(self, error: Exception) -> bool:
-        return self._has_failed() or self._members.may_have_caused(error)
+        is_known = isinstance(error, MissingRankError) or self._has_failed()
+        return is_known or self._members.may_have_caused(error)
 
     def _on_death(self, lost: int) -> None:
         if lost in self.ranks and not self._has_ended:  # others may be done sooner

@@ -222,10 +222,12 @@ def test_without_a_store_the_message_says_how_to_start(rank: int, world_size: in
 
 
 @pytest.mark.end_to_end
-def test_the_command_lets_the_others_live(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "timeout"), [("SIGKILL", 60.0), ("SIGSTOP", 10.0)])
+def test_the_command_lets_the_others_live(tmp_path: Path, number: str, timeout: float) -> None:
+    """One that is stopped is killed once the others have ended."""
     settings = Settings(
-        env="tests.toy_envs:deadly", total_steps=1_500, num_envs=4, on_lost_rank="continue", runs_dir=str(tmp_path),
-        run_name="run",
+        env="tests.toy_envs:deadly", env_kwargs={"number": number}, total_steps=1_500, num_envs=4, timeout=timeout,
+        on_lost_rank="continue", runs_dir=str(tmp_path), run_name="run",
     )  # fmt: skip
     job = Command(main, tmp_path, "train", "--nproc", "3", *option_words(settings))
     try:
