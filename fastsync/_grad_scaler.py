@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
@@ -45,6 +46,5 @@ def skip_unless_finite(scaler: GradScaler, optimizer: Optimizer, norm: Tensor) -
     """Has the scaler skip the optimizer's step if the norm is not finite, where ``unscale_`` has looked already."""
     if has_unscaled(scaler, optimizer):
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            found.add_(norm.isfinite().logical_not().to(found.device, found.dtype)).clamp_(
-                max=1.0
-            )  # fused ones ask for 1
+            is_bad = norm.isfinite().logical_not().to(found.device, found.dtype)
+            found.copy_(torch.maximum(found, is_bad))  # fused optimizers skip where it is exactly 1

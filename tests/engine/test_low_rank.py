@@ -108,8 +108,13 @@ def test_means_are_those_of_the_reference(rank: int, world_size: int, entry_poin
                     torch.testing.assert_close(kept[index].double(), expected_residual, rtol=0, atol=1e-4)
 
 
+KEPT = list[dist.ProcessGroup | None]()
+
+
 def power_sgd(rank: int, grads: Sequence[Tensor]) -> DistributedDataParallel:
     """A model with PyTorch's hook, which begins in its third step, and with the factors that fastsync begins with."""
+    # The hook's callbacks hold the group, and end on one of Gloo's threads, which a group joins when it is destroyed.
+    KEPT.append(dist.group.WORLD)
     ddp = given_ddp(grads)
     state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1)
 
