@@ -191,20 +191,20 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
     names = [name for name in options.methods if METHODS[name].python()]
     if left_out := [name for name in options.methods if name not in names]:
         notes.append(f"{' and '.join(left_out)}: left out, because torchft is not installed: `make baselines` does it")
-    draw, where = random.Random(options.seed), environment(torch.device("cpu")) | {"threads_per_rank": 1}
+    chance, where = random.Random(options.seed), environment(torch.device("cpu")) | {"threads_per_rank": 1}
     found: dict[str, list[Recovery]] = {name: [] for name in names}
     announce(f"limit: {options.repetitions} kills of bare processes")
-    known = [seconds_until_known(draw) for _ in range(options.repetitions)]
+    known = [seconds_until_known(chance) for _ in range(options.repetitions)]
     turns = [(name, number) for number in range(options.repetitions) for name in names]
     with progress_bars(shown=True) as progress:
         for name, _ in named(progress, turns, lambda turn: f"{turn[0]}, kill {turn[1] + 1}"):
-            found[name].append(measure(name, options, draw))
+            found[name].append(measure(name, options, chance))
             measured = [record_of(each, found[each], options, where) for each in names if found[each]]
             rows.replace([*measured, limit_record(known, options, where)])
     return notes
 
 
-def measure(name: str, options: Options, draw: random.Random) -> Recovery:
+def measure(name: str, options: Options, chance: random.Random) -> Recovery:
     """Starts a training, kills one of its ranks, and waits until the others have recovered.
 
     Raises:
@@ -215,8 +215,8 @@ def measure(name: str, options: Options, draw: random.Random) -> Recovery:
         authors = process.wait_for(
             lambda diaries: have_warmed_up(diaries, options.nproc), "the first step", time.monotonic() + options.timeout
         )
-        victim = draw.choice(authors)
-        time.sleep(draw.uniform(0, LONGEST_WAIT))
+        victim = chance.choice(authors)
+        time.sleep(chance.uniform(0, LONGEST_WAIT))
         death = kill(process, victim)
         return process.wait_for(
             lambda diaries: recovery(diaries, death, options.nproc, method.restarts),
@@ -321,7 +321,7 @@ def picture(options: Options, rows: RowFile) -> list[str]:
 
 def curve(name: str, options: Options) -> Diaries:
     """The diaries of a training whose ranks are killed, with times since all have warmed up."""
-    chosen = random.Random(options.seed)
+    chance = random.Random(options.seed)
     with running(name, options, options.timeout + PICTURE_SECONDS, replaces=True) as process:
         process.wait_for(
             lambda diaries: have_warmed_up(diaries, options.nproc), "the first step", time.monotonic() + options.timeout
@@ -329,7 +329,7 @@ def curve(name: str, options: Options) -> Diaries:
         began = time.monotonic()
         for moment in PICTURE_KILLS:
             time.sleep(max(0.0, began + moment - time.monotonic()))
-            kill(process, chosen.choice(at_work(process.diaries())))
+            kill(process, chance.choice(at_work(process.diaries())))
         time.sleep(max(0.0, began + PICTURE_SECONDS - time.monotonic()))
         return {
             author: [event._replace(time=event.time - began) for event in events]

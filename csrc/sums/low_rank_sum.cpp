@@ -159,9 +159,6 @@ void LowRankSum::finish(const std::function<void()>& on_reduced) {
 
 void LowRankSum::sum_right_factors(const std::function<void()>& on_reduced) {
   RECORD_FUNCTION("fastsync::factors", {});
-  if (gradients_.side_values.defined()) {
-    gradients_.side_values = gradients_.side_values.clone();  // this sum may write to their memory
-  }
   std::vector<at::Tensor> sent;
   for (Group& group : groups_) {
     use_on_current_stream(group.left);

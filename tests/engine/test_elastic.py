@@ -195,10 +195,12 @@ def test_a_new_rank_joins(store: TCPStore, lost: dict[int, Moment]) -> None:
     assert list(changes[-1][1]) == [each for each in range(4) if each not in lost]
 
 
-def finish_apart(rank: int, world_size: int, port: int, furthest: int) -> tuple[int, list[Tensor]]:
-    """Step 2 ends well on one rank alone."""
+def finish_apart(
+    rank: int, world_size: int, port: int, furthest: int | None, compression: str = "int8+ef"
+) -> tuple[int, list[Tensor]]:
+    """Step 2 ends well on one rank alone, or on none."""
     os.environ[STORE] = f"127.0.0.1:{port}"
-    training = Training(range(world_size), "int8+ef")
+    training = Training(range(world_size), compression)
     elastic = Elastic(training.model, training.optimizer, training.sync, timeout=20)
     num_runs = 0
     for step in elastic.steps(NUM_STEPS):
@@ -218,6 +220,15 @@ def fail_once() -> Callable[..., None]:
             raise errors.pop()
 
     return fail
+
+
+@pytest.mark.parametrize("compression", ["fp16", "int8+ef", "lowrank:1"])
+def test_a_step_that_fails_after_its_averaging_is_taken_back_on_all(store: TCPStore, compression: str) -> None:
+    ran = run_ranks(finish_apart, 3, store.port, None, compression)
+    expected = run_ranks(replay, 3, compression, [0, 1, 2], [])
+    for (num_runs, result), replayed in zip(ran, expected, strict=True):
+        assert num_runs == NUM_STEPS + 1
+        torch.testing.assert_close(result, replayed, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("furthest", [0, 1])

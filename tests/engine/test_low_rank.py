@@ -547,6 +547,31 @@ def test_a_new_rank_takes_over_the_factors(rank: int, world_size: int) -> None:
         assert_same_on_all_ranks([*grads_of(model), sync.state_dict()["factors"]["weights.0"]])
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(2, parametrized=["shared_memory"])
+def test_piggybacked_values_outlive_the_second_sum(rank: int, world_size: int) -> None:
+    """The factor of many columns is longer than all that the first sum has sent."""
+    model = Given([torch.zeros(8, 400)])
+    sync = fastsync.attach(model, "lowrank:2")
+    for step in range(2):
+        sync.piggyback("value", torch.tensor([float(rank), 4.0 + step]))
+        model(random_grads(rank, step, [(8, 400)], torch.float32)).backward()
+        assert sync.piggybacked()["value"].tolist() == [0.5, 4.0 + step]
+
+
+@on_ranks(2)
+def test_ranks_that_meet_with_other_parameters_are_told(rank: int, world_size: int) -> None:
+    """The first has a matrix whose factor the other one does not know."""
+    alone = [dist.new_group([each]) for each in range(2)]
+    shapes = [(40, 24), (30, 20)][: 2 - rank]
+    model = Given([torch.zeros(shape) for shape in shapes])
+    sync = fastsync.attach(model, "lowrank:2", process_group=alone[rank])
+    model(random_grads(rank, 0, shapes, torch.float32)).backward()
+    sync.use_group(dist.group.WORLD, init_sync=False)
+    with pytest.raises(ValueError, match=r"rank 1: .*rank 0: |rank 0: .*rank 1: "):
+        model(random_grads(rank, 1, shapes, torch.float32)).backward()
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 

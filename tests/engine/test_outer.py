@@ -221,6 +221,26 @@ def test_sites_are_bitwise_equal_where_a_fragment_arrives(rank: int, world_size:
     assert any(not torch.equal(mine, first) for mine, first in zip(weights(model), weights(make_model()), strict=True))
 
 
+@on_ranks(2)
+def test_factors_begin_anew_where_sites_are_left(rank: int, world_size: int) -> None:
+    """Sites may have other ones, if a mean has failed on some of them."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    alone = [torch.distributed.new_group([each]) for each in range(2)]
+    with DiLoCo(model, optimizer, sync_every=1, compression="lowrank:2") as sync:
+        fragment = sync._fragments[0]
+
+        def factors() -> list[Tensor]:
+            return list(fragment.averager.state_dict()["factors"].values())
+
+        first = factors()
+        train_step(model, optimizer, rank, 1)
+        assert not all(map(torch.equal, factors(), first))
+        fragment.use_group(alone[rank])
+        assert all(map(torch.equal, factors(), first))
+        fragment.use_group(torch.distributed.group.WORLD)
+
+
 @pytest.mark.parametrize("compression", [Compression("int8", error_feedback=True), TopK(decay=1.0)], ids=str)
 @on_ranks(2)
 def test_what_is_not_sent_now_is_sent_later(rank: int, world_size: int, compression: Any) -> None:

@@ -65,11 +65,17 @@ def test_others_are_left_alone(rank: int, world_size: int, entry_point: str) -> 
     assert not _warnings_of(lambda step: other([torch.full((3,), torch.inf)]))
 
 
+@pytest.mark.parametrize("entry_point", ["attach", "hook"])
 @on_ranks(3)
-def test_weights_and_joins_are_left_alone(rank: int, world_size: int) -> None:
-    weighted, joined = Mlp(), Mlp()
-    fastsync.attach(weighted).set_weight(1.0)
-    assert not _warnings_of(lambda step: weighted(batch(0, step)).square().mean())
+def test_weights_are_left_alone(rank: int, world_size: int, entry_point: str) -> None:
+    weighted = average(entry_point, Mlp())
+    weighted.handle.set_weight(1.0)
+    assert not _warnings_of(lambda step: weighted.model(batch(0, step)).square().mean())
+
+
+@on_ranks(3)
+def test_joins_are_left_alone(rank: int, world_size: int) -> None:
+    joined = Mlp()
     with fastsync.attach(joined).join():
         assert not _warnings_of(lambda step: joined(batch(0, step)).square().mean())
 

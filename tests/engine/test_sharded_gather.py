@@ -88,6 +88,23 @@ def _as_the_reference(rank: int, world_size: int, device: str) -> None:
                 assert_bitwise_equal(output.cpu(), expected, f"{wire}, {dtype}, {numels}, gather {seed}")
 
 
+def _many_at_once(rank: int, world_size: int) -> None:
+    """More than before, so that the memory of two does not serve the third."""
+    engine = engine_of("int8", ["first", "second", "third"])
+    for num_gathers in (2, 3):
+        begun = [begin(engine, seed, shard_of(rank, 300, torch.float32, seed), [300]) for seed in range(num_gathers)]
+        for _, work in begun:
+            work.wait()
+        for seed, (output, _) in enumerate(begun):
+            expected = expected_of(world_size, [300], torch.float32, "int8", seed)
+            assert_bitwise_equal(output, expected, f"gather {seed} of {num_gathers}")
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_each_gather_under_way_has_memory_of_its_own(shared_memory: bool) -> None:
+    run_ranks(_many_at_once, 2, shared_memory=shared_memory)
+
+
 @pytest.mark.parametrize(("world_size", "shared_memory"), [(1, True), *RANKS])
 def test_gathered_parameters_are_the_references_to_the_bit(world_size: int, shared_memory: bool) -> None:
     run_ranks(_as_the_reference, world_size, "cpu", shared_memory=shared_memory)
@@ -410,6 +427,32 @@ def test_parameters_of_several_dtypes_travel_as_they_are(rank: int, world_size: 
     handle.compression = "int8"
     with pytest.raises(ValueError, match=r"module 'blocks\.0' has parameters of Byte, or of several dtypes"):
         models[0](batch_of(0)[0])
+
+
+@on_ranks(2)
+def test_tensors_that_choose_what_they_send_are_packed_as_one(rank: int, world_size: int) -> None:
+    """By FSDP2's extension methods: the first matrix sends each value twice, and takes the first of them."""
+
+    def before(mesh: Any) -> Any:
+        return (torch.stack([mine, mine]),), mine.shape
+
+    def after(outputs: Any, metadata: Any, param_dtype: Any, *, out: Tensor | None = None) -> Any:
+        first = torch.cat([pair[: len(pair) // 2] for pair in outputs[0].view(world_size, -1)]).view(8, 4)
+        if out is None:
+            return first, (first,)
+        out.copy_(first)
+        return None
+
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)))
+    (group,) = model._get_fsdp_state()._fsdp_param_groups
+    mine = group.fsdp_params[0]._sharded_local_tensor
+    mine.fsdp_pre_all_gather, mine.fsdp_post_all_gather = before, after
+    fastsync.register_all_gather(model, "bf16")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)).bfloat16().float()
+    inputs = torch.randn(3, 4)
+    assert_bitwise_equal(model(inputs), plain(inputs), "forward")
 
 
 @on_ranks(2)

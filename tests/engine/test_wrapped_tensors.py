@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from tests.engine.entry_points import AVERAGING, average
-from tests.engine.wrappers import Opaque, OpaqueOfLibrary, Quantised
+from tests.engine.wrappers import Opaque, OpaqueOfLibrary, OpaqueWithoutPointer, Quantised
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks
 
@@ -131,7 +131,7 @@ def _opaque_lora(kind: Callable[[Tensor, Tensor], Tensor], rank: int) -> Lora:
     return model
 
 
-@pytest.mark.parametrize("kind", [Opaque, OpaqueOfLibrary])
+@pytest.mark.parametrize("kind", [Opaque, OpaqueOfLibrary, OpaqueWithoutPointer])
 @on_ranks(2)
 def test_one_that_does_not_tell_what_is_inside_is_left_alone(rank: int, world_size: int, kind: type[Opaque]) -> None:
     for entry_point in AVERAGING:

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 
-class Quantised(torch.Tensor):
-    """A weight of 8 bits and a scale. It has no memory of its own."""
+class Weight(torch.Tensor):
+    """8 bits and a scale. It has no memory of its own."""
 
     q: Tensor
     scale: Tensor
@@ -22,6 +22,10 @@ class Quantised(torch.Tensor):
 
     def __init__(self, q: Tensor, scale: Tensor) -> None:
         self.q, self.scale = q, scale
+
+
+class Quantised(Weight):
+    """One that tells what is inside."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["q", "scale"], None
@@ -37,18 +41,8 @@ class Quantised(torch.Tensor):
         return func(*tree_map(lambda t: t.q.float() * t.scale if isinstance(t, Quantised) else t, args), **kwargs or {})
 
 
-class Opaque(torch.Tensor):
-    """A weight of 8 bits and a scale that does not tell what is inside, and lets few of torch's operations through."""
-
-    q: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls: Any, q: Tensor, scale: Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.float32)
-
-    def __init__(self, q: Tensor, scale: Tensor) -> None:
-        self.q, self.scale = q, scale
+class Opaque(Weight):
+    """One that does not tell what is inside, and lets few of torch's operations through."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,6 +58,13 @@ class OpaqueOfLibrary(Opaque):
 
     def __tensor_flatten__(self) -> Any:
         raise NotImplementedError("subclasses should implement this")
+
+
+class OpaqueWithoutPointer(Opaque):
+    """As torch's own tensors without memory have it."""
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
 
 
 class OptimizerWrapper(Optimizer):

@@ -150,6 +150,19 @@ def test_the_update_that_a_rank_is_lost_in_runs_again_without_it(tmp_path: Path)
         assert_same(outcome(tmp_path, {1: moment}), expected)
 
 
+def test_dropout_draws_the_same_masks_again(tmp_path: Path) -> None:
+    policy = {"policy": "tests.ppo.test_modes:Dropped"}
+    expected = outcome(tmp_path, {1: BETWEEN}, **policy)
+    assert_same(outcome(tmp_path, {1: LEARNING["minibatch"]}, **policy), expected)
+
+
+def test_the_learning_rate_of_a_run_follows_its_ranks(tmp_path: Path) -> None:
+    outcome(tmp_path, {1: LEARNING["minibatch"]}, lr_schedule="constant", target_kl=None, warmup_updates=0)
+    rows = list(csv.DictReader((tmp_path / "run0/progress.csv").open()))
+    rates = [float(row["learning/learning_rate"]) / FULL.learning_rate for row in rows]
+    assert rates == pytest.approx([3.0] * (UPDATE - 1) + [2.0] * (len(rows) - UPDATE + 1))
+
+
 def test_the_first_of_the_others_goes_on_for_rank_0(tmp_path: Path) -> None:
     expected = outcome(tmp_path, {0: BETWEEN})
     for moment in (LEARNING["reports"], *AFTERWARDS.values(), FILE):
