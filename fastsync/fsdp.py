@@ -48,12 +48,16 @@ class ShardedGradients(GradientHandle):
         _C.check_agreement(group, "\n".join(lines), units[0].group.device)
 
     def detach(self) -> None:
-        """Restores the modules' previous reduce-scatter, or removes the all-reduce hook."""
+        """Restores the modules' previous reduce-scatter, or removes the all-reduce hook.
+
+        Where ``set_custom_reduce_scatter`` has put another in its place since, that one stays.
+        """
         for unit in self._units if self._is_in_use else ():
-            if self._scatters:
-                unit.module.set_custom_reduce_scatter(unit.group._reduce_scatter_comm.replaced)
-            else:
+            present = unit.group._reduce_scatter_comm
+            if not self._scatters:
                 unit.module.set_all_reduce_hook(None)
+            elif isinstance(present, _EngineReduceScatter):
+                unit.module.set_custom_reduce_scatter(present.replaced)
         self._is_in_use = False
         end_use(self)
 

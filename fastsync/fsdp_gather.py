@@ -64,9 +64,14 @@ class ShardedParameters:
         return {unit.name: stats for unit, stats in zip(self._units, all_stats, strict=True)}
 
     def detach(self) -> None:
-        """Restores the modules' previous all-gather. Call it between two steps, on every rank."""
+        """Restores the modules' previous all-gather. Call it between two steps, on every rank.
+
+        Where ``set_custom_all_gather`` has put another in its place since, that one stays.
+        """
         for unit in self._units if self._is_in_use else ():
-            unit.module.set_custom_all_gather(unit.group._all_gather_comm.replaced)
+            present = unit.group._all_gather_comm
+            if isinstance(present, _EngineAllGather):
+                unit.module.set_custom_all_gather(present.replaced)
         self._is_in_use = False
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,8 +31,10 @@ COMPRESSIONS = {
     "int4, error feedback": Compression("int4", error_feedback=True),
     "lowrank": Compression("lowrank"),
 }
-REPORTED = {"int8", "int4, error feedback", "lowrank"}
+REPORTED = {"int8", "int4", "int4, error feedback", "lowrank"}
 """In the table of the long runs, whatever they give."""
+OF_PARAMETERS = {wire: Compression(wire) for wire in ("none", "bf16", "fp16", "int8", "int4")}
+"""What FSDP2 gathers parameters in."""
 CONFIDENCE = 0.95
 
 # ---- the statistics -------------------------------------------------------------------------------------------------
@@ -131,25 +134,53 @@ class CharTransformer(nn.Module):
 
 def train_text(rank: int, compression: Compression, seed: int, num_steps: int) -> Run:
     """A character-level transformer on the beginning of Python's own help, attached."""
-    text = "".join(topics.values())[:20_000]
-    vocabulary = sorted(set(text))
-    encoded = torch.tensor([vocabulary.index(character) for character in text])
+    text = Text()
     torch.manual_seed(seed)
-    model = CharTransformer(len(vocabulary))
+    model = CharTransformer(len(text.vocabulary))
     fastsync.attach(model, compression, bucket_cap_mb=2.0**-4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    text.train(model, 1000 * seed + rank, num_steps)
+    return text.loss(model), model.head.weight[0, 3].item()
 
-    def loss_at(starts: Tensor) -> Tensor:
-        windows = encoded[starts[:, None] + torch.arange(WINDOW + 1)]
+
+def train_sharded_text(rank: int, compression: Compression, seed: int, num_steps: int) -> Run:
+    """The same under FSDP2. Forward and backward see parameters in the compression, the last loss the exact ones."""
+    text = Text()
+    torch.manual_seed(seed)
+    model = CharTransformer(len(text.vocabulary))
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    gathers = fastsync.register_all_gather(model, compression)
+    text.train(model, 1000 * seed + rank, num_steps)
+    gathers.compression = "none"
+    return text.loss(model), model.head.weight.full_tensor()[0, 3].item()  # type: ignore[operator]
+
+
+class Text:
+    """The beginning of Python's own help, from which a model learns to predict the next character."""
+
+    def __init__(self) -> None:
+        text = "".join(topics.values())[:20_000]
+        self.vocabulary = sorted(set(text))
+        self.encoded = torch.tensor([self.vocabulary.index(character) for character in text])
+
+    def train(self, model: nn.Module, seed: int, num_steps: int) -> None:
+        """Trains on windows that follow from the seed."""
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            self._loss_at(model, torch.randint(len(self.encoded) - WINDOW, (8,), generator=generator)).backward()
+            optimizer.step()
+
+    def loss(self, model: nn.Module) -> float:
+        """Over the whole text."""
+        with torch.no_grad():
+            return self._loss_at(model, torch.arange(0, len(self.encoded) - WINDOW, WINDOW)).item()
+
+    def _loss_at(self, model: nn.Module, starts: Tensor) -> Tensor:
+        windows = self.encoded[starts[:, None] + torch.arange(WINDOW + 1)]
         return cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        loss_at(torch.randint(len(encoded) - WINDOW, (8,), generator=generator)).backward()
-        optimizer.step()
-    with torch.no_grad():
-        return loss_at(torch.arange(0, len(encoded) - WINDOW, WINDOW)).item(), model.head.weight[0, 3].item()
 
 
 # ---- with and without compression -----------------------------------------------------------------------------------
@@ -171,21 +202,22 @@ def _train_all(
         (train_digits, 5, 150, math.log(10) / 5),
         pytest.param(train_digits, 8, 1000, 0.01, marks=[pytest.mark.slow, pytest.mark.timeout(580)]),
         pytest.param(train_text, 8, 300, 2.6, marks=[pytest.mark.slow, pytest.mark.timeout(580)]),
+        pytest.param(train_sharded_text, 8, 300, 2.6, marks=[pytest.mark.slow, pytest.mark.timeout(580)]),
     ],
 )
 def test_compressed_training_ends_within_the_noise(train: Train, num_seeds: int, num_steps: int, right: float) -> None:
-    names = [name for name in COMPRESSIONS if num_seeds == 8 or name not in REPORTED]
-    compressions = {name: COMPRESSIONS[name] for name in names}
+    all_of_them = OF_PARAMETERS if train is train_sharded_text else COMPRESSIONS
+    compressions = {name: all_of_them[name] for name in all_of_them if num_seeds == 8 or name not in REPORTED}
     runs, of_other = run_ranks(_train_all, 2, train, compressions, num_seeds, num_steps, timeout=550)
     assert runs == of_other, "the ranks ended with different models"
     full_width = [loss for loss, _ in runs["none"]]
     assert max(full_width) < right
     print("\n| compression | final loss | shift | shift is within | noise of seeds |\n|---|---|---|---|---|")
-    found = {name: compare([loss for loss, _ in runs[name]], full_width) for name in names}
+    found = {name: compare([loss for loss, _ in runs[name]], full_width) for name in runs}
     for name, (shift, bound, noise) in found.items():
         loss = mean(loss for loss, _ in runs[name])
         print(f"| {name} | {loss:.4f} | {shift:+.5f} | ±{bound:.5f} | {noise:.5f} |")
-    for name in set(names) - {"none", *REPORTED}:
+    for name in set(runs) - {"none", *REPORTED}:
         assert found[name].bound < found[name].noise, f"{name}: {found[name]}"
         for (_, one), (_, other) in zip(runs[name], runs["none"], strict=True):
             assert one != other, f"{name} changed nothing: did it run?"

@@ -373,6 +373,17 @@ def test_costs_another_compression_and_a_model_that_is_given_back(rank: int, wor
         model(tokens)
 
 
+@on_ranks(2)
+def test_an_all_gather_that_took_its_place_stays(rank: int, world_size: int) -> None:
+    model = sharded(init_device_mesh("cpu", (world_size,)))
+    handle = fastsync.register_all_gather(model)
+    foreign = Foreign(model.blocks[0], "int8")
+    model.blocks[0].set_custom_all_gather(foreign)
+    handle.detach()
+    assert foreign._group._all_gather_comm is foreign
+    assert type(Foreign(model.blocks[1], "int8")._group._all_gather_comm).__name__ == "DefaultAllGather"
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 

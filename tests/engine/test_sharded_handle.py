@@ -48,6 +48,18 @@ def test_a_model_is_given_back(rank: int, world_size: int) -> None:
         assert handle.stats().num_steps == 1
 
 
+@on_ranks(2)
+def test_a_reduce_scatter_that_took_its_place_stays(rank: int, world_size: int) -> None:
+    model = sharded(init_device_mesh("cpu", (world_size,)))
+    first, second = (block._get_fsdp_state()._fsdp_param_groups[0] for block in model.blocks)
+    handle = fastsync.register_reduce_scatter(model)
+    foreign = object()
+    model.blocks[0].set_custom_reduce_scatter(foreign)
+    handle.detach()
+    assert first._reduce_scatter_comm is foreign
+    assert type(second._reduce_scatter_comm).__name__ == "DefaultReduceScatter"
+
+
 # ---- clipping and statistics -----------------------------------------------------------------------------------------
 
 
