@@ -136,9 +136,9 @@ int64_t check_agreement(const Group& group, const std::string& lines, c10::Devic
   const auto texts = gather_texts(group, description, largest[1].item<int64_t>() + 1, device);
   const std::string difference = first_difference(texts);
   const bool are_versions = difference.find(kProtocolLine) != std::string::npos;
-  TORCH_CHECK_VALUE(false, "fastsync: the ranks do not agree on ", what, ": ", difference, "; ",
-                    are_versions ? "install the same version of fastsync on every host"
-                                 : "give every rank the same model and the same settings");
+  C10_THROW_ERROR(ValueError, c10::str("fastsync: the ranks do not agree on ", what, ": ", difference, "; ",
+                                       are_versions ? "install the same version of fastsync on every host"
+                                                    : "give every rank the same model and the same settings"));
 }
 
 }  // namespace fastsync

@@ -279,8 +279,10 @@ std::vector<RankState> Heartbeats::ask(Clock::duration most_age) {
     }
   } catch (const std::exception&) {  // the store has thrown
   }
-  TORCH_CHECK(false, "the store of their group does not answer",
-              connection_.is_file() ? "" : ": the process that holds it, the launcher or rank 0's, is stopped or gone");
+  C10_THROW_ERROR(Error, c10::str("the store of their group does not answer",
+                                  connection_.is_file()
+                                      ? ""
+                                      : ": the process that holds it, the launcher or rank 0's, is stopped or gone"));
 }
 
 }  // namespace fastsync
