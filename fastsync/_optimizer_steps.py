@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import sys
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 # The code of the function that PyTorch puts around ``step`` of each optimizer class. It calls the hooks.
 _CALLS_HOOKS = Optimizer.profile_hook_step(lambda self: None).__code__
+_MOST_WRAPPERS = 8  # around one another; one that is in its own .optimizer has no end
+
+
+def unwrapped(given: object) -> Optimizer | None:
+    """Returns the given optimizer, or the one in the ``.optimizer`` of a wrapper that is none itself; None without one.
+
+    A wrapper has ``step`` and ``zero_grad``, too. A scheduler has no ``zero_grad``, and is taken for a mistake.
+    """
+    for _ in range(_MOST_WRAPPERS):
+        if isinstance(given, Optimizer):
+            return given
+        if not all(callable(getattr(given, name, None)) for name in ("step", "zero_grad")):
+            return None
+        given = getattr(given, "optimizer", None)
+    return None
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
@@ -18,6 +34,11 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     inside = (each for each in vars(optimizer).values() if isinstance(each, Optimizer) and each is not optimizer)
     wrapped = next((each for each in inside if each.param_groups is optimizer.param_groups), None)
     return optimizer if wrapped is None else innermost(wrapped)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the tensors that the optimizer steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_training_step(optimizer: Optimizer) -> bool:

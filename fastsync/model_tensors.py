@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ._checks import is_wrapper, plain_parts
+from ._optimizer_steps import parameters_of
 from .distributed import as_bytes, broadcast_tensors
 from .master_weights import local, masters_of
 
@@ -21,16 +22,16 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 class ModelTensors:
     """A model's weights, which an outer optimizer moves, and its other tensors that are averaged."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._at_start = dict(model.named_parameters())
         self.weights = {name: p for name, p in self._at_start.items() if p.requires_grad}
 
     def are_stepped_by(self, optimizer: Optimizer) -> bool:
         """Tells whether the optimizer has one of the weights."""
         ids = {id(weight) for weight in self._parameters().values()} | {id(weight) for weight in self.weights.values()}
-        return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
+        return not ids.isdisjoint(map(id, parameters_of(optimizer)))
 
     def plain(self) -> dict[str, Tensor]:
         """Returns this rank's shard of each parameter and buffer. Wrapped tensors replace those that wrap them."""
@@ -42,7 +43,7 @@ class ModelTensors:
         """Gives all ranks the first one's parameters and buffers, through the host. All must have the same ones."""
         plain = self.plain().values()
         on_host = [each.cpu() for each in plain]
-        masters = masters_of(self._optimizer, self.weights)
+        masters = masters_of(self._optimizers, self.weights)
         broadcast_tensors(on_host, group)
         for each, arrived in zip(plain, on_host, strict=True):
             if arrived is not each:
@@ -52,10 +53,17 @@ class ModelTensors:
                 local(master).copy_(local(self.weights[name]))
 
     def own(self, names: Iterable[str]) -> list[tuple[Tensor, Tensor]]:
-        """Returns pairs: this rank's shard of each weight, and of the tensor that the optimizer steps for it.
+        """Returns pairs: this rank's shard of each weight, and of the tensor that the optimizer steps for it."""
+        now = self.now()
+        masters = masters_of(self._optimizers, now)
+        pairs = [(local(now[name]), masters.get(name)) for name in names]
+        return [(weight, weight if master is None else local(master)) for weight, master in pairs]
+
+    def now(self) -> dict[str, Tensor]:
+        """Returns the weights that the model has now.
 
         Raises:
-            RuntimeError: the model has no such parameter any more.
+            RuntimeError: one of them is gone, or has another shape or type.
         """
         now = self._parameters()
         for name, weight in self.weights.items():
@@ -64,9 +72,7 @@ class ModelTensors:
                     f"fastsync: parameter {name} of {list(weight.shape)}, {weight.dtype} is averaged between sites, "
                     "and the model has another one or none by now; make a new DiLoCo after such a change, on every rank"
                 )
-        masters = masters_of(self._optimizer, {name: now[name] for name in self.weights})
-        pairs = [(local(now[name]), masters.get(name)) for name in names]
-        return [(weight, weight if master is None else local(master)) for weight, master in pairs]
+        return {name: now[name] for name in self.weights}
 
     def others(self) -> dict[str, Tensor]:
         """Returns this rank's shard of the floating parameters that were frozen or missing at the start."""

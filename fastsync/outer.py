@@ -13,7 +13,7 @@ import copy
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -27,7 +27,7 @@ from torch.optim import SGD, Optimizer
 
 from . import _C
 from ._checks import resolve_group
-from ._optimizer_steps import innermost
+from ._optimizer_steps import innermost, unwrapped
 from ._optimizer_watch import check_not_shared
 from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
@@ -41,6 +41,8 @@ from .topk import TopK, TopKAverager
 
 DEFAULT_COMPRESSION = Compression("int8", error_feedback=True)
 DEFAULT_OPTIMIZER = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+OnMerge = Callable[[list[Tensor]], object]
 
 
 class DiLoCo:
@@ -58,9 +60,10 @@ class DiLoCo:
         model: all ranks begin with rank 0's. If every rank loads the same other weights before a block's first step,
             these become the common weights. A parameter that is frozen now and changes later, or is added, gets the
             plain mean of the sites. Under ``fully_shard`` a rank's shards are averaged with its peers'.
-        optimizer: the inner one, whose steps count. If it steps from copies of the weights, such as float32 masters, in
-            ``state`` or in lists, each mean is written to these, too. Copies that it keeps elsewhere would undo the
-            mean.
+        optimizer: the inner one, whose steps count; or a list, such as Muon and AdamW for different weights. A step of
+            several counts when each has stepped since the one before. Wrappers with ``.optimizer`` are taken, too. If
+            one steps from copies of the weights, such as float32 masters, in ``state`` or in lists, each mean is
+            written to these.
         sync_every: steps from one synchronisation of a fragment to its next.
         outer_optimizer: makes the outer optimizer for a list of tensors. By default SGD with lr 0.7 and Nesterov
             momentum 0.9; with ``TopK`` plain SGD of lr 1.
@@ -72,15 +75,18 @@ class DiLoCo:
             may be all ranks, which then add in shared memory first.
         timeout: seconds to wait for a site. Then the others go on without it, and warn. It has to be longer than
             ``sync_every`` steps take, because a site that is done waits for the next mean of the others.
+        on_merge: is called with the list of parameters that were written to: with all when the object is made, and
+            after each mean with those that it moves. Use it if the optimizer keeps copies of the weights elsewhere.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings.
+        RuntimeError: in a block, an optimizer has undone a mean of weights below 32 bits.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         sync_every: int = 100,
         outer_optimizer: OuterOptimizer | None = None,
@@ -90,26 +96,32 @@ class DiLoCo:
         compression: AnyCompression | TopK = DEFAULT_COMPRESSION,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         timeout: float = 600.0,
+        on_merge: OnMerge | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-            raise ValueError(f"expected a module and its optimizer, got {model!r:.40} and {optimizer!r:.40}")
-        tensors = ModelTensors(model, optimizer)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model: expected a module, got {type(model).__name__}")
+        optimizers = _as_optimizers(optimizer)
+        tensors = ModelTensors(model, optimizers)
         named = tensors.weights
         if not named:
             raise ValueError("model: none of its parameters requires a gradient; nothing to synchronise")
-        if not tensors.are_stepped_by(optimizer):
-            raise ValueError(
-                f"optimizer: this {type(optimizer).__name__} has none of the model's parameters; make it of "
-                "model.parameters(). One that steps masters of its own has to keep them beside the model's parameters, "
-                "as in optimizer.state[parameter]['master']"
-            )
+        for each in optimizers:
+            if not tensors.are_stepped_by(each):
+                raise ValueError(
+                    f"optimizer: this {type(each).__name__} has none of the model's parameters; make it of "
+                    "model.parameters(). One that steps masters of its own has to keep them beside the model's "
+                    "parameters, as in optimizer.state[parameter]['master']"
+                )
         check_not_shared(named, "model")
         _check_number("sync_every", sync_every, 1, sys.maxsize)
         _check_number("fragments", fragments, 1, min(len(named), sync_every))
         _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)
         if not 0 <= fragment_update_alpha < 1:
             raise ValueError(f"fragment_update_alpha: expected 0 or more, and below 1, got {fragment_update_alpha!r}")
-        self._optimizer = innermost(optimizer)
+        if on_merge is not None and not callable(on_merge):
+            raise ValueError(f"on_merge: expected a function of a list of parameters, got {on_merge!r:.40}")
+        self._on_merge = on_merge
+        self._optimizers = list(dict.fromkeys(map(innermost, optimizers)))
         self._tensors = tensors
         self._delay = fragment_sync_delay
         self._alpha = fragment_update_alpha
@@ -140,21 +152,28 @@ class DiLoCo:
                 )
                 for index, part in enumerate(parts)
             ]  # fmt: skip
+        self._tell_of_merge(list(named.values()))
 
     # ---- the block --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> DiLoCo:
+        if self._block is not None:
+            raise RuntimeError(
+                f"fastsync: a with block of this {type(self).__name__} has begun already, and each step would count "
+                "twice; leave that block first"
+            )
         self._num_final = 0
         self._block = BlockSteps(
-            self._optimizer, self._tensors, begin=self._begin, step=self.step, patience=self._sync_every,
+            self._optimizers, self._tensors, begin=self._begin, step=self._step_of_block, patience=self._sync_every,
             owner=type(self).__name__,
         )  # fmt: skip
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Takes part in the means of sites whose loops go on, and in the last means, after which all weights are equal.
 
-        If an error ends the block, nothing is averaged, and the next block goes on from here.
+        If an error ends the block, nothing is averaged, and the next block goes on from here. A note of the error, from
+        Python 3.11 on, tells how many steps were not averaged.
 
         Raises:
             RuntimeError: the optimizer has never stepped, and another one has.
@@ -164,6 +183,7 @@ class DiLoCo:
         block.stop_counting()
         if error is not None:
             self._is_resumed = True
+            self._note_unsent_steps(error)
             return
         block.begin()
         for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
@@ -175,11 +195,22 @@ class DiLoCo:
             self._send(fragment, has_ended=True)
         block.check_that_ours_stepped()
 
+    def _note_unsent_steps(self, error: BaseException) -> None:
+        number = max(fragment.num_unsent_steps for fragment in self._fragments)
+        if number > 0 and sys.version_info >= (3, 11):
+            steps = "step" if number == 1 else f"{number} steps"
+            error.add_note(
+                f"fastsync: this error has ended a block of {type(self).__name__}. The other sites have not got what "
+                f"this site has learned in its last {steps}; the next block goes on from there"
+            )
+
     def _next_step_of(self, fragment: Fragment) -> int:
         return self._step + 1 + (fragment.offset - self._step - 1) % self._sync_every
 
     def _begin(self) -> None:
         """Checks before the first step of a block whether loaded weights differ from the common ones."""
+        for fragment in self._fragments:
+            fragment.expect_step()
         with _on_the_host():
             for tries_left in reversed(range(self._sites.group.size())):
                 try:
@@ -223,11 +254,22 @@ class DiLoCo:
         """
         self._step += 1
         for fragment in self._fragments:
+            fragment.num_unsent_steps += 1
             if fragment.due == self._step:
                 self._receive(fragment)
         for fragment in self._fragments:
             if self._step % self._sync_every == fragment.offset:
                 self._send(fragment)
+
+    def _step_of_block(self) -> None:
+        if any(fragment.has_undone_merge() for fragment in self._fragments):
+            raise RuntimeError(
+                "fastsync: the optimizer has taken the model's weights back to where they were before the "
+                f"newest mean of the {type(self).__name__}. So it steps from copies of its own, such as float32 "
+                "masters, that were not found. Let it keep them in optimizer.state[parameter], or write to them in "
+                "on_merge=, which is called after each mean"
+            )
+        self.step()
 
     def _send(self, fragment: Fragment, *, has_ended: bool = False) -> None:
         with _on_the_host():
@@ -251,6 +293,11 @@ class DiLoCo:
     def _merge(self, fragment: Fragment, alpha: float) -> None:
         with _on_the_host():
             fragment.merge(alpha)
+        self._tell_of_merge(fragment.parameters())
+
+    def _tell_of_merge(self, parameters: list[Tensor]) -> None:
+        if self._on_merge is not None:
+            self._on_merge(parameters)
 
     def _average(self, fragment: Fragment, change: SiteChange, number: int) -> None:
         """Moves the fragment's outer weights by the mean difference. All ranks give it the same number."""
@@ -333,6 +380,7 @@ class DiLoCo:
         for fragment, due, unsent in zip(self._fragments, state["due"], state["unsent"], strict=True):
             fragment.averager.load_state_dict(unsent)
             fragment.under_way = None if due is None else UnderWay(due)
+            fragment.merge_watch = None
         self._step = state["step"]
         self._load_outer_state(state["outer"])
         self._is_resumed = True
@@ -367,16 +415,17 @@ class LocalSGD(DiLoCo):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         sync_every: int = 100,
         compression: AnyCompression = "none",
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         timeout: float = 600.0,
+        on_merge: OnMerge | None = None,
     ) -> None:
         super().__init__(
             model, optimizer, sync_every=sync_every, outer_optimizer=partial(SGD, lr=1.0), compression=compression,
-            process_group=process_group, timeout=timeout,
+            process_group=process_group, timeout=timeout, on_merge=on_merge,
         )  # fmt: skip
 
 
@@ -385,6 +434,19 @@ def _on_the_host() -> Iterator[None]:
     """Makes tensors on the CPU, and outside inference mode, whatever the default device and the mode are."""
     with torch.inference_mode(False), torch.device("cpu"):
         yield
+
+
+def _as_optimizers(given: object) -> list[Optimizer]:
+    """Returns the optimizers of the argument ``optimizer``, out of wrappers that are none themselves."""
+    each = list(given) if isinstance(given, (list, tuple)) else [given]
+    found = [optimizer for optimizer in map(unwrapped, each) if optimizer is not None]
+    if not found or len(found) < len(each):
+        names = ", ".join(type(one).__name__ for one in each)
+        raise ValueError(
+            "optimizer: expected a torch.optim.Optimizer, a list of them, or wrappers with step(), zero_grad() and one "
+            f"in .optimizer; got {f'[{names}]' if isinstance(given, (list, tuple)) else names}"
+        )
+    return found
 
 
 def _check_number(name: str, number: object, least: int, most: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Muon, Optimizer
 
 
 def make_model() -> nn.Module:
@@ -16,11 +16,21 @@ def make_optimizer(model: nn.Module) -> AdamW:
     return AdamW(model.parameters(), lr=0.01)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: int, step: int) -> None:
+def make_muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+    """Muon for the matrices inside, AdamW for all others, as Muon is meant to be used."""
+    inside = model[2].weight
+    others = [parameter for parameter in model.parameters() if parameter is not inside]
+    return [Muon([inside], lr=0.02), AdamW(others, lr=0.01)]
+
+
+def train_step(model: nn.Module, optimizer: Optimizer | list[Optimizer], site: int, step: int) -> None:
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     inputs = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * site + step))
-    optimizer.zero_grad()
+    for each in optimizers:
+        each.zero_grad()
     model(inputs).square().sum().backward()
-    optimizer.step()
+    for each in optimizers:
+        each.step()
 
 
 def weights(model: nn.Module) -> list[Tensor]:

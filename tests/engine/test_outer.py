@@ -24,12 +24,12 @@ from torch.optim import SGD
 import fastsync
 from fastsync import Compression, DiLoCo, LocalSGD, TopK
 from fastsync._checks import resolve_group
-from fastsync._optimizer_steps import innermost
+from fastsync._optimizer_steps import innermost, unwrapped
 from fastsync.outer import _split
 from fastsync.surviving_group import SurvivingGroup
 from fastsync.topk import BLOCK, decode, encode
 from tests.engine.same_data import same_data_is_meant
-from tests.engine.sites import make_model, make_optimizer, train_step, weights
+from tests.engine.sites import make_model, make_muon_and_adamw, make_optimizer, train_step, weights
 from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import on_ranks, run_ranks
 
@@ -38,11 +38,12 @@ MEAN = partial(SGD, lr=1.0)
 
 
 def play(
-    sites: int, steps: int, sync_every: int, make: Callable[..., Any], fragments: int, delay: int, alpha: float
-) -> list[list[Tensor]]:
+    sites: int, steps: int, sync_every: int, make: Callable[..., Any], fragments: int, delay: int, alpha: float,
+    make_inner: Callable[[nn.Module], Any] = make_optimizer,
+) -> list[list[Tensor]]:  # fmt: skip
     """What DiLoCo is to do, with the fragments' steps as the paper has them: the weights of each site in the end."""
     models = [make_model() for _ in range(sites)]
-    optimizers = [make_optimizer(model) for model in models]
+    optimizers = [make_inner(model) for model in models]
     parts = [
         [name for name, _ in part] for part in map(dict.items, _split(dict(models[0].named_parameters()), fragments))
     ]
@@ -109,6 +110,21 @@ def test_it_does_what_the_papers_say(rank: int, world_size: int, case: tuple[Any
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("are_listed_as_they_step", [True, False])
+@on_ranks(2)
+def test_muon_and_adamw_step_parts_of_the_model(rank: int, world_size: int, are_listed_as_they_step: bool) -> None:
+    model = make_model()
+    optimizers = make_muon_and_adamw(model)
+    given = optimizers if are_listed_as_they_step else tuple(reversed(optimizers))
+    with DiLoCo(model, given, sync_every=4, compression="none") as sync:
+        for step in range(1, 14):
+            train_step(model, optimizers, rank, step)
+        assert sync.state_dict()["step"] == 13
+    expected = play(world_size, 13, 4, NESTEROV, 1, 0, 0.0, make_muon_and_adamw)[rank]
+    for mine, theirs in zip(weights(model), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @on_ranks(1)
 def test_one_site_with_lr_1_has_trained_alone_but_for_one_rounding(rank: int, world_size: int) -> None:
     model, alone = make_model(), make_model()
@@ -135,14 +151,31 @@ def _wrapped(parameters: Any, lr: float) -> OptimizerWrapper:
     return OptimizerWrapper(SGD(parameters, lr))
 
 
-@pytest.mark.parametrize("kind", [_Halved, _wrapped], ids=["super", "wrapper"])
+class _StepsAnother:
+    """Wraps an optimizer, and is none itself."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def _wrapped_twice(parameters: Any, lr: float) -> _StepsAnother:
+    return _StepsAnother(_StepsAnother(_wrapped(parameters, lr)))
+
+
+@pytest.mark.parametrize("kind", [_Halved, _wrapped, _wrapped_twice], ids=["super", "wrapper", "no optimizer"])
 @on_ranks(1)
 def test_each_step_counts_once(rank: int, world_size: int, kind: Any) -> None:
     others = [SGD(make_model().parameters(), lr=0.1)]  # PyTorch then wraps the step of both classes
     model = make_model()
     optimizer = kind(model.parameters(), lr=0.01)
     with DiLoCo(model, optimizer, sync_every=4) as diloco:
-        get_optimizer_state_dict(model, innermost(optimizer))  # steps a new one with zeros
+        get_optimizer_state_dict(model, innermost(unwrapped(optimizer)))  # steps a new one with zeros
         for step in range(8):
             train_step(model, optimizer, 0, step)
         assert diloco.state_dict()["step"] == 8

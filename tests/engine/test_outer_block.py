@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
+import sys
 import warnings
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
 
 from fastsync import DiLoCo, LocalSGD, TopK
 from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step, weights
@@ -201,6 +204,37 @@ def test_several_optimizers_may_step_parts_of_the_model(rank: int, world_size: i
         assert_sites_are_equal(model, world_size)
 
 
+@on_ranks(2)
+def test_a_step_of_several_counts_when_each_has_stepped(rank: int, world_size: int) -> None:
+    """Here the second one steps in every other iteration alone, as where one trains a discriminator more often."""
+    model = make_model()
+    often, seldom = SGD(model[0].parameters(), lr=0.1), SGD(model[4].parameters(), lr=0.1)
+    with LocalSGD(model, [often, seldom, seldom], sync_every=2) as sync:
+        for step in range(1, 9):
+            train_step(model, [often, seldom] if step % 2 == 0 else often, rank, step)
+            assert sync._step == step // 2
+            if step % 4 == 0:
+                assert_sites_are_equal(model, world_size)
+
+
+@on_ranks(2)
+def test_one_of_several_that_never_steps_is_told_of(rank: int, world_size: int) -> None:
+    model = make_model()
+    steps, never = AdamW(model[0].parameters(), lr=0.1), SGD(model[4].parameters(), lr=0.1)
+    sync = LocalSGD(model, [steps, never], sync_every=20)
+    with sync:
+        train_step(model, steps, rank, 0)
+    assert_sites_are_equal(model, world_size)
+
+    def train() -> None:
+        with sync:
+            for step in range(100):
+                train_step(model, steps, rank, step)
+
+    with pytest.raises(RuntimeError, match=r"the SGD that the LocalSGD was given has not stepped, and another .* 21 t"):
+        train()
+
+
 class Clipped(SGD):
     """Whose step calls that of its base, which is wrapped as well where a plain one exists."""
 
@@ -224,3 +258,83 @@ def test_a_step_that_calls_its_bases_counts_once(rank: int, world_size: int) -> 
 def test_an_optimizer_of_another_model_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="optimizer: this SGD has none of the model's parameters"):
         DiLoCo(make_model(), SGD(make_model().parameters(), lr=0.1))
+
+
+class IsItsOwn:
+    """A wrapper around itself."""
+
+    def __init__(self) -> None:
+        self.optimizer = self
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+@on_ranks(1)
+def test_what_is_no_optimizer_is_refused(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    given: dict[str, Any] = {
+        "[SGD, NoneType]": [optimizer, None], "[]": [], "dict": {"inner": optimizer}, "method": optimizer.step,
+        "StepLR": StepLR(optimizer, 1), "type": SGD, "IsItsOwn": IsItsOwn(), "generator": model.parameters(),
+    }  # fmt: skip
+    for got, each in given.items():
+        with pytest.raises(ValueError, match=rf"optimizer: expected a torch.optim.Optimizer.*; got {re.escape(got)}$"):
+            DiLoCo(model, each)
+    with pytest.raises(ValueError, match="model: expected a module, got SGD"):
+        DiLoCo(optimizer, model)
+
+
+@on_ranks(1)
+def test_each_of_several_has_to_have_parameters_of_the_model(rank: int, world_size: int) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="optimizer: this SGD has none of the model's parameters"):
+        DiLoCo(model, [make_optimizer(model), SGD(make_model().parameters(), lr=0.1)])
+
+
+# ---- blocks that an error ends --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@on_ranks(2)
+def test_an_error_sends_nothing_and_says_what_was_not_averaged(rank: int, world_size: int, fragments: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = DiLoCo(model, optimizer, sync_every=4, fragments=fragments)
+    with sync:
+        train_step(model, optimizer, rank, 0)
+    with pytest.raises(KeyError) as nothing_learned, sync:
+        raise KeyError
+    before: dict[str, Any] = {}
+
+    def fail() -> None:
+        with sync:
+            for step in range(7):
+                train_step(model, optimizer, rank, step)
+            before.update(weights=weights(model), num_sent=sync._num_sent)
+            raise KeyError
+
+    with pytest.raises(KeyError) as error:
+        fail()
+    assert sync._num_sent == before["num_sent"]
+    assert all(map(torch.equal, weights(model), before["weights"]))
+    if sys.version_info >= (3, 11):
+        assert not hasattr(nothing_learned.value, "__notes__")
+        (note,) = error.value.__notes__
+        assert "ended a block of DiLoCo" in note
+        assert "in its last 3 steps; the next block goes on" in note
+    with sync:
+        pass
+    assert_sites_are_equal(model, world_size)
+
+
+@on_ranks(1)
+def test_a_block_inside_a_block_is_refused(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with LocalSGD(model, optimizer, sync_every=1) as sync:
+        with pytest.raises(RuntimeError, match="a with block of this LocalSGD has begun already"), sync:
+            pass
+        train_step(model, optimizer, rank, 0)
+        assert sync._step == 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from torch.optim import SGD, Adam, AdamW
 
 from fastsync import DiLoCo, LocalSGD, TopK
 from fastsync.master_weights import masters_of
+from tests.engine.same_data import same_data_is_meant
 from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step, weights
-from tests.engine.wrappers import Quantised
+from tests.engine.wrappers import OptimizerWrapper, Quantised
 from tests.ranks import on_ranks
 
 SITES = pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
@@ -152,31 +155,56 @@ class InList(SGD):
             parameter.data.copy_(master)
 
 
-MASTERS: list[Callable[..., Any]] = [InState, InList]
+def in_wrapper(params: Any, lr: float) -> OptimizerWrapper:
+    return OptimizerWrapper(InList(params, lr))
+
+
+class Hidden(InList):
+    """Whose masters are in an object."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.kept = SimpleNamespace(masters=vars(self).pop("masters"), inner=vars(self).pop("inner"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["kept"], name)
+
+    def copy_to_masters(self, parameters: list[Tensor]) -> None:
+        of_parameter = dict(zip(self.param_groups[0]["params"], self.masters, strict=True))
+        for parameter in parameters:
+            of_parameter[parameter].copy_(parameter.detach())
+
+
+MASTERS: list[Callable[..., Any]] = [InState, InList, in_wrapper]
+
+
+def make_narrow_model(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+
+
+def narrow_step(model: nn.Module, optimizer: Any, site: int, step: int) -> None:
+    optimizer.zero_grad()
+    inputs = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * site + step))
+    model(inputs.to(model[0].weight.dtype)).float().square().sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("make", MASTERS)
+@pytest.mark.parametrize("make", [*MASTERS, Hidden])
 @on_ranks(2)
 def test_masters_of_an_optimizer_follow_each_mean(
     rank: int, world_size: int, make: Callable[..., Any], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    model = make_narrow_model(dtype)
     optimizer = make(model.parameters(), lr=1e-3)
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        inputs = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * rank + number)).to(dtype)
-        model(inputs).float().square().sum().backward()
-        optimizer.step()
-
-    with LocalSGD(model, optimizer, sync_every=4):
+    on_merge = optimizer.copy_to_masters if make is Hidden else None
+    with LocalSGD(model, optimizer, sync_every=4, on_merge=on_merge):
         for number in range(8):
-            step(number)
+            narrow_step(model, optimizer, rank, number)
         assert_sites_are_equal(model, world_size)
         common = [each.float() for each in weights(model)]
-        step(8)
+        narrow_step(model, optimizer, rank, 8)
         # One step of this size moves no weight further than its lr, or a rounding, from what all had in common.
         for mine, before in zip(weights(model), common, strict=True):
             torch.testing.assert_close(mine.float(), before, rtol=2.0**-7, atol=0.02)
@@ -191,9 +219,104 @@ def test_masters_of_weights_that_are_almost_zero_are_found(dtype: torch.dtype) -
     weight = nn.Parameter(master.to(dtype))
     optimizer = torch.optim.SGD([weight])
     optimizer.state[weight] = {"momentum_buffer": torch.zeros(64, 64), "master": master}
-    found = masters_of(optimizer, {"weight": weight})
+    found = masters_of([optimizer], {"weight": weight})
     assert list(found) == ["weight"]
     assert found["weight"] is master
+
+
+def test_masters_of_equal_weights_are_those_of_the_optimizer_that_steps_them() -> None:
+    weights = {name: nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for name in "ab"}
+    optimizers = [SGD([weights[name]]) for name in "ba"]
+    masters = {}
+    for name, optimizer in zip("ba", optimizers, strict=True):
+        masters[name] = optimizer.state[weights[name]]["master"] = torch.ones(3)
+    found = masters_of(optimizers, weights)
+    assert {name: id(master) for name, master in found.items()} == {name: id(each) for name, each in masters.items()}
+
+
+# ---- means that an optimizer undoes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "fragment_sync_delay": 3}], ids=str)
+@pytest.mark.parametrize("steps_a_block", [1000, 8])
+@on_ranks(2)
+def test_masters_that_nobody_finds_are_told_of(
+    rank: int, world_size: int, steps_a_block: int, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = make_narrow_model(torch.bfloat16)
+    optimizer = Hidden(model.parameters(), lr=1e-3)
+    sync = DiLoCo(model, optimizer, sync_every=8, **options)
+    numbers = iter(range(100))
+
+    def train() -> None:
+        while True:
+            with sync:
+                for number in itertools.islice(numbers, steps_a_block):
+                    narrow_step(model, optimizer, rank, number)
+
+    with pytest.raises(RuntimeError, match=r"back to where they were before the newest mean of the DiLoCo.*on_merge="):
+        train()
+    assert next(numbers) < 50
+
+
+class Signed(SGD):
+    """Steps of one size, as Adam's first ones and Lion's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad.sign()
+
+
+@pytest.mark.parametrize("directions", [(1.0, -1.0), (1.0, 1.0)], ids=["opposed", "together"])
+@on_ranks(2)
+def test_steps_that_go_back_by_themselves_are_no_error(
+    rank: int, world_size: int, directions: tuple[float, ...]
+) -> None:
+    """A mean may move weights by a single step, which the next one takes back."""
+    same_data_is_meant()
+    for sync_every, outer_lr in itertools.product((1, 2, 4, 8), (0.5, 0.75, 0.875, 1.0, 1.25)):
+        weight = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
+        optimizer = Signed([weight], lr=2.0**-7)
+        outer = functools.partial(SGD, lr=outer_lr)
+        model = nn.ParameterList([weight])
+        with DiLoCo(model, optimizer, sync_every=sync_every, outer_optimizer=outer, compression="none") as sync:
+            for _ in range(24):
+                weight.grad = torch.full_like(weight, directions[rank])
+                optimizer.step()
+            assert sync._step == 24
+
+
+@on_ranks(1)
+def test_weights_that_are_loaded_after_a_mean_are_no_error(rank: int, world_size: int) -> None:
+    model = make_narrow_model(torch.bfloat16)
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    sync = DiLoCo(model, optimizer, sync_every=1000, outer_optimizer=functools.partial(SGD, lr=0.5), compression="none")
+    for _ in range(3):
+        with sync:
+            for number in range(20):
+                narrow_step(model, optimizer, rank, number)
+            before = copy.deepcopy(model.state_dict())
+        assert not torch.equal(model[0].weight, before["0.weight"])
+        model.load_state_dict(before)
+
+
+@on_ranks(2)
+def test_on_merge_gets_what_was_written_to(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    calls: list[list[Tensor]] = []
+    with DiLoCo(model, optimizer, sync_every=4, fragments=2, on_merge=calls.append):
+        for step in range(4):
+            train_step(model, optimizer, rank, step)
+        everything, first, second = calls
+    assert [id(each) for each in everything] == [id(each) for each in model.parameters()]
+    assert [id(each) for each in first + second] == [id(each) for each in model.parameters()]
+    assert len(calls) == 5  # the last means of the block
+    with pytest.raises(ValueError, match="on_merge: expected a function of a list of parameters, got 5"):
+        DiLoCo(model, optimizer, on_merge=5)
 
 
 # ---- wrappers, modes and defaults -----------------------------------------------------------------------------------
