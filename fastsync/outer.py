@@ -164,7 +164,7 @@ class DiLoCo:
             )
         self._num_final = 0
         self._block = BlockSteps(
-            self._optimizers, self._tensors, begin=self._begin, step=self._step_of_block, patience=self._sync_every,
+            self._optimizers, self._tensors, begin=self._begin, step=self.step, patience=self._sync_every,
             owner=type(self).__name__,
         )  # fmt: skip
         return self
@@ -255,21 +255,23 @@ class DiLoCo:
         self._step += 1
         for fragment in self._fragments:
             fragment.num_unsent_steps += 1
+        if self._block is not None:  # else several steps of the optimizer may be one of these
+            self._check_that_merges_stay()
+        for fragment in self._fragments:
             if fragment.due == self._step:
                 self._receive(fragment)
         for fragment in self._fragments:
             if self._step % self._sync_every == fragment.offset:
                 self._send(fragment)
 
-    def _step_of_block(self) -> None:
+    def _check_that_merges_stay(self) -> None:
         if any(fragment.has_undone_merge() for fragment in self._fragments):
             raise RuntimeError(
-                "fastsync: the optimizer has taken the model's weights back to where they were before the "
-                f"newest mean of the {type(self).__name__}. So it steps from copies of its own, such as float32 "
-                "masters, that were not found. Let it keep them in optimizer.state[parameter], or write to them in "
-                "on_merge=, which is called after each mean"
+                "fastsync: the optimizer has taken the model's weights back to where they were before the newest mean "
+                f"of the {type(self).__name__}. So it steps from copies of its own, such as float32 masters, that were "
+                "not found. Let it keep them in optimizer.state[parameter], or write to them in on_merge=, which is "
+                "called after each mean"
             )
-        self.step()
 
     def _send(self, fragment: Fragment, *, has_ended: bool = False) -> None:
         with _on_the_host():
