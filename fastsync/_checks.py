@@ -7,6 +7,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
@@ -60,7 +61,15 @@ def with_gradients(named: Mapping[str, Tensor], argument: str) -> dict[str, Tens
     }
     if not any(parameter.requires_grad for parameter in able.values()):
         what = f"none of its {len(named)} parameters requires a gradient" if named else "it has no parameters"
-        raise ValueError(f"{argument}: {what}; nothing to synchronise")
+        raise ValueError(
+            f"{argument}: {what}; nothing to synchronise. Pass a module or its parameters, not their gradients"
+        )
+    for name, parameter in able.items():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{argument}: parameter {name} is on the meta device, so it has no values; call "
+                "model.to_empty(device=...), and initialise or load it first"
+            )
     return able
 
 
@@ -74,7 +83,7 @@ def named_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, ar
     else:
         named = {}
         seen: set[int] = set()
-        for index, parameter in enumerate(listed(module_or_params)):
+        for index, parameter in enumerate(listed(module_or_params, argument)):
             if not isinstance(parameter, Tensor):
                 raise ValueError(
                     f"{argument}: expected a module or tensors, but number {index} is a {type(parameter).__name__}; "
@@ -93,8 +102,10 @@ def named_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, ar
     return named
 
 
-def listed(params: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    """Lists loose parameters, one or many."""
+def listed(params: Iterable[Tensor] | Tensor, argument: str) -> list[Tensor]:
+    """Lists loose parameters, one or many. Raises ValueError for what is neither."""
+    if not hasattr(params, "__iter__"):
+        raise ValueError(f"{argument}: expected a module or its parameters, got {type(params).__name__}")
     return [params] if isinstance(params, Tensor) else list(params)
 
 
@@ -119,6 +130,11 @@ def as_weight(weight: Any) -> float:
     if not 0 <= number <= LARGEST_WEIGHT:
         raise ValueError(f"weight: expected a number that is 0 or more, up to {LARGEST_WEIGHT:g}, got {weight!r}")
     return number
+
+
+def is_positive(number: object) -> bool:
+    """Whether it is a finite number above 0."""
+    return isinstance(number, Real) and 0 < float(number) < math.inf
 
 
 def check_op(op: str) -> None:

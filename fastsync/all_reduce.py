@@ -47,7 +47,7 @@ def all_reduce_gradients(
     """
     group, chosen = resolve_group(process_group), as_compression(compression)
     if not isinstance(params, nn.Module):
-        params = listed(params)
+        params = listed(params, "params")
     given = list(params.parameters()) if isinstance(params, nn.Module) else params
     known = _engines.setdefault(group, [])
     found = next((each for each in reversed(known) if each.serves(given)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 import weakref
@@ -22,6 +21,7 @@ from ._checks import (
     check_not_in_ddp,
     check_op,
     have_a_stage,
+    is_positive,
     named_parameters,
     resolve_group,
     with_gradients,
@@ -470,6 +470,7 @@ def attach(
         module_or_params: a model, which stays attached as long as it lives, or some parameters, until ``detach()``.
         compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"lowrank"``), a wire with
             error feedback (``"int8+ef"``), or ``"auto"``, which measures the group and chooses. See ``AnyCompression``.
+            A single rank rounds as well.
         bucket_cap_mb: how large a bucket gets, in MiB. Smaller ones start earlier and cost more latency.
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. Pass
             a new group if backward has other collectives, such as SyncBatchNorm's, and ranks may miss gradients.
@@ -487,7 +488,7 @@ def attach(
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
             averaged already, or of a kind that fastsync does not handle.
     """
-    if not 0 < bucket_cap_mb < math.inf:
+    if not is_positive(bucket_cap_mb):
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
     check_op(op)
     if broadcast_buffers not in (True, False):

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from . import __version__
+from ._checks import did_you_mean
+
+COMMANDS = {
+    "train": "train a policy with PPO on several ranks",
+    "launch": "start ranks of a script on this host, or write the file by which Slurm, Kubernetes or SkyPilot does",
+    "eval": "play episodes with a trained policy",
+    "plot": "draw learning curves of runs",
+    "doctor": "tell what works on this machine, and what does not",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,15 +24,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fastsync", description="Gradient synchronisation for PyTorch.")
     parser.add_argument("--version", action="version", version=f"fastsync {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    # These subcommands have no help here: `fastsync train --help` shows the settings.
-    commands.add_parser("train", help="train a policy with PPO on several ranks", add_help=False)
-    commands.add_parser(
-        "launch", help="write the file by which Slurm, Kubernetes or SkyPilot starts ranks", add_help=False
-    )
-    commands.add_parser("eval", help="play episodes with a trained policy", add_help=False)
-    commands.add_parser("plot", help="draw learning curves of runs", add_help=False)
-    commands.add_parser("doctor", help="tell what works on this machine, and what does not")
+    for name, what in COMMANDS.items():
+        # The others have no help here: `fastsync train --help` shows the settings.
+        commands.add_parser(name, help=what, add_help=name == "doctor")
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        print(
+            f"fastsync: {words[0]!r} is not one of {', '.join(COMMANDS)}{did_you_mean(words[0], COMMANDS)}",
+            file=sys.stderr,
+        )
+        return 2
     # Words after the subcommand belong to it, even if they look like options of this parser.
     options, rest = parser.parse_known_args(words[:1])
     rest += words[1:]
@@ -48,6 +62,9 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"fastsync {command}: ended by SIGINT", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output has had enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+        return 141  # as of a command that SIGPIPE ends
 
 
 def _train() -> Callable[[Sequence[str]], int]:

@@ -6,7 +6,10 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
+from torch.optim import Optimizer
+
 from ._checks import did_you_mean
+from .topk import TopK
 
 Wire = Literal["none", "bf16", "fp16", "int8", "int4", "lowrank"]
 Reduce = Literal["wire", "fp32"]
@@ -17,6 +20,7 @@ BLOCKS: tuple[Wire, ...] = ("int8", "int4")
 LOW_RANK: Wire = "lowrank"
 """The wire that sends factors of matrices."""
 DEFAULT_RANK = 4
+FOR_DILOCO = "; fastsync.TopK() is an object, and for DiLoCo alone"
 LOSSIER: tuple[Wire, ...] = ("int8",)
 """Wires that ``Auto`` chooses only if they are allowed."""
 
@@ -155,14 +159,19 @@ options behind plus signs, such as ``"int8+ef"``; or ``"auto"``; or ``"auto:int8
 rank 8. The command line has the same words."""
 
 
-def as_compression(compression: AnyCompression) -> Compression | Auto:
+def as_compression(compression: object) -> Compression | Auto:
     """Returns ``compression`` itself, or what the word stands for. Raises ValueError for anything else."""
     if isinstance(compression, Compression | Auto):
         return compression
     if isinstance(compression, str):
         return parse_compression(compression)
+    given, way_out = repr(compression), ""
+    if isinstance(compression, Optimizer):
+        given, way_out = f"the optimizer {type(compression).__name__}", "; write optimizer= before it"
+    elif isinstance(compression, TopK):
+        way_out = FOR_DILOCO
     raise ValueError(
-        f"compression: expected a word such as 'fp16' or 'int8+ef', a Compression or an Auto, got {compression!r}"
+        f"compression: expected a word such as 'fp16' or 'int8+ef', a Compression or an Auto, got {given}{way_out}"
     )
 
 
@@ -190,11 +199,13 @@ def parse_compression(text: str) -> Compression | Auto:
     has_rank = wire == LOW_RANK and rank.isdecimal()
     if wire not in wires or (colon and not has_rank) or any(option not in _OPTIONS for option in options):
         names = [*wires, *_AUTOS]
+        way_out = FOR_DILOCO if text.lower() == "topk" else ""
         # A text with a plus sign, or another sign in its place, is compared with words that have options.
-        known = names if text.isalnum() else [*names, *(f"{wire}+{option}" for wire in wires for option in _OPTIONS)]
+        with_options = [f"{wire}+{option}" for wire in wires for option in _OPTIONS]
+        known = names if text.isalnum() else [*names, f"{LOW_RANK}:{DEFAULT_RANK}", *with_options]
         raise ValueError(
             f"compression: expected one of {', '.join(names)}, lowrank:RANK, or a wire with options such as int8+ef "
-            f"({', '.join(_OPTIONS)}), got {text!r}{did_you_mean(text, known)}"
+            f"({', '.join(_OPTIONS)}), got {text!r}{way_out or did_you_mean(text, known)}"
         )
     if len(options) != len(set(options)) or {"one_shot", "two_shot"} <= set(options):
         raise ValueError(f"compression: {text!r} names an option twice, or two algorithms")
@@ -206,7 +217,7 @@ def parse_compression(text: str) -> Compression | Auto:
 
 def _wire_error(wire: object) -> ValueError:
     """Returns the error for a wire that is a word for another object. Raises ValueError if it is no word either."""
-    meant = as_compression(wire)  # type: ignore[arg-type]  # anything
+    meant = as_compression(wire)
     return ValueError(
         f"compression: {wire!r} is no wire, but a word for {_as_written(meant)}; write that, or pass the word itself "
         "in place of the Compression"

@@ -99,7 +99,8 @@ class SyncStats(BucketStats):
         steps = max(self.num_steps, 1)
         parts = ("pack", "collective", "unpack", "exposed")
         times = ", ".join(f"{part} {getattr(self, f'{part}_time') / steps * 1e3:.3g} ms" for part in parts)
+        buckets = "1 bucket" if len(self.buckets) == 1 else f"{len(self.buckets)} buckets"
         return (
-            f"SyncStats({self.num_steps} steps through {self.describe_transport()}; in each {len(self.buckets)} "
-            f"buckets of {self.numel:,} values, {format_bytes(self.wire_bytes / steps)} sent, {times})"
+            f"SyncStats({self.num_steps} steps through {self.describe_transport()}; in each {buckets} of "
+            f"{self.numel:,} values, {format_bytes(self.wire_bytes / steps)} sent, {times})"
         )

@@ -86,6 +86,8 @@ def test_every_entry_point_takes_the_words(rank: int, world_size: int) -> None:
         ("none+ef", "error_feedback needs a wire that loses something"),
         ("lowrank:", "expected one of .*, got 'lowrank:'; did you mean lowrank"),
         ("lowrank:few", "expected one of .*, got 'lowrank:few'"),
+        ("lowrank:x", "expected one of .*, got 'lowrank:x'; did you mean lowrank:4"),
+        ("topk", r"expected one of .*, got 'topk'; fastsync\.TopK\(\) is an object, and for DiLoCo alone"),
         ("int8:4", "expected one of .*, got 'int8:4'"),
         ("low_rank", "expected one of .*, got 'low_rank'; did you mean lowrank"),
         ("lowrank:0", "rank has to be at least 1, got 0"),

@@ -54,6 +54,9 @@ def test_what_cannot_be_synchronised_is_refused(argument: str) -> None:
         model, ddp, optimizer = Mlp(), DistributedDataParallel(Mlp()), torch.optim.SGD(Mlp().parameters())
         dtensor = nn.Parameter(distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,))))
         refused += [
+            (optimizer, "expected a module or its parameters, got SGD"),
+            (nn.Linear(2, 2, device="meta"), r"parameter weight is on the meta device, .*call model\.to_empty"),
+            ([torch.ones(2)], "Pass a module or its parameters, not their gradients"),
             (ddp, "the module is wrapped in DistributedDataParallel.*register_comm"),
             (nn.Sequential(ddp), "0 is wrapped in DistributedDataParallel"),
             (nn.Linear(2, 2).requires_grad_(False), "none of its 2 parameters requires a gradient"),
@@ -97,7 +100,13 @@ def test_bad_settings_are_refused_and_leave_nothing_behind(argument: str) -> Non
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_compression_that_is_refused_changes_nothing() -> None:
-    for cap in (0, -1.0, float("nan"), float("inf")):
+    for given, message in (
+        (torch.optim.SGD(Mlp().parameters()), "got the optimizer SGD; write optimizer= before it"),
+        (fastsync.TopK(), r"got TopK\(.*; fastsync\.TopK\(\) is an object, and for DiLoCo alone"),
+    ):
+        with pytest.raises(ValueError, match=f"^compression: expected a word .*{message}$"):
+            fastsync.attach(Mlp(), given)  # type: ignore[arg-type]
+    for cap in (0, -1.0, float("nan"), float("inf"), "25"):
         with pytest.raises(ValueError, match=f"bucket_cap_mb: expected a positive number of MiB, got {cap!r}"):
             fastsync.attach(Mlp(), bucket_cap_mb=cap)
     for entry_point in ("hook", "attach", "sharded"):

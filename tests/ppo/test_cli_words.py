@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,32 @@ from fastsync.ppo.runs.folder import CHECKPOINTS
 from fastsync.train import main as train_main
 from tests.ppo.test_runs_checkpoints import make_checkpoint
 from tests.toy_envs import Payout
+
+
+def test_a_command_that_is_missing_or_misspelt(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 2
+    help_text = capsys.readouterr().err
+    assert main(["trian"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "fastsync: 'trian' is not one of train, launch, eval, plot, doctor; did you mean train?"
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+    assert capsys.readouterr().out == help_text
+
+
+def test_a_reader_of_the_output_that_has_had_enough():
+    """As in ``fastsync train --help | head -1``, where the output is longer than a pipe holds."""
+    source = """
+import sys
+from fastsync import cli
+cli._plot = lambda: lambda arguments: print("x" * (1 << 20)) or 0
+sys.exit(cli.main(["plot"]))
+"""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen((sys.executable, "-c", source), **pipes) as process:
+        assert process.stdout.read(1) == "x"
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(100)) == ("", 141)
 
 
 @pytest.mark.parametrize("words", [["--lr", "3e-4"], ["--lr=3e-4"], ["--learning-rate", "3e-4"]])
