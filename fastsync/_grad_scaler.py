@@ -48,3 +48,8 @@ def skip_unless_finite(scaler: GradScaler, optimizer: Optimizer, norm: Tensor) -
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             is_bad = norm.isfinite().logical_not().to(found.device, found.dtype)
             found.copy_(torch.maximum(found, is_bad))  # fused optimizers skip where it is exactly 1
+
+
+def forget_step(scaler: GradScaler) -> None:
+    """Lets the scaler take new gradients, in place of those of a step that has failed."""
+    scaler._per_optimizer_states.clear()

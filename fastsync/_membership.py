@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +20,8 @@ from .distributed import gloo_group
 POLL_SECONDS = 0.004
 LOOK_SECONDS = 0.5
 """Seconds between two looks of a process that waits to join."""
+UNREACHABLE_SECONDS = 20.0
+"""Such a process waits no longer for members none of which can be reached, as after the end of the training."""
 
 
 class TooFewRanksError(RuntimeError):
@@ -94,11 +96,16 @@ class Members:
         self._store.set(f"address/{self.own}", self._watch.address)
         addresses = {each: self._store.get(f"address/{each}").decode() for each in members}
         if self.own == members[0]:
-            self._store.set("size", str(len(members)))
+            self._store.set("size", str(max(members) + 1))
         self._take(Membership(0, dict.fromkeys(members, 0), addresses))
 
-    def agree(self, progress: int, has_ended: bool) -> Membership:
+    def agree(self, progress: int, has_ended: bool, silent: Callable[[], Set[int]] = frozenset) -> Membership:
         """Returns the next membership, see Note [One membership].
+
+        Args:
+            progress: how far this rank has come.
+            has_ended: whether it has taken the last step.
+            silent: returns ranks that are not waited for either. It is asked while ranks are missing that are not dead.
 
         Raises:
             TooFewRanksError: no more than so many ranks are left.
@@ -111,8 +118,9 @@ class Members:
         while not self._store.check([key]):
             dead = self._watch.dead()
             came = {each: here.check([str(each)]) for each in self.now.members}
+            missing = {each for each in came if not came[each]} - dead
             is_late = time.monotonic() >= deadline
-            if not is_late and any(not came[each] and each not in dead for each in came):
+            if not is_late and missing and not missing <= silent():
                 time.sleep(POLL_SECONDS)
                 continue
             new = self._waiting(self._store, sum(came.values()))
@@ -156,7 +164,7 @@ class Members:
         with suppress(RuntimeError, NotImplementedError):  # a FileStore does not list its keys
             for key in self._store.list_keys():
                 # Decisions stay, or a rank that wakes up late would make one of its own.
-                if key.startswith((f"{epoch}/here/", f"{epoch}/ready/", f"group{epoch}/")):
+                if key.startswith((f"{epoch}/here/", f"{epoch}/ready/", f"{epoch}/left", f"group{epoch}/")):
                     self._store.delete_key(key)
 
     def wait_until_ready(self) -> bool:
@@ -196,6 +204,15 @@ class Members:
         others = [f"{self.now.epoch}/here/{each}" for each in self.now.members if each != self.own]
         return self.has_lost() or any(self._store.check([other]) for other in others)
 
+    def break_off(self, progress: int) -> None:
+        """Tells the others that this rank ends after so many steps, and that they wait for it in vain afterwards."""
+        self._store.set(f"{self.now.epoch}/left", str(progress))
+
+    def is_missed(self, step: int, store: Store) -> bool:
+        """Whether a member has broken off before this step. ``store`` is another connection, for another thread."""
+        key = f"{self.now.epoch}/left"
+        return store.check([key]) and int(store.get(key)) <= step
+
     def may_have_caused(self, error: BaseException) -> bool:
         """Whether an error may come from a group that has lost a member. Waits a moment for news of it."""
         if isinstance(error, dist.DistError):
@@ -232,11 +249,11 @@ class Members:
         """Waits until the others take this process in. Returns None if the training is over.
 
         Raises:
-            RuntimeError: none of them could be reached for the time-out.
+            RuntimeError: none of them could be reached for some seconds.
         """
         size = int(self._store.get("size"))
         self.own = size + self._store.add("joined", 1) - 1
-        seen = time.monotonic()
+        seen, limit = time.monotonic(), min(self._timeout, UNREACHABLE_SECONDS)
         while True:
             self._store.set(f"address/{self.own}", self._watch.address)
             newest = Membership.from_json(self._store.get("newest"))
@@ -249,10 +266,10 @@ class Members:
                 return newest
             if any(reachable(address) for address in newest.addresses.values()):
                 seen = time.monotonic()
-            elif time.monotonic() - seen > self._timeout:
+            elif time.monotonic() - seen > limit:
                 raise RuntimeError(
                     f"{self._name}: this process waited to join ranks {newest.members}, none of which could be "
-                    f"reached for {self._timeout:g} s"
+                    f"reached for {limit:g} s; they have ended, or are lost"
                 )
             time.sleep(LOOK_SECONDS / 2)
 

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 
@@ -20,12 +21,13 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._checks import check_at_least
+from ._grad_scaler import forget_step
 from ._handles_in_use import handles_of
 from ._membership import Members, Membership, another_connection, host_of
 from ._optimizer_steps import innermost
 from ._peer_watch import PeerWatch, host_and_port
 from .attach import GradientSynchronizer
-from .training_state import TrainingState
+from .training_state import TrainingState, scalers_in_use
 
 STORE, JOINS = "FASTSYNC_STORE", "FASTSYNC_JOINS"
 """Environment variables: HOST:PORT of a store outside of all ranks, and whether this process joins a running training.
@@ -49,6 +51,15 @@ class RankLostError(RuntimeError):
     """A rank was lost in this step. ``Elastic`` catches it, and the step runs again."""
 
 
+@dataclass(frozen=True)
+class _Undone:
+    """What a failed step had changed before it was taken back. It holds again if another rank has finished the step."""
+
+    random_state: Tensor
+    residuals: dict[str, Tensor]
+    num_ranks: int
+
+
 class Elastic:
     """Lets a training go on with the ranks that are left when one is lost, and takes in new ones.
 
@@ -68,7 +79,8 @@ class Elastic:
     and buffers, the states of the optimizers of these parameters, of their schedulers and of GradScalers.
 
     Before a step runs again, gradients are dropped. Buffers, torch's random state on the CPU, and the residuals of
-    error feedback become what they were. Other state that the block changes, such as a data loader's, is not
+    error feedback become what they were. A GradScaler takes the new gradients as if it had not seen the first. Other
+    state that the block changes, such as a data loader's, is not
     put back: let ``step.index`` choose the data.
 
     Args:
@@ -104,7 +116,7 @@ class Elastic:
         self._model, self._sync = model, sync
         self._on_change = on_change
         self._with_buffers = [module for module in model.modules() if module._buffers]
-        store = members_store(store)
+        store = members_store(dist.get_process_group_ranks(sync._group), store)
         if store is None:
             raise ValueError(_NO_STORE)
         look_store = another_connection(store)
@@ -123,6 +135,7 @@ class Elastic:
         self._index = 0
         self._has_begun = self._has_ended = self._must_agree = False
         self._is_inside = self._has_stepped = self._has_failed = False
+        self._undone: _Undone | None = None
         self._wants_change = False  # set by the watching thread
         self._newest_failure: Exception | None = None
         self._engine_step = 0
@@ -202,7 +215,8 @@ class Elastic:
     def steps(self, num_steps: int) -> Iterator[Step]:
         """Yields each step up to ``num_steps``, to put a ``with`` block on. One that has failed comes again.
 
-        Every rank has to take all steps. A process that joins first waits until the others take it in.
+        A process that joins first waits until the others take it in. A rank that breaks out of the loop leaves the
+        training, and the others go on without it. If all break out after the same step, the training ends there.
 
         Raises:
             SystemExit: the training was over before this process could join it.
@@ -215,7 +229,11 @@ class Elastic:
         while True:
             while self._index < num_steps:
                 step.index, step.was_entered = self._index, False
-                yield step
+                try:
+                    yield step
+                except GeneratorExit:
+                    self._break_off()
+                    raise
                 if not step.was_entered:
                     raise RuntimeError("fastsync.Elastic: a step was not entered; write `with step:` around its code")
                 if self._must_agree:
@@ -237,6 +255,16 @@ class Elastic:
             self._index = -1
         if not self._move(self._members.now):
             self._agree(has_ended=False)
+
+    def _break_off(self) -> None:
+        """Ends the training on this rank, and leaves the others its state if they lack it."""
+        if self._has_ended or sys.is_finalizing():  # the others know, or will know at once
+            return
+        self._has_ended = True
+        self._sync._engine.give_up()  # in shared memory; whoever waits for messages looks
+        self._members.break_off(self._index)
+        self._agree(has_ended=True)
+        self._members.leave()
 
     def _enter(self) -> None:
         self._has_stepped = False
@@ -261,12 +289,15 @@ class Elastic:
             self._must_agree = wishes > 0
             return True
         if not self._is_of_lost_rank(error):
+            self._has_ended = True
             self._members.leave()
             return False
         self._must_agree = True
         self._sync._engine.give_up()
         self._close_group()
         self._has_failed = not self._has_stepped
+        for scaler in scalers_in_use():
+            forget_step(scaler)
         if self._has_stepped:
             self._index += 1
             warnings.warn(
@@ -303,18 +334,29 @@ class Elastic:
         is_known = isinstance(error, RankLostError) or self._sync._engine.take_failure()
         return is_known or self._members.may_have_caused(error)
 
-    def _take_back(self) -> None:
+    def _take_back(self) -> _Undone:
         """Puts back what the failed step has changed."""
         self._has_failed = False
         engine = self._sync._engine
         with suppress(RuntimeError):  # what the step still waited for
             engine.end_interrupted()
+        residuals = self._sync.state_dict()["residuals"]
+        undone = _Undone(torch.get_rng_state(), residuals, self._sync._group.size())
         if engine.step() != self._engine_step:
             engine.take_back_step()
         torch.set_rng_state(self._random_state)
         for module, name, buffer, before in self._buffers:
             buffer.copy_(before)
             module._buffers[name] = buffer  # a forward may have put another one there
+        return undone
+
+    def _redo(self, undone: _Undone) -> None:
+        """Makes a step count again that another rank has finished. Buffers and the rest have come from that rank."""
+        torch.set_rng_state(undone.random_state)
+        is_mean = self._sync._op == "mean"
+        growth = self._sync._group.size() / undone.num_ranks if is_mean else 1.0  # as in use_group()
+        residuals = {name: residual * growth for name, residual in undone.residuals.items()}
+        self._sync.load_state_dict(self._sync.state_dict() | {"residuals": residuals})
 
     # ---- from one membership to the next ----------------------------------------------------------------------------
 
@@ -325,7 +367,8 @@ class Elastic:
         try:
             while True:
                 decided = self._members.agree(self._index, has_ended)
-                if decided.is_over or self._move(decided):
+                are_equal = len({*decided.progress.values()}) == 1
+                if (decided.is_over and are_equal) or self._move(decided):
                     return decided
                 num_failures += 1
                 if num_failures > len(decided.members) + MOST_FAILURES:
@@ -346,25 +389,31 @@ class Elastic:
         furthest = max(decided.progress.values())
         if furthest < 0:
             raise RuntimeError("fastsync.Elastic: all ranks are lost that had the training's state; start it again")
-        if self._has_failed and self._index == furthest:  # else another rank has finished the step
-            self._take_back()
+        if self._has_failed:  # before anything is shared, because the ranks that have finished the step may be lost
+            self._undone = self._take_back()
         steps = list(decided.progress.values())
         root = steps.index(furthest)
+        own = self._sync.state_dict()
         try:
             self._sync._move_to(group, root)
             self._sync._engine.make_revocable()
             if min(steps) < furthest:
                 self._share(root)
+            if self._undone is not None and self._index < furthest:
+                self._redo(self._undone)
         except (RuntimeError, ValueError) as error:  # torch raises the latter for a group that it does not list
             if self._index < 0 and isinstance(error, ValueError) and not self._members.has_lost():
                 raise  # this rank is new, and has other settings: the others go on without it
             self._newest_failure = error
             self._close_group()
+            # What has come from a rank that is lost by now must not stay, as others may not have got it.
+            kept = {part: own[part] for part in ("step", "scales", "factors") if part in own}
+            self._sync.load_state_dict(self._sync.state_dict() | kept)
             return False
-        if self._has_failed or self._index < furthest:
+        if self._undone is not None or self._index < furthest:
             for parameter in self._sync.parameters():
                 parameter.grad = None
-        self._has_failed = False
+        self._undone = None
         self._index = furthest
         self._wants_change = False
         if decided.epoch > 0 and self._on_change is not None:
@@ -395,10 +444,12 @@ class Elastic:
             _C.close_connections(self._sync._group)
 
     def _look(self, store: Store) -> None:
-        """Looks whether a rank waits to join, on the first member."""
+        """Looks whether a rank has broken off, and on the first member, whether one waits to join."""
         now = self._members.now
-        if now.progress and now.members[0] == self._members.own:
-            with suppress(RuntimeError):
+        with suppress(RuntimeError):
+            if self._is_inside and self._members.is_missed(self._index, store):
+                self._close_group()
+            if now.progress and now.members[0] == self._members.own:
                 self._wants_change = self._members.wants_to_change(store)
 
 
@@ -423,10 +474,15 @@ class Step:
         return self._elastic._exit(error)
 
 
-def members_store(given: Store | None = None) -> Store | None:
+def members_store(ranks: Sequence[int], given: Store | None = None) -> Store | None:
     """Returns the part of a store in which the ranks of one training agree. The store outlives every rank.
 
-    All ranks have to call it in the same order. If none is given, it is the launcher's; None if there is none either.
+    All of them have to call it in the same order. If no store is given, it is the launcher's; None if there is none
+    either. Groups that train apart have a part each. A process that joins gets the part of the group with rank 0.
+
+    Args:
+        ranks: the ranks that begin together, by their numbers in the default group.
+        given: the user's store.
     """
     global _num_made
     attempt = "0"
@@ -440,4 +496,6 @@ def members_store(given: Store | None = None) -> Store | None:
             return None
         given = TCPStore(host, port, is_master=False, timeout=STORE_LIMIT)
     _num_made += 1
-    return PrefixStore(_KEYS.format(_num_made, attempt), another_connection(given))
+    store = PrefixStore(_KEYS.format(_num_made, attempt), another_connection(given))
+    is_apart = ranks[0] != 0 and os.environ.get(JOINS) != "1"
+    return PrefixStore(f"from rank {ranks[0]}", store) if is_apart else store

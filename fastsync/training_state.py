@@ -57,8 +57,7 @@ class TrainingState:
             [each for each in schedulers if id(each) not in inside],
             lambda each: f"{type(each).__name__} of optimizer {indices[id(each.optimizer)]}",
         )
-        scalers = [each for each in _instances(GradScaler, objects) if each.is_enabled()]
-        self._scalers = self._distinct(scalers, lambda each: type(each).__name__)
+        self._scalers = self._distinct(scalers_in_use(objects), lambda each: type(each).__name__)
 
     def _distinct(self, objects: list[Any], name_of: Callable[[Any], str]) -> list[Any]:
         """Returns the objects with a unique name, sorted by name, because ranks find them in different orders."""
@@ -142,6 +141,12 @@ class TrainingState:
 
     def _all_of(self, optimizer: Optimizer) -> Iterable[int]:
         return (index for indices in self._indices(optimizer) for index in indices)
+
+
+def scalers_in_use(objects: Iterable[object] | None = None) -> list[GradScaler]:
+    """Returns the GradScalers that are enabled, among all objects."""
+    scalers = _instances(GradScaler, gc.get_objects() if objects is None else objects)
+    return [each for each in scalers if each.is_enabled()]
 
 
 def _instances(kind: type, objects: Iterable[object]) -> list[Any]:

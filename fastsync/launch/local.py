@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="fastsync launch local",
         usage="%(prog)s [-n RANKS] [--replace] {SCRIPT | -m MODULE} ...",
         description="Start ranks of a script on this host. When one is lost, the others live on; a script that uses "
-        "fastsync.Elastic goes on with them.",
+        "fastsync.Elastic or DiLoCo goes on with them.",
     )
     parser.add_argument("-n", "--nproc", type=int, default=2, metavar="RANKS", help="number of ranks (default: 2)")
     parser.add_argument("--replace", action="store_true", help="start another rank when one is lost")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         with handling(stop, (signal.SIGTERM,)):
-            told: dict[str, Any] = {"command": "fastsync launch local", "place": "fastsync.Elastic"}
+            told: dict[str, Any] = {"command": "fastsync launch local", "place": "fastsync.Elastic or DiLoCo"}
             return Supervisor(sys.executable, ["-u", *words], options.nproc, replaces=options.replace, **told).run()
     except SignalException as ended:
         return 128 + ended.sigval

@@ -38,7 +38,7 @@ def survivors_of(settings: RunSettings, device: torch.device) -> Survivors | Non
             f"on_lost_rank='continue': a group of GPUs cannot go on without a rank, and this one is on {device}; set "
             "device to 'cpu', or use max_restarts"
         )
-    store = members_store()
+    store = members_store(range(dist.get_world_size()))
     if store is None:
         raise ValueError(
             "on_lost_rank='continue': the ranks that are left agree in a store that no rank holds, and there is none; "

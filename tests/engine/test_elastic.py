@@ -243,6 +243,35 @@ def test_a_step_that_one_has_finished_is_finished_on_all(store: TCPStore, furthe
         torch.testing.assert_close(own[-1], expected[rank][-1], rtol=0, atol=0)
 
 
+def die_while_it_shares(rank: int, world_size: int, port: int, compression: str) -> tuple[Changes, list[Tensor]]:
+    """Rank 0 alone finishes step 2, and dies amid giving the others its state."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size), compression)
+    changes: Changes = []
+    elastic = Elastic(
+        training.model,
+        training.optimizer,
+        training.sync,
+        timeout=20,
+        on_change=lambda members: changes.append((elastic._index, elastic._members.now.progress)),
+    )
+    if rank == 0:
+        training.sync._init_sync = lambda root: end_now()
+    for num_runs, step in enumerate(elastic.steps(NUM_STEPS), 1):
+        with step:
+            if num_runs == 3 and rank != 0:
+                training.optimizer.register_step_pre_hook(fail_once())
+            training.step(step.index)
+    return changes, training.result()
+
+
+@pytest.mark.parametrize("compression", ["fp16", "int8+ef", "lowrank:1"])
+def test_a_step_whose_result_is_lost_with_its_rank_is_taken_back(store: TCPStore, compression: str) -> None:
+    """With the residuals, scales and factors that had been changed for that result, or came with it."""
+    ran = run_ranks(die_while_it_shares, 3, store.port, compression, lost=[0])
+    assert check(ran, [0, 1, 2], compression) == [(2, {1: 2, 2: 2})]
+
+
 def catch_an_error(rank: int, world_size: int, port: int, steps_on: bool) -> tuple[int, int, list[Tensor]]:
     os.environ[STORE] = f"127.0.0.1:{port}"
     training = Training(range(world_size))
@@ -308,6 +337,63 @@ def fail_beside_a_collective(rank: int, world_size: int, port: int) -> list[int]
 
 def test_a_rank_that_gives_up_ends_a_collective_of_the_others(store: TCPStore) -> None:
     assert run_ranks(fail_beside_a_collective, 3, store.port) == [[0, 1, 2]] * 3
+
+
+def break_off(rank: int, world_size: int, port: int, ends: dict[int, int]) -> tuple[int, list[Tensor]]:
+    """Takes steps, of which some ranks take fewer. These live on until the others are done."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size))
+    elastic = Elastic(training.model, training.optimizer, training.sync, timeout=600)
+    num_runs = 0
+    for step in elastic.steps(NUM_STEPS):
+        num_runs += 1
+        with step:
+            training.step(step.index)
+        if step.index + 1 == ends.get(rank, NUM_STEPS):
+            break
+    result, store = training.result(), TCPStore("127.0.0.1", port, is_master=False)
+    if rank not in ends:
+        store.set(f"done {rank}", "")
+    store.wait([f"done {each}" for each in range(world_size) if each not in ends])
+    return num_runs, result
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_the_others_go_on_without_a_rank_that_breaks_off(store: TCPStore, shared_memory: bool) -> None:
+    """Long before the time-out, which is ten minutes."""
+    ran = run_ranks(break_off, 3, store.port, {1: 3}, timeout=60, shared_memory=shared_memory)
+    without_1 = [(3, {0: 3, 2: 3})]
+    expected = run_ranks(replay, 3, "none", [0, 1, 2], without_1, shared_memory=shared_memory)
+    for rank in (0, 2):
+        torch.testing.assert_close(ran[rank][1], expected[rank], rtol=0, atol=0)
+
+
+def test_a_training_ends_where_all_ranks_break_off(store: TCPStore) -> None:
+    ran = run_ranks(break_off, 3, store.port, dict.fromkeys(range(3), 3), timeout=60)
+    assert [num_runs for num_runs, _ in ran] == [3] * 3
+    weights = [result[:8] for _, result in ran]
+    torch.testing.assert_close(weights[1:], weights[:1] * 2, rtol=0, atol=0)
+
+
+def train_apart(rank: int, world_size: int, port: int) -> tuple[list[int], Tensor]:
+    """Two pairs of ranks, each with a training of its own. Rank 3 dies."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    pair = [0, 1] if rank < 2 else [2, 3]
+    training = Training(pair)
+    elastic = Elastic(training.model, training.optimizer, training.sync, timeout=20)
+    for step in elastic.steps(NUM_STEPS):
+        with step:
+            if (rank, step.index) == (3, 2):
+                end_now()
+            training.step(step.index)
+    return elastic.members, training.model[0].weight.detach()
+
+
+def test_groups_of_ranks_train_apart(store: TCPStore) -> None:
+    first, second, third, _ = run_ranks(train_apart, 4, store.port, lost=[3], timeout=60)
+    assert [first[0], second[0], third[0]] == [[0, 1], [0, 1], [0]]
+    assert torch.equal(first[1], second[1])
+    assert not torch.equal(first[1], third[1])
 
 
 def die_before_a_child(rank: int, world_size: int, port: int) -> list[int]:
@@ -452,26 +538,51 @@ def alone(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, OptimizerWrapper], ids=["torch's", "wrapped"])
 def test_a_second_optimizer_step_is_refused(alone: Training, wrap: Callable[[Optimizer], Optimizer]) -> None:
     elastic = Elastic(alone.model, wrap(alone.optimizer), alone.sync)
-    step = next(elastic.steps(3))
-    step.__enter__()
+    steps = elastic.steps(3)
+    next(steps).__enter__()
     alone.step(0)
     with pytest.raises(ValueError, match="the optimizer steps twice in one step"):
         alone.step(0)
 
 
 def test_an_optimizer_step_without_a_sync_is_refused(alone: Training) -> None:
-    step = next(Elastic(alone.model, alone.optimizer, alone.sync).steps(3))
-    step.__enter__()
+    steps = Elastic(alone.model, alone.optimizer, alone.sync).steps(3)
+    next(steps).__enter__()
     with pytest.raises(ValueError, match="no backward of this block has averaged"):
         alone.optimizer.step()
 
 
 def test_a_change_between_two_steps_keeps_gradients(alone: Training) -> None:
     elastic = Elastic(alone.model, alone.optimizer, alone.sync)
-    with next(elastic.steps(3)):
+    steps = elastic.steps(3)
+    with next(steps):
         alone.model(torch.ones(4, 6)).sum().backward()
     elastic._agree(has_ended=False)
     assert alone.model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("steps_first", [False, True], ids=["before its step", "after its step"])
+def test_a_scaler_takes_the_gradients_of_the_next_run(alone: Training, steps_first: bool) -> None:
+    """Although it has unscaled those of the run that has failed, or stepped with them."""
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    num_runs = 0
+    for step in elastic.steps(3):
+        num_runs += 1
+        with contextlib.ExitStack() as stack:
+            if steps_first and num_runs == 2:
+                stack.enter_context(pytest.warns(UserWarning, match="has failed after its optimizer had stepped"))
+            with step:
+                alone.optimizer.zero_grad()
+                scaler.scale(alone.model(torch.ones(4, 6)).square().sum()).backward()
+                scaler.unscale_(alone.optimizer)
+                if num_runs == 2 and steps_first:
+                    scaler.step(alone.optimizer)
+                if num_runs == 2:
+                    raise RankLostError("as if a rank had been lost")
+                scaler.step(alone.optimizer)
+                scaler.update()
+    assert num_runs == (3 if steps_first else 4)
 
 
 def test_a_step_that_is_not_entered_is_an_error(alone: Training) -> None:
@@ -570,4 +681,4 @@ def test_launch_local_ends_all_if_one_fails_before_they_have_met(tmp_path: Path)
     script = "import os, time; os.environ['RANK'] == '0' and time.sleep(100); raise SystemExit(5)"
     ran = launch(tmp_path, script, "-n", "2")
     assert ran.returncode == 1
-    assert "rank 1 has failed with status 5; the ranks have not met in fastsync.Elastic yet" in ran.stderr
+    assert "rank 1 has failed with status 5; the ranks have not met in fastsync.Elastic or DiLoCo yet" in ran.stderr
