@@ -38,6 +38,17 @@ class ModelTensors:
         named = {**self._parameters(), **dict(self._model.named_buffers())}
         return plain_parts({name: local(each) for name, each in named.items()})
 
+    def beside_weights(self) -> dict[str, Tensor]:
+        """Returns copies on the host of this rank's shards of frozen parameters, and of all buffers."""
+        return {name: each.cpu().clone() for name, each in self.plain().items() if name not in self.weights}
+
+    @torch.no_grad()
+    def load_beside_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Takes over what ``beside_weights()`` has returned on another rank."""
+        plain = self.plain()
+        for name, value in values.items():
+            plain[name].copy_(value)
+
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:
         """Gives all ranks the first one's parameters and buffers, through the host. All must have the same ones."""

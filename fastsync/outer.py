@@ -15,9 +15,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,14 +32,16 @@ from ._optimizer_steps import innermost, unwrapped
 from ._optimizer_watch import check_not_shared
 from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
+from .elastic import MOST_FAILURES
 from .model_tensors import ModelTensors
 from .outer_background import BackgroundCalls
-from .outer_fragment import Fragment, OuterOptimizer, SiteChange, UnderWay, gather
+from .outer_fragment import Fragment, Mean, OuterOptimizer, SiteChange, UnderWay, gather
 from .outer_steps import BlockSteps
 from .stats import SyncStats
-from .surviving_group import SurvivingGroup
+from .surviving_group import Progress, SurvivingGroup
 from .topk import TopK, TopKAverager
 
+Result = TypeVar("Result")
 DEFAULT_COMPRESSION = Compression("int8", error_feedback=True)
 DEFAULT_OPTIMIZER = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -127,6 +130,7 @@ class DiLoCo:
         self._alpha = fragment_update_alpha
         self._sync_every = sync_every
         self._step = 0
+        self._averaged_step = 0  # the step that sent the fragment that was averaged last
         self._num_sent = 0  # fragments so far, which is the number of the newest one: equal on all ranks
         self._num_averaged = 0  # the number of the fragment that was averaged last
         self._num_final = 0  # how many fragments were averaged in a row after all loops had ended
@@ -143,16 +147,29 @@ class DiLoCo:
             trial = make([torch.zeros(1, requires_grad=True)])
             lines = [f"{settings}, {self._compression}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
             lines += [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.plain().items()]
-            _C.check_agreement(self._sites.group, "\n".join(lines), torch.device("cpu"))
-            tensors.broadcast(self._sites.group)
-            self._fragments = [
+            self._agreed = "\n".join(lines)
+            self._fragments: list[Fragment] = []
+            sent_as = self._compression
+            self._make_fragments: Callable[[dist.ProcessGroup], list[Fragment]] = lambda group: [
                 Fragment(
-                    tensors, list(part), make, self._compression, self._sites.group,
+                    tensors, list(part), make, sent_as, group,
                     offset=(index + 1) * sync_every // fragments % sync_every, is_first=index == 0,
                 )
                 for index, part in enumerate(parts)
             ]  # fmt: skip
+            self._joins = self._sites.joins
+            if self._joins:
+                self._join()
+            else:
+                _C.check_agreement(self._sites.group, self._agreed, torch.device("cpu"))
+                tensors.broadcast(self._sites.group)
+                self._fragments = self._make_fragments(self._sites.group)
         self._tell_of_merge(list(named.values()))
+
+    @property
+    def num_steps(self) -> int:
+        """The steps so far. A site that joins begins with those of the others, and one that resumes with the saved."""
+        return self._step
 
     # ---- the block --------------------------------------------------------------------------------------------------
 
@@ -167,6 +184,7 @@ class DiLoCo:
             self._optimizers, self._tensors, begin=self._begin, step=self.step, patience=self._sync_every,
             owner=type(self).__name__,
         )  # fmt: skip
+        self._block.has_begun, self._joins = self._joins, False  # who joins is in the others' block
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -212,14 +230,7 @@ class DiLoCo:
         for fragment in self._fragments:
             fragment.expect_step()
         with _on_the_host():
-            for tries_left in reversed(range(self._sites.group.size())):
-                try:
-                    self._take_over_loaded_weights()
-                    break
-                except RuntimeError as error:
-                    if tries_left == 0:
-                        raise
-                    self._go_on_without_the_lost(self._fragments[0], error)
+            self._with_all_sites(self._take_over_loaded_weights, self._fragments[0])
         self._is_resumed = False
 
     def _take_over_loaded_weights(self) -> None:
@@ -278,10 +289,10 @@ class DiLoCo:
             change = fragment.take_change(has_ended=has_ended)
         self._num_sent += 1
         if self._delay == 0 or has_ended:
-            self._average(fragment, change, self._num_sent)
+            self._average(fragment, change, self._num_sent, self._step)
             self._merge(fragment, alpha=0.0 if has_ended else self._alpha)
         else:
-            arrival = self._background.start(partial(self._average, fragment, change, self._num_sent))
+            arrival = self._background.start(partial(self._average, fragment, change, self._num_sent, self._step))
             fragment.under_way = UnderWay(self._step + self._delay, arrival)
 
     def _receive(self, fragment: Fragment) -> None:
@@ -301,22 +312,20 @@ class DiLoCo:
         if self._on_merge is not None:
             self._on_merge(parameters)
 
-    def _average(self, fragment: Fragment, change: SiteChange, number: int) -> None:
+    def _average(self, fragment: Fragment, change: SiteChange, number: int, step: int) -> None:
         """Moves the fragment's outer weights by the mean difference. All ranks give it the same number."""
+
+        def average() -> Mean | None:
+            if number <= self._num_averaged:  # the mean came with another rank's outer state
+                return None
+            self._sites.let_in()
+            return fragment.average(self._sites.group, change)
+
         with _on_the_host():
-            mean = None
-            for tries_left in reversed(range(self._sites.group.size())):
-                try:
-                    if number > self._num_averaged:  # else it came with another rank's outer state
-                        mean = fragment.average(self._sites.group, change)
-                    break
-                except RuntimeError as error:
-                    if tries_left == 0:  # each try before has lost a rank
-                        raise
-                    self._go_on_without_the_lost(fragment, error)
+            mean = self._with_all_sites(average, fragment)
             if mean is not None:
                 fragment.step(mean, self._sites.group.size())
-                self._num_averaged = number
+                self._num_averaged, self._averaged_step = number, step
                 self._num_final = self._num_final + 1 if mean.have_all_ended else 0
 
     def stats(self) -> list[SyncStats]:
@@ -324,30 +333,91 @@ class DiLoCo:
         handles = (fragment.averager for fragment in self._fragments)
         return [handle.stats() for handle in handles if isinstance(handle, GradientSynchronizer)]
 
-    def _go_on_without_the_lost(self, fragment: Fragment, error: RuntimeError) -> None:
-        """Forms a group of the ranks that are left, and makes their outer weights equal.
+    # ---- sites that are lost, and that join -------------------------------------------------------------------------
 
-        Some of them may have got the last mean before the error, and some not. So all take the outer weights of a rank
-        that has come furthest.
-        """
+    def _with_all_sites(self, call: Callable[[], Result], fragment: Fragment) -> Result:
+        """Makes a call that waits for all sites, again with those that are left if some are lost."""
+        for tries_left in reversed(range(self._sites.group.size() + MOST_FAILURES)):
+            try:
+                return call()
+            except RuntimeError as error:
+                if tries_left == 0:
+                    raise
+                self._go_on(fragment, error)
+        raise AssertionError
+
+    def _go_on(self, fragment: Fragment, error: RuntimeError) -> None:
+        """Goes on with the ranks that are left, and with new ones."""
         before = self._sites.ranks
-        progress = self._sites.go_on_without_the_lost(self._num_averaged, error)
-        if lost := sorted({*before} - {*progress}):
+        self._sites.go_on(lambda: self._num_averaged, partial(self._share, fragment), error)
+        if lost := sorted({*before} - {*self._sites.ranks}):
             warnings.warn(
                 f"fastsync: ranks {lost} were lost, or did not come within the time-out ({error}); ranks "
                 f"{self._sites.ranks} go on without them",
                 stacklevel=2,
             )
+
+    def _join(self) -> None:
+        """Takes over the state of the others as soon as they take this rank in, and takes part in their next mean.
+
+        This rank has changed nothing yet, so it does not count in that mean. Afterwards it is where the others are.
+        """
+        self._num_averaged = -1
+        self._sites.go_on(lambda: self._num_averaged, partial(self._share, None))
+        self._begin_with_outer_weights()
+        fragment = min(self._fragments, key=self._next_step_of)
+        self._step = self._next_step_of(fragment)
+        self._num_sent = self._num_averaged + 1
+        nothing = replace(fragment.take_change(has_ended=True), has_ended=False)
+        self._average(fragment, nothing, self._num_sent, self._step)
+        self._begin_with_outer_weights()
+
+    def _begin_with_outer_weights(self) -> None:
+        for fragment in self._fragments:
+            fragment.merge(alpha=0.0)
+
+    def _share(self, fragment: Fragment | None, progress: Progress) -> None:
+        """Makes the outer weights of all ranks equal in a new group.
+
+        Some of them may have got the last mean before an error, and some not, and some may be new. So all take the
+        outer weights of a rank that has come furthest. ``fragment`` is the one whose mean has failed.
+        """
+        group = self._sites.group
         furthest = max(progress, key=lambda rank: (progress[rank], -rank))
-        if self._num_averaged < progress[furthest] and isinstance(fragment.averager, TopKAverager):
-            fragment.averager.settle()  # the other ranks have received what this rank sent
-        for each in self._fragments:
-            each.use_group(self._sites.group)
-        if len(set(progress.values())) > 1:
-            state = (self._outer_state(), self._num_final) if dist.get_rank() == furthest else None
-            outer_state, self._num_final = self._sites.broadcast_object(state, furthest)
-            self._load_outer_state(outer_state)
+        have_new = min(progress.values()) < 0
+        if have_new:
+            _C.check_agreement(group, self._agreed, torch.device("cpu"))
+        state: dict[str, Any] | None = None
+        if len({*progress.values()}) > 1:
+            mine = self._common_state(have_new) if self._sites.own == furthest else None
+            state = self._sites.broadcast_object(mine, furthest)
+        failed = None if fragment is None else fragment.averager
+        if self._num_averaged < progress[furthest] and isinstance(failed, TopKAverager):
+            failed.settle()  # the other ranks have received what this rank sent
+        if self._num_averaged < 0:
+            assert state is not None
+            self._tensors.load_beside_weights(state["beside"])
+            self._fragments = self._make_fragments(group)
+            for each in self._fragments:
+                each.begin_anew(each.averager.state_dict())  # as all ranks do in use_group()
+        else:
+            for each in self._fragments:
+                each.use_group(group)
+        if state is not None:
+            self._load_outer_state(state["outer"])
+            self._num_final, self._averaged_step = state["num_final"], state["averaged_step"]
             self._num_averaged = progress[furthest]
+            if fragment is None:
+                self._step = self._averaged_step
+
+    def _common_state(self, have_new: bool) -> dict[str, Any]:
+        """Returns the state that all ranks take over. New ones get frozen parameters and buffers, too."""
+        return {
+            "outer": self._outer_state(),
+            "num_final": self._num_final,
+            "averaged_step": self._averaged_step,
+            "beside": self._tensors.beside_weights() if have_new else {},
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on bit for bit, beside the model's and the optimizer's own states.
@@ -383,7 +453,7 @@ class DiLoCo:
             fragment.averager.load_state_dict(unsent)
             fragment.under_way = None if due is None else UnderWay(due)
             fragment.merge_watch = None
-        self._step = state["step"]
+        self._step = self._averaged_step = state["step"]  # all that was sent is averaged
         self._load_outer_state(state["outer"])
         self._is_resumed = True
         if self._block is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,9 +116,13 @@ class Fragment:
 
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Averages over another group from now on. What has to be equal on all ranks begins anew, as it may not be."""
-        state = self.averager.state_dict() | {"step": 0, "scales": {}, "factors": {}}
+        unsent = self.averager.state_dict()
         self.averager = self._averager_over(group)
-        self.averager.load_state_dict(state)
+        self.begin_anew(unsent)
+
+    def begin_anew(self, unsent: dict[str, Any]) -> None:
+        """Averages with these values that are not sent yet, and with no other state."""
+        self.averager.load_state_dict(unsent | {"step": 0, "scales": {}, "factors": {}})
 
     def _averager_over(self, group: dist.ProcessGroup) -> Averager:
         if isinstance(self._compression, TopK):

@@ -1,10 +1,14 @@
-"""A process group that goes on with the ranks that are left when one is lost."""
+"""A process group that goes on with the ranks that are left when one is lost, and takes in new ones."""
 
 from __future__ import annotations
 
-import json
+import os
 import pickle
 import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -14,101 +18,180 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from . import _C
-from .distributed import gloo_group
+from ._membership import Members, Membership, another_connection, host_of
+from ._peer_watch import PeerWatch
+from .elastic import JOINS, MOST_FAILURES, STORE, members_store
 
-POLL_SECONDS = 0.1
 MOST_SILENCES = 2  # checks in a row without a heartbeat after which a rank is given up; each takes some seconds
-GRACE_SECONDS = 2.0
+PATIENCE_SECONDS = 1.0  # before the first check
+
+Progress = Mapping[int, int]
+"""How far each rank has come, by its number; -1 for one that is new."""
+
+
+class RankJoinsError(RuntimeError):
+    """A rank waits to join. The members break off what they do, and go on with it."""
 
 
 class SurvivingGroup:
     """A Gloo group over the ranks of another group, independent of that group's calls.
 
-    The first rank chooses its name, because ranks may have made different numbers of groups before.
+    Its ranks agree as those of ``Elastic`` do, see Note [One membership]. They do so in the launcher's store, which
+    outlives them, and where a new process finds them. Without a launcher that has one, they agree in the store of the
+    default group. Then no process can join, and the rank that holds this store may not be lost.
+
+    A process that the launcher has started to join has no group at first: ``go_on`` waits until the others take it in.
     """
 
     group: dist.ProcessGroup
-    """The current group, replaced after each loss. Call its own methods; see ``gloo_group``."""
-    ranks: list[int]
-    """The members of the group, as ranks of the default group."""
+    """The current group, replaced after each change. Call its own methods; see ``gloo_group``."""
 
     def __init__(self, process_group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self._timeout = timeout
-        self._is_closed = False
-        name = [uuid4().hex]
-        dist.broadcast_object_list(name, group=process_group, group_src=0)
-        self._store: Store = PrefixStore(f"fastsync/{name[0]}/", dist.distributed_c10d._get_default_store())
-        self._form(dist.get_process_group_ranks(process_group))
+        self.joins = os.environ.get(JOINS) == "1"
+        """Whether this process joins others, which have begun."""
+        self._is_closed = self._wants_change = False
+        ranks = dist.get_process_group_ranks(process_group)
+        name = "" if self.joins else _name_of(process_group)
+        store, way_back = members_store(ranks), "start it again, and it joins them"
+        if store is None:
+            if self.joins:
+                raise ValueError(f"{JOINS}=1: this process is to join others, and {STORE} does not tell where they are")
+            way_back = "start it again from their state"
+            store = PrefixStore(name, another_connection(dist.distributed_c10d._get_default_store()))
+        look_store, look = another_connection(store), weakref.WeakMethod(self._look)
+        self._watch = PeerWatch(
+            host_of(store),
+            on_death=lambda lost: None,  # the group's own connections break, and nobody is missed after the end
+            look=lambda: known(look_store) if (known := look()) else None,
+        )
+        weakref.finalize(self, self._watch.close)
+        told: dict[str, Any] = {"name": "fastsync", "way_back": way_back}
+        self._members = Members(store, dist.get_rank(), self._watch, timeout.total_seconds(), **told)
+        self._liveness: _C.Liveness | None = None
+        if not self.joins:
+            self._members.begin(ranks)
+            self._form_first()
 
-    def _form(self, ranks: list[int]) -> None:
-        self.ranks = ranks
-        self._store = PrefixStore(f"{ranks}/", self._store)
-        rank, name = ranks.index(dist.get_rank()), f"fastsync: ranks {ranks}"
-        self.group = gloo_group(self._store, rank, len(ranks), self._timeout, name)
-        self._liveness = _C.Liveness(self.group, "sites")
+    @property
+    def ranks(self) -> list[int]:
+        """The members. They have the numbers of their ranks in the default group, and a new one gets a new number."""
+        return self._members.now.members
 
-    def go_on_without_the_lost(self, progress: int, error: Exception) -> dict[int, int]:
-        """Forms a group of the ranks that are left, once an error of the newest has shown that some are lost.
+    @property
+    def own(self) -> int:
+        """This rank's number."""
+        return self._members.own
 
-        Each rank writes to the store how far it has come, and waits until the others have done so. A rank without a
-        heartbeat is given up after some seconds. A rank with one is waited for until twice the time-out, because it may
-        not have come to a collective of the old group yet. Without a ``TCPStore`` or ``FileStore`` there are no
-        heartbeats, so every rank is waited for that long. The first list of ranks that is written to the store holds
-        for all. The store has to be alive: it lives with the launcher, or with rank 0. The old group ends with its last
-        reference.
+    def _form_first(self) -> None:
+        if not self._form():
+            unreachable = {each: self._members.now.addresses[each] for each in sorted(self._watch.dead())}
+            raise RuntimeError(
+                f"fastsync: rank {self.own} could not connect to all of ranks {self.ranks}; these did not answer: "
+                f"{unreachable}. If these addresses are not those of the link between sites, set GLOO_SOCKET_IFNAME to "
+                "its interface, on every host"
+            )
+
+    def _form(self) -> bool:
+        """Forms the members' group. Returns false if one of them is lost meanwhile."""
+        group = self._members.form_group() if self._members.wait_until_ready() else None
+        if group is not None:
+            self.group = group
+            self._liveness = _C.Liveness(group, "sites")
+        return group is not None
+
+    # ---- changes ----------------------------------------------------------------------------------------------------
+
+    def let_in(self) -> None:
+        """Raises RankJoinsError on the first member if a rank waits to join.
+
+        The others need not be asked: the first one closes its connections and calls ``go_on``, and then they do.
+        """
+        if self._wants_change:
+            raise RankJoinsError("fastsync: a rank waits to join")
+
+    def _look(self, store: Store) -> None:
+        """Looks whether a rank waits to join, on the first member."""
+        if self.ranks[:1] == [self.own]:
+            with suppress(RuntimeError):
+                self._wants_change = self._members.wants_to_change(store)
+
+    def go_on(
+        self, progress: Callable[[], int], share: Callable[[Progress], None], error: Exception | None = None
+    ) -> None:
+        """Forms a group of the ranks that are left, and of new ones, once an error has shown that some are lost.
+
+        A rank whose process has ended is given up at once, and one without a heartbeat after some seconds. One that is
+        only late is waited for until the time-out. Without a ``TCPStore`` or ``FileStore`` there are no heartbeats. The
+        old group ends with its last reference.
 
         Args:
-            progress: how far this rank has come.
+            progress: tells how far this rank has come.
+            share: makes the ranks of the new group equal. If it fails, as another rank is lost, all try again.
             error: what went wrong.
 
-        Returns:
-            The progress of each rank that is left.
-
         Raises:
+            ValueError: this rank is new, and ``share`` has refused it.
             RuntimeError: the store does not answer, or the others have gone on without this rank.
         """
-        if self._is_closed:
-            raise RuntimeError("fastsync: this process ends") from error
-        store, ranks, rank = PrefixStore("left/", self._store), self.ranks, dist.get_rank()
-        self._close_connections()  # another rank may wait in the old group for this one, which does not come any more
+        silent = self._silences()
         try:
-            store.set(str(rank), str(progress))
-            self._wait_for_the_others(store)
-            here = [each for each in ranks if store.check([str(each)])]
-            left = json.loads(store.compare_set("ranks", "", json.dumps(here)))
-            progress_of = {each: int(store.get(str(each))) for each in left}
-        except Exception as unreachable:
-            raise RuntimeError(
-                f"fastsync: rank {rank} has lost some of ranks {ranks} ({error}), and the store that would tell which "
-                f"does not answer ({unreachable}); it has to live on a host that is not lost"
-            ) from error
-        if rank not in left:
-            raise RuntimeError(
-                f"fastsync: ranks {left} have gone on without rank {rank}, which came too late; start it again from "
-                "their state"
-            ) from error
-        self._form(left)
-        return progress_of
+            for _ in range(len(self.ranks) + MOST_FAILURES):
+                if self._is_closed:
+                    raise RuntimeError("fastsync: this process ends") from error
+                self._close_connections()  # another rank may wait in the old group for this one, which does not come
+                decided = self._agree(progress(), silent, error)
+                self._wants_change = False
+                if not self._form():
+                    continue
+                try:
+                    share(decided.progress)
+                    return
+                except (RuntimeError, ValueError) as another:
+                    is_refused = isinstance(another, ValueError) and decided.progress[self.own] < 0
+                    if is_refused and not self._members.has_lost():
+                        raise  # the others go on without this rank
+                    error = another
+            raise RuntimeError(f"fastsync: ranks {self.ranks} could not go on together") from error
+        except BaseException:
+            self._members.leave()
+            raise
 
-    def _wait_for_the_others(self, store: Store) -> None:
-        deadline = time.monotonic() + 2 * self._timeout.total_seconds() + GRACE_SECONDS
-        silences = dict.fromkeys(self.ranks, 0)  # checks in a row without a heartbeat, for each rank
-        while absent := [each for each in self.ranks if not store.check([str(each)])]:
-            if self._is_closed or time.monotonic() >= deadline:
-                return
-            if all(silences[each] >= MOST_SILENCES for each in absent):
-                return
-            time.sleep(POLL_SECONDS)
-            silent = [self.ranks[index] for index in self._liveness.silent_ranks()]
-            silences = {each: silences[each] + 1 if each in silent else 0 for each in self.ranks}
+    def _agree(self, progress: int, silent: Callable[[], set[int]], error: Exception | None) -> Membership:
+        is_new = not self.ranks
+        try:
+            decided = self._members.join() if is_new else self._members.agree(progress, has_ended=False, silent=silent)
+        except dist.DistError as unreachable:
+            raise RuntimeError(
+                f"fastsync: rank {self.own} has lost some of ranks {self.ranks} ({error}), and the store that would "
+                f"tell which does not answer ({unreachable}); it has to live on a host that is not lost"
+            ) from error
+        assert decided is not None  # these ranks never tell that the training is over
+        if max(decided.progress.values()) < 0:
+            raise RuntimeError("fastsync: all ranks are lost that had the training's state; start it again") from error
+        return decided
+
+    def _silences(self) -> Callable[[], set[int]]:
+        """Makes a function that returns the ranks without a heartbeat. Each of its calls may take some seconds."""
+        liveness, ranks, silences, began = self._liveness, self.ranks, Counter[int](), time.monotonic()
+
+        def silent() -> set[int]:
+            nonlocal silences
+            if liveness is None or time.monotonic() - began < PATIENCE_SECONDS:
+                return set()
+            with suppress(RuntimeError):  # the store does not answer
+                silences = Counter({ranks[at]: silences[ranks[at]] + 1 for at in liveness.silent_ranks()})
+            return {each for each, number in silences.items() if number >= MOST_SILENCES}
+
+        return silent
 
     def close(self) -> None:
         """Ends all waits in the group with an error, in other threads too, and forms no new group: the process ends."""
         self._is_closed = True
+        self._members.leave()
         self._close_connections()
 
     def _close_connections(self) -> None:
-        if self.group.size() > 1:
+        if self._liveness is not None and self.group.size() > 1:
             _C.close_connections(self.group)
 
     def broadcast_object(self, mine: object, source: int) -> Any:
@@ -121,3 +204,10 @@ class SurvivingGroup:
             sent = torch.empty(int(numel), dtype=torch.uint8, device="cpu")
         self.group.broadcast(sent, root).wait()
         return pickle.loads(sent.numpy().tobytes())
+
+
+def _name_of(process_group: dist.ProcessGroup) -> str:
+    """Waits for all ranks, and returns one name. They need not have made equal numbers of groups before."""
+    names = [""] * process_group.size()
+    dist.all_gather_object(names, f"fastsync/{uuid4().hex}", group=process_group)
+    return names[0]

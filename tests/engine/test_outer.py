@@ -393,7 +393,7 @@ def _waits_for_a_rank_that_knows_of_a_loss(rank: int, world_size: int, has_seen_
         with pytest.raises(RuntimeError) as closed:
             sites.group.recv([torch.zeros(1)], 1, 0).wait()
         error = closed.value
-    sites.go_on_without_the_lost(0, error)
+    sites.go_on(lambda: 0, lambda progress: None, error)
     return sites.ranks
 
 
@@ -429,23 +429,28 @@ class StoreOfPython(torch.distributed.Store):
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         return self._file.compare_set(key, expected, desired)
 
+    def clone(self) -> StoreOfPython:
+        return self
+
 
 def _left_of_a_store_of_python(rank: int, world_size: int, file: str) -> tuple[list[int], dict[int, int]]:
     torch.distributed.destroy_process_group()
     store = StoreOfPython(file, world_size)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    group = SurvivingGroup(resolve_group(None), timedelta(seconds=2))
+    group = SurvivingGroup(resolve_group(None), timedelta(minutes=10))
+    came: dict[int, int] = {}
     store.set(f"connected {rank}", "")
     store.wait([f"connected {other}" for other in range(world_size)])
     if rank == 2:
         os._exit(0)
-    came = group.go_on_without_the_lost(10 + rank, RuntimeError("the connection broke"))
+    group.go_on(lambda: 10 + rank, came.update, RuntimeError("the connection broke"))
     group.group.barrier().wait()
     return group.ranks, came
 
 
 def test_the_others_go_on_where_the_store_carries_no_heartbeats(tmp_path: Path) -> None:
-    first, second, _ = run_ranks(_left_of_a_store_of_python, 3, str(tmp_path / "store"), lost=[2])
+    """As soon as the process has ended, and not after the time-out."""
+    first, second, _ = run_ranks(_left_of_a_store_of_python, 3, str(tmp_path / "store"), lost=[2], timeout=60)
     assert first == second == ([0, 1], {0: 10, 1: 11})
 
 
