@@ -76,14 +76,16 @@ class DiLoCo:
         compression: as in ``attach``, or a ``TopK``.
         process_group: the ranks to average over: one of each site, as in ``mesh["sites"]``. If a site is one host, it
             may be all ranks, which then add in shared memory first.
-        timeout: seconds to wait for a site. Then the others go on without it, and warn. It has to be longer than
-            ``sync_every`` steps take, because a site that is done waits for the next mean of the others.
+        timeout: seconds to wait for a site that is silent. Then the others go on without it, and warn. A site whose
+            process has ended is not waited for. It has to be longer than ``sync_every`` steps take, because a site that
+            is done waits for the next mean of the others.
         on_merge: is called with the list of parameters that were written to: with all when the object is made, and
             after each mean with those that it moves. Use it if the optimizer keeps copies of the weights elsewhere.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings.
-        RuntimeError: in a block, an optimizer has undone a mean of weights below 32 bits.
+        RuntimeError: ranks cannot connect. Or this process was to join others, none of which could be reached. Or, in a
+            block, an optimizer has undone a mean of weights below 32 bits.
     """
 
     def __init__(

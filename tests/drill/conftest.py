@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.engine.test_shared_memory_limits import own_mounts
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, default=1.0, help="for each drill; it tries everything at least once")
+    parser.addoption("--kills", type=int, default=0, help="in place of minutes: each of elastic's tests kills so many")
     parser.addoption("--seed", type=int, default=0, help="of a drill's first round; each round has the next one")
 
 
@@ -25,9 +28,16 @@ def pytest_sessionstart() -> None:
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """How often a drill has tried."""
-    if report.when == "call" and report.passed and report.user_properties:
-        return "passed", ".", f"PASSED {report.user_properties[-1][1]:,} times"
+    if report.when == "call" and report.passed and "rounds" in (properties := dict(report.user_properties)):
+        return "passed", ".", f"PASSED {properties['rounds']:,} times"
     return None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Which ranks were killed, and when."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        if report.when == "call" and (killed := dict(report.user_properties).get("kills")):
+            terminalreporter.write_line(f"{report.nodeid.partition('::')[2]} {report.outcome}: {killed}")
 
 
 @pytest.fixture
@@ -36,16 +46,38 @@ def seconds(pytestconfig: pytest.Config) -> float:
 
 
 @pytest.fixture
-def seeds(pytestconfig: pytest.Config, seconds: float, record_property: Callable[[str, object], None]) -> Iterator[int]:
+def kills() -> list[tuple[int, str]]:
+    """The ranks that a drill has killed so far, and what they were doing."""
+    return []
+
+
+def told(kills: Sequence[tuple[int, str]]) -> str:
+    """Says how many ranks were killed, and when."""
+    counts = Counter(moment for _, moment in kills).most_common()
+    first = sum(rank == 0 for rank, _ in kills)
+    return f"{len(kills)} killed, {first} of them rank 0; " + ", ".join(
+        f"{number} {moment}" for moment, number in counts
+    )
+
+
+@pytest.fixture
+def seeds(
+    request: pytest.FixtureRequest, seconds: float, record_property: Callable[[str, object], None]
+) -> Iterator[int]:
     """One for each round. That of a round that fails is the last one printed."""
+    option = request.config.getoption
+    killed = request.getfixturevalue("kills") if "kills" in request.fixturenames else []
 
     def rounds() -> Iterator[int]:
-        first, end = pytestconfig.getoption("seed"), time.monotonic() + seconds
+        first, end = option("seed"), time.monotonic() + seconds
         for seed in count(first):
             print(f"--seed {seed}")
             yield seed
             record_property("rounds", seed + 1 - first)
-            if time.monotonic() >= end:
+            if killed:
+                record_property("kills", told(killed))
+            is_over = len(killed) >= option("kills") if killed and option("kills") else time.monotonic() >= end
+            if is_over:
                 return
 
     return rounds()

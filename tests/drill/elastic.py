@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,20 +19,65 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from benchmarks.network.namespaces import Network
+from tests.engine import test_elastic
 from tests.engine.hosts import entered
-from tests.engine.test_elastic import NUM_STEPS, Changes, Moment, check, go_on
+from tests.engine.test_elastic import NUM_STEPS, Changes, Moment, Training, check, go_on
 from tests.ranks import run_ranks
 
 SHARED, MESSAGES, HOSTS = "shared memory", "messages", "two hosts"
 PLACES = ("forward", "backward", "optimizer", "between")
 LONGEST_STEP = 0.01
 """Seconds within which a rank dies after a step has begun: some of them in a later step."""
+JOINING = 0.5
+"""Seconds within which a rank that joins dies."""
 PATIENCE, SILENCE = 20.0, 4.0
 """Seconds that a silent rank is waited for, and that a stopped one is."""
 
 
-def take(rank: int, world_size: int, *given: Any) -> tuple[Changes, list[Tensor]] | None:
+class Watched(Training):
+    """A training that knows how far its backward is."""
+
+    has_all_gradients = False
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.model[0].weight.register_hook(lambda gradient: setattr(Watched, "has_all_gradients", True))
+
+    def step(self, *given: Any) -> None:
+        Watched.has_all_gradients = False
+        super().step(*given)
+
+
+def moment_of(frame: FrameType | None) -> str:
+    """What the main thread is doing."""
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if name == "_engine_run_backward":
+            return "averaging" if Watched.has_all_gradients else "mid-backward"
+        if "torch/optim" in file:
+            return "in the optimizer"
+        if file.endswith("torch/nn/modules/module.py"):
+            return "in forward"
+        if file.endswith("fastsync/elastic.py") and name in ("_begin", "_agree", "_move"):
+            return "agreeing"
+        if name in ("attach", "__init__") and file.endswith(("fastsync/attach.py", "fastsync/elastic.py")):
+            return "attaching"
+        frame = frame.f_back
+    return "between"
+
+
+def note_and_end(kills: str, rank: int) -> None:
+    """Dies, and leaves behind what it was doing."""
+    own = threading.main_thread().ident
+    assert own is not None
+    with open(kills, "a") as file:
+        file.write(f"{rank} {moment_of(sys._current_frames()[own])}\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def take(rank: int, world_size: int, kills: str, *given: Any) -> tuple[Changes, list[Tensor]] | None:
     """Takes steps. Returns None if the others have gone on without this rank."""
+    test_elastic.end_now, test_elastic.Training = partial(note_and_end, kills, rank), Watched
     try:
         return go_on(rank, world_size, *given)
     except RuntimeError as error:
@@ -49,30 +98,36 @@ def between(keepers: Sequence[int]) -> Callable[..., list[Any]]:
     return lambda fn, size, *given, **options: run_ranks(on_host, size, keepers, fn, *given, **options)
 
 
-def moments(draw: random.Random, way: str, old: Sequence[int]) -> dict[int, Moment]:
+def moments(draw: random.Random, way: str, old: Sequence[int], new: Sequence[int]) -> dict[int, Moment]:
     """Which ranks are lost, and when. One of them stays."""
+    if new and draw.random() < 0.3:
+        return {new[0]: (-1, draw.uniform(0.0, JOINING))}
     if way == HOSTS and draw.random() < 0.3:  # a whole host
         moment = (draw.randrange(NUM_STEPS), draw.uniform(0.0, LONGEST_STEP))
         return dict.fromkeys(old[draw.randrange(2) :: 2], moment)
-    victims = draw.sample(old, draw.choice((1, 1, 2)))
-    return {
-        victim: (
-            draw.randrange(NUM_STEPS),
-            draw.choice((draw.choice(PLACES), draw.uniform(0.0, LONGEST_STEP), draw.uniform(0.0, LONGEST_STEP))),
-        )
-        for victim in victims
-    }
+    lost: dict[int, Moment] = {}
+    for victim in draw.sample(old, draw.choice((1, 1, 2))):
+        step, seconds = draw.randrange(-1, NUM_STEPS), draw.uniform(0.0, LONGEST_STEP)
+        lost[victim] = step, seconds if step < 0 else draw.choice((draw.choice(PLACES), seconds, seconds))
+    return lost
 
 
 @pytest.mark.parametrize("way", [SHARED, MESSAGES, HOSTS])
-def test_losses(way: str, seeds: Iterable[int], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_losses(
+    way: str,
+    seeds: Iterable[int],
+    kills: list[tuple[int, str]],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    said = tmp_path / "kills"
     if way == HOSTS:
         request.getfixturevalue("namespaces")
     for seed in seeds:
         draw = random.Random(f"{seed} {way}")
         size = draw.choice((3, 4, 5))
         new = [size - 1] if size > 3 and draw.random() < 0.4 else []
-        lost = moments(draw, way, range(size - len(new)))
+        lost = moments(draw, way, range(size - len(new)), new)
         if way == SHARED and draw.random() < 0.1:
             lost = {draw.randrange(size - len(new)): (draw.randrange(NUM_STEPS), "stop")}
         compression = draw.choice(("none", "fp16", "int8+ef"))
@@ -83,5 +138,7 @@ def test_losses(way: str, seeds: Iterable[int], tmp_path: Path, request: pytest.
             store = str(tmp_path / f"store{seed}") if network else server.port
             stops = "stop" in str(lost)
             timeout = SILENCE if stops else PATIENCE
-            ran = run(take, size, store, compression, lost, new, timeout, lost=[] if stops else lost)
+            said.write_text("")
+            ran = run(take, size, str(said), store, compression, lost, new, timeout, lost=[] if stops else lost)
+            kills += [(int(line.split()[0]), line.partition(" ")[2]) for line in said.read_text().splitlines()]
             check(ran, list(range(size - len(new))), compression, run)

@@ -80,7 +80,7 @@ def end_now() -> None:
 
 
 Moment = tuple[int, str | float]
-"""A step, and a place in it or the seconds after its begin."""
+"""A step, and a place in it or the seconds after its begin. Step -1 begins where the Elastic is made."""
 
 
 def go_on(
@@ -102,6 +102,9 @@ def go_on(
     kept = dist.FileStore(store, -1) if isinstance(store, str) else TCPStore("127.0.0.1", store, is_master=False)
     if rank in new:
         os.environ[JOINS] = "1"
+    moment = lost.get(rank, (-2, ""))
+    if rank in new and isinstance(moment[1], float) and moment[0] == -1:
+        threading.Timer(moment[1], end_now).start()
     training = Training([rank] if rank in new else [each for each in range(world_size) if each not in new], compression)
     changes: Changes = []
     elastic = Elastic(
@@ -112,7 +115,8 @@ def go_on(
         on_change=lambda members: changes.append((elastic._index, elastic._members.now.progress)),
         store=kept,
     )
-    moment = lost.get(rank, (-1, ""))
+    if rank not in new and isinstance(moment[1], float) and moment[0] == -1:  # all have met, or would not begin
+        threading.Timer(moment[1], end_now).start()
 
     def die_amid(loss: Tensor) -> None:
         training.model[0].weight.register_hook(lambda gradient: end_now())
@@ -130,7 +134,7 @@ def go_on(
             elif place == "optimizer":
                 training.optimizer.register_step_pre_hook(lambda *_: end_now())
             elif place == "stop":
-                moment = (-1, "")
+                moment = (-2, "")
                 subprocess.Popen(["sh", "-c", f"sleep {3 * timeout}; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
             training.step(step.index, die_amid if place == "backward" else Tensor.backward)
