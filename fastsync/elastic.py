@@ -80,8 +80,7 @@ class Elastic:
 
     Before a step runs again, gradients are dropped. Buffers, torch's random state on the CPU, and the residuals of
     error feedback become what they were. A GradScaler takes the new gradients as if it had not seen the first. Other
-    state that the block changes, such as a data loader's, is not
-    put back: let ``step.index`` choose the data.
+    state that the block changes, such as a data loader's, is not put back: let ``step.index`` choose the data.
 
     Args:
         model: the model that ``sync`` was attached to. Its gradients have to be on the CPU.

@@ -339,14 +339,15 @@ class DiLoCo:
 
     def _with_all_sites(self, call: Callable[[], Result], fragment: Fragment) -> Result:
         """Makes a call that waits for all sites, again with those that are left if some are lost."""
-        for tries_left in reversed(range(self._sites.group.size() + MOST_FAILURES)):
+        tries_left = self._sites.group.size() + MOST_FAILURES
+        while True:
             try:
                 return call()
             except RuntimeError as error:
+                tries_left -= 1
                 if tries_left == 0:
                     raise
                 self._go_on(fragment, error)
-        raise AssertionError
 
     def _go_on(self, fragment: Fragment, error: RuntimeError) -> None:
         """Goes on with the ranks that are left, and with new ones."""

@@ -52,19 +52,20 @@ class SurvivingGroup:
         self._is_closed = self._wants_change = False
         ranks = dist.get_process_group_ranks(process_group)
         name = "" if self.joins else _name_of(process_group)
-        store, way_back = members_store(ranks), "start it again, and it joins them"
+        store = members_store(ranks)
+        can_join = store is not None
         if store is None:
             if self.joins:
                 raise ValueError(f"{JOINS}=1: this process is to join others, and {STORE} does not tell where they are")
-            way_back = "start it again from their state"
             store = PrefixStore(name, another_connection(dist.distributed_c10d._get_default_store()))
         look_store, look = another_connection(store), weakref.WeakMethod(self._look)
         self._watch = PeerWatch(
             host_of(store),
             on_death=lambda lost: None,  # the group's own connections break, and nobody is missed after the end
-            look=lambda: known(look_store) if (known := look()) else None,
+            look=lambda: known(look_store) if can_join and (known := look()) else None,
         )
         weakref.finalize(self, self._watch.close)
+        way_back = "start it again, and it joins them" if can_join else "start it again from their state"
         told: dict[str, Any] = {"name": "fastsync", "way_back": way_back}
         self._members = Members(store, dist.get_rank(), self._watch, timeout.total_seconds(), **told)
         self._liveness: _C.Liveness | None = None
@@ -133,13 +134,16 @@ class SurvivingGroup:
             ValueError: this rank is new, and ``share`` has refused it.
             RuntimeError: the store does not answer, or the others have gone on without this rank.
         """
-        silent = self._silences()
         try:
             for _ in range(len(self.ranks) + MOST_FAILURES):
                 if self._is_closed:
                     raise RuntimeError("fastsync: this process ends") from error
                 self._close_connections()  # another rank may wait in the old group for this one, which does not come
-                decided = self._agree(progress(), silent, error)
+                decided = self._agree(progress(), error) if self.ranks else self._members.join()
+                assert decided is not None  # these ranks never tell that the training is over
+                if max(decided.progress.values()) < 0:
+                    all_lost = "all ranks are lost that had the training's state"
+                    raise RuntimeError(f"fastsync: {all_lost}; start it again") from error
                 self._wants_change = False
                 if not self._form():
                     continue
@@ -156,19 +160,14 @@ class SurvivingGroup:
             self._members.leave()
             raise
 
-    def _agree(self, progress: int, silent: Callable[[], set[int]], error: Exception | None) -> Membership:
-        is_new = not self.ranks
+    def _agree(self, progress: int, error: Exception | None) -> Membership:
         try:
-            decided = self._members.join() if is_new else self._members.agree(progress, has_ended=False, silent=silent)
+            return self._members.agree(progress, has_ended=False, silent=self._silences())
         except dist.DistError as unreachable:
             raise RuntimeError(
                 f"fastsync: rank {self.own} has lost some of ranks {self.ranks} ({error}), and the store that would "
                 f"tell which does not answer ({unreachable}); it has to live on a host that is not lost"
             ) from error
-        assert decided is not None  # these ranks never tell that the training is over
-        if max(decided.progress.values()) < 0:
-            raise RuntimeError("fastsync: all ranks are lost that had the training's state; start it again") from error
-        return decided
 
     def _silences(self) -> Callable[[], set[int]]:
         """Makes a function that returns the ranks without a heartbeat. Each of its calls may take some seconds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.distributed import TCPStore
 from torch.optim import SGD
 
 from fastsync import DiLoCo, TopK
+from fastsync._checks import resolve_group
 from fastsync.elastic import JOINS, STORE
+from fastsync.surviving_group import SurvivingGroup
 from tests.engine.sites import make_model, make_optimizer, train_step, weights
 from tests.engine.test_elastic import launch
 from tests.ranks import run_ranks
@@ -220,6 +223,23 @@ def test_a_stopped_site_is_left_and_ends_by_itself(tmp_path: Path) -> None:
     assert first == third == [0, 2]
     assert "ranks [0, 2] have gone on without rank 1" in stopped
     assert "start it again from their state" in stopped
+
+
+def left_with_a_silent_one(rank: int, world_size: int) -> list[int]:
+    """Rank 2 ends, and rank 1 only stands still."""
+    sites = SurvivingGroup(resolve_group(None), timedelta(minutes=10))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 2:
+        os._exit(0)
+    sites.go_on(lambda: 0, lambda progress: None, RuntimeError("the connection broke"))
+    return sites.ranks
+
+
+def test_a_site_without_a_heartbeat_is_left_after_some_seconds() -> None:
+    """Long before the time-out, which is ten minutes."""
+    assert run_ranks(left_with_a_silent_one, 3, lost=[1, 2], timeout=60)[0] == [0]
 
 
 def join_without_a_store(rank: int, world_size: int) -> str:
