@@ -99,12 +99,20 @@ class Members:
             self._store.set("size", str(max(members) + 1))
         self._take(Membership(0, dict.fromkeys(members, 0), addresses))
 
-    def agree(self, progress: int, has_ended: bool, silent: Callable[[], Set[int]] = frozenset) -> Membership:
+    def agree(
+        self,
+        progress: int,
+        has_ended: bool,
+        *,
+        takes_new: bool = True,
+        silent: Callable[[], Set[int]] = frozenset,
+    ) -> Membership:
         """Returns the next membership, see Note [One membership].
 
         Args:
             progress: how far this rank has come.
             has_ended: whether it has taken the last step.
+            takes_new: whether a new rank could do what this rank does next. The one that has come furthest decides.
             silent: returns ranks that are not waited for either. It is asked while ranks are missing that are not dead.
 
         Raises:
@@ -112,7 +120,7 @@ class Members:
             RuntimeError: the others have gone on without this rank.
         """
         here = PrefixStore(f"{self.now.epoch}/here", self._store)
-        here.set(str(self.own), json.dumps([progress, has_ended]))
+        here.set(str(self.own), json.dumps([progress, has_ended, takes_new]))
         key = f"{self.now.epoch}/next"
         deadline = time.monotonic() + self._timeout
         while not self._store.check([key]):
@@ -123,13 +131,14 @@ class Members:
             if not is_late and missing and not missing <= silent():
                 time.sleep(POLL_SECONDS)
                 continue
-            new = self._waiting(self._store, sum(came.values()))
-            if sum(came.values()) + len(new) >= self._min_ranks:
-                told = {each: json.loads(here.get(str(each))) for each in came if came[each]}
+            told = {each: json.loads(here.get(str(each))) for each in came if came[each]}
+            *_, new_are_taken = max(told.values())
+            new = self._waiting(self._store, len(told)) if new_are_taken else {}
+            if len(told) + len(new) >= self._min_ranks:
                 self._store.compare_set(key, "", self._proposal(told, new).to_json())
             elif is_late:
                 raise TooFewRanksError(
-                    f"{self._name}: {sum(came.values())} of ranks {self.now.members} are left, and min_ranks="
+                    f"{self._name}: {len(told)} of ranks {self.now.members} are left, and min_ranks="
                     f"{self._min_ranks}; no others have joined within {self._timeout:g} s"
                 )
             else:
@@ -143,9 +152,9 @@ class Members:
         self._take(decided)
         return decided
 
-    def _proposal(self, told: Mapping[int, tuple[int, bool]], new: Mapping[int, str]) -> Membership:
-        is_over = all(has_ended for _, has_ended in told.values())
-        progress = {each: steps for each, (steps, _) in told.items()}
+    def _proposal(self, told: Mapping[int, tuple[int, bool, bool]], new: Mapping[int, str]) -> Membership:
+        is_over = all(has_ended for _, has_ended, _ in told.values())
+        progress = {each: steps for each, (steps, *_) in told.items()}
         addresses = {each: self.now.addresses[each] for each in told}
         if not is_over:
             progress |= dict.fromkeys(new, -1)

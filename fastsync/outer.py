@@ -133,8 +133,9 @@ class DiLoCo:
         self._sync_every = sync_every
         self._step = 0
         self._averaged_step = 0  # the step that sent the fragment that was averaged last
-        self._num_sent = 0  # fragments so far, which is the number of the newest one: equal on all ranks
-        self._num_averaged = 0  # the number of the fragment that was averaged last
+        # Blocks that have begun and fragments that were sent, which gives each a number that is equal on all ranks.
+        self._num_sent = 0
+        self._num_averaged = 0  # the number of the newest one that all ranks have come to
         self._num_final = 0  # how many fragments were averaged in a row after all loops had ended
         self._is_resumed = False
         self._block: BlockSteps | None = None
@@ -181,7 +182,6 @@ class DiLoCo:
                 f"fastsync: a with block of this {type(self).__name__} has begun already, and each step would count "
                 "twice; leave that block first"
             )
-        self._num_final = 0
         self._block = BlockSteps(
             self._optimizers, self._tensors, begin=self._begin, step=self.step, patience=self._sync_every,
             owner=type(self).__name__,
@@ -231,9 +231,15 @@ class DiLoCo:
         """Checks before the first step of a block whether loaded weights differ from the common ones."""
         for fragment in self._fragments:
             fragment.expect_step()
+        number = self._num_sent = self._num_sent + 1
+
+        def compare() -> None:
+            if number > self._num_averaged:  # else another rank has compared, and its outer weights came
+                self._take_over_loaded_weights()
+
         with _on_the_host():
-            self._with_all_sites(self._take_over_loaded_weights, self._fragments[0])
-        self._is_resumed = False
+            self._with_all_sites(compare)
+        self._num_averaged, self._num_final, self._is_resumed = number, 0, False
 
     def _take_over_loaded_weights(self) -> None:
         have_moved = not self._is_resumed and any(
@@ -337,8 +343,11 @@ class DiLoCo:
 
     # ---- sites that are lost, and that join -------------------------------------------------------------------------
 
-    def _with_all_sites(self, call: Callable[[], Result], fragment: Fragment) -> Result:
-        """Makes a call that waits for all sites, again with those that are left if some are lost."""
+    def _with_all_sites(self, call: Callable[[], Result], fragment: Fragment | None = None) -> Result:
+        """Makes a call that waits for all sites, again with those that are left if some are lost.
+
+        It averages ``fragment``. Without one it begins a block, and new ranks have to wait.
+        """
         tries_left = self._sites.group.size() + MOST_FAILURES
         while True:
             try:
@@ -349,10 +358,11 @@ class DiLoCo:
                     raise
                 self._go_on(fragment, error)
 
-    def _go_on(self, fragment: Fragment, error: RuntimeError) -> None:
+    def _go_on(self, fragment: Fragment | None, error: RuntimeError) -> None:
         """Goes on with the ranks that are left, and with new ones."""
         before = self._sites.ranks
-        self._sites.go_on(lambda: self._num_averaged, partial(self._share, fragment), error)
+        share = partial(self._share, fragment)
+        self._sites.go_on(lambda: self._num_averaged, share, error, takes_new=fragment is not None)
         if lost := sorted({*before} - {*self._sites.ranks}):
             warnings.warn(
                 f"fastsync: ranks {lost} were lost, or did not come within the time-out ({error}); ranks "
@@ -383,9 +393,9 @@ class DiLoCo:
         """Makes the outer weights of all ranks equal in a new group.
 
         Some of them may have got the last mean before an error, and some not, and some may be new. So all take the
-        outer weights of a rank that has come furthest. ``fragment`` is the one whose mean has failed.
+        outer weights of a rank that has come furthest. ``fragment`` is the one whose mean has failed, if one has.
         """
-        group = self._sites.group
+        group, is_new = self._sites.group, self._num_averaged < 0
         furthest = max(progress, key=lambda rank: (progress[rank], -rank))
         have_new = min(progress.values()) < 0
         if have_new:
@@ -397,7 +407,7 @@ class DiLoCo:
         failed = None if fragment is None else fragment.averager
         if self._num_averaged < progress[furthest] and isinstance(failed, TopKAverager):
             failed.settle()  # the other ranks have received what this rank sent
-        if self._num_averaged < 0:
+        if is_new:
             assert state is not None
             self._tensors.load_beside_weights(state["beside"])
             self._fragments = self._make_fragments(group)
@@ -410,8 +420,8 @@ class DiLoCo:
             self._load_outer_state(state["outer"])
             self._num_final, self._averaged_step = state["num_final"], state["averaged_step"]
             self._num_averaged = progress[furthest]
-            if fragment is None:
-                self._step = self._averaged_step
+        if is_new:
+            self._step = self._averaged_step
 
     def _common_state(self, have_new: bool) -> dict[str, Any]:
         """Returns the state that all ranks take over. New ones get frozen parameters and buffers, too."""
@@ -458,7 +468,7 @@ class DiLoCo:
             fragment.merge_watch = None
         self._step = self._averaged_step = state["step"]  # all that was sent is averaged
         self._load_outer_state(state["outer"])
-        self._is_resumed = True
+        self._num_final, self._is_resumed = 0, True
         if self._block is not None:
             self._block.has_begun = True
 

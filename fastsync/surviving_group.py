@@ -117,7 +117,12 @@ class SurvivingGroup:
                 self._wants_change = self._members.wants_to_change(store)
 
     def go_on(
-        self, progress: Callable[[], int], share: Callable[[Progress], None], error: Exception | None = None
+        self,
+        progress: Callable[[], int],
+        share: Callable[[Progress], None],
+        error: Exception | None = None,
+        *,
+        takes_new: bool = True,
     ) -> None:
         """Forms a group of the ranks that are left, and of new ones, once an error has shown that some are lost.
 
@@ -129,6 +134,7 @@ class SurvivingGroup:
             progress: tells how far this rank has come.
             share: makes the ranks of the new group equal. If it fails, as another rank is lost, all try again.
             error: what went wrong.
+            takes_new: whether a new rank could do what this rank does next.
 
         Raises:
             ValueError: this rank is new, and ``share`` has refused it.
@@ -139,7 +145,7 @@ class SurvivingGroup:
                 if self._is_closed:
                     raise RuntimeError("fastsync: this process ends") from error
                 self._close_connections()  # another rank may wait in the old group for this one, which does not come
-                decided = self._agree(progress(), error) if self.ranks else self._members.join()
+                decided = self._agree(progress(), takes_new, error) if self.ranks else self._members.join()
                 assert decided is not None  # these ranks never tell that the training is over
                 if max(decided.progress.values()) < 0:
                     all_lost = "all ranks are lost that had the training's state"
@@ -160,9 +166,9 @@ class SurvivingGroup:
             self._members.leave()
             raise
 
-    def _agree(self, progress: int, error: Exception | None) -> Membership:
+    def _agree(self, progress: int, takes_new: bool, error: Exception | None) -> Membership:
         try:
-            return self._members.agree(progress, has_ended=False, silent=self._silences())
+            return self._members.agree(progress, has_ended=False, takes_new=takes_new, silent=self._silences())
         except dist.DistError as unreachable:
             raise RuntimeError(
                 f"fastsync: rank {self.own} has lost some of ranks {self.ranks} ({error}), and the store that would "

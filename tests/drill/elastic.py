@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,12 +16,17 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore
 
+import fastsync
 from benchmarks.network.namespaces import Network
+from fastsync.elastic import JOINS, STORE
 from tests.engine import test_elastic
 from tests.engine.hosts import entered
+from tests.engine.sites import make_model, make_optimizer, train_step
 from tests.engine.test_elastic import NUM_STEPS, Changes, Moment, Training, check, go_on
 from tests.ranks import run_ranks
 
@@ -54,6 +60,10 @@ def moment_of(frame: FrameType | None) -> str:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if name == "_engine_run_backward":
             return "averaging" if Watched.has_all_gradients else "mid-backward"
+        if file.endswith("fastsync/surviving_group.py"):
+            return "agreeing"
+        if file.endswith("fastsync/outer_fragment.py"):
+            return "averaging"
         if "torch/optim" in file:
             return "in the optimizer"
         if file.endswith("torch/nn/modules/module.py"):
@@ -142,3 +152,54 @@ def test_losses(
             ran = run(take, size, str(said), store, compression, lost, new, timeout, lost=[] if stops else lost)
             kills += [(int(line.split()[0]), line.partition(" ")[2]) for line in said.read_text().splitlines()]
             check(ran, list(range(size - len(new))), compression, run)
+
+
+SITE_STEPS, SYNC_EVERY = 60, 3
+
+
+def train_site(
+    rank: int, world_size: int, kills: str, port: int, options: dict[str, Any], lost: dict[int, float], new: int
+) -> list[Tensor]:
+    """Trains as a site, of which some die so many seconds after their start, and one joins the others."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    if rank == new:
+        os.environ[JOINS] = "1"
+    members = [rank] if rank == new else [each for each in range(world_size) if each != new]
+    group = dist.new_group(members, use_local_synchronization=True)
+    model = make_model()
+    optimizer = make_optimizer(model)
+    if rank in lost and rank == new:
+        threading.Timer(lost[rank], note_and_end, (kills, rank)).start()
+    sync = fastsync.DiLoCo(model, optimizer, sync_every=SYNC_EVERY, process_group=group, timeout=PATIENCE, **options)
+    if rank in lost and rank != new:
+        threading.Timer(lost[rank], note_and_end, (kills, rank)).start()
+    with sync:
+        for step in range(sync.num_steps, SITE_STEPS):
+            train_step(model, optimizer, rank, step)
+            time.sleep(0.002)
+    return [weight.detach() for fragment in sync._fragments for weight in fragment.outer.values()]
+
+
+@pytest.mark.filterwarnings("ignore:fastsync. ranks")
+def test_sites(seeds: Iterable[int], kills: list[tuple[int, str]], tmp_path: Path) -> None:
+    """Those that are left have equal weights in the end, also with one that has joined."""
+    said = tmp_path / "kills"
+    for seed in seeds:
+        draw = random.Random(f"{seed} sites")
+        size = draw.choice((3, 4, 5))
+        new = size - 1
+        options = {
+            "compression": draw.choice(("none", "int8+ef", fastsync.TopK())),
+            "fragments": draw.choice((1, 3)),
+            "fragment_sync_delay": draw.choice((0, 0, 1)),
+        }
+        victims = draw.sample(range(size), draw.choice((1, 2)))
+        lost = {victim: draw.uniform(0.0, 1.0) for victim in victims[: size - 2]}
+        print(f"{size} sites, {options}, lost {lost}")
+        said.write_text("")
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ran = run_ranks(train_site, size, str(said), server.port, options, lost, new, lost=[*lost])
+        kills += [(int(line.split()[0]), line.partition(" ")[2]) for line in said.read_text().splitlines()]
+        first, *others = (each for rank, each in enumerate(ran) if rank not in lost)
+        for each in others:
+            torch.testing.assert_close(each, first, rtol=0, atol=0)

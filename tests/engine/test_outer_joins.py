@@ -225,6 +225,34 @@ def test_a_stopped_site_is_left_and_ends_by_itself(tmp_path: Path) -> None:
     assert "start it again from their state" in stopped
 
 
+def begin_where_one_is_behind(rank: int, world_size: int) -> list[Tensor]:
+    """Rank 1 takes the comparison at the begin of a block for failed, and rank 0 is at the first mean already."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = DiLoCo(model, optimizer, sync_every=SYNC_EVERY, timeout=20.0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # all load the same, which the comparison finds out
+            parameter.add_(1.0)
+    compare = sync._take_over_loaded_weights
+
+    def fail() -> None:
+        sync._take_over_loaded_weights = compare
+        compare()
+        raise RuntimeError("the connection broke")
+
+    if rank == 1:
+        sync._take_over_loaded_weights = fail
+    with sync:
+        for step in range(NUM_STEPS):
+            train_step(model, optimizer, rank, step)
+    return weights(model)
+
+
+def test_a_site_that_is_behind_at_the_begin_goes_on_with_the_others() -> None:
+    first, second = run_ranks(begin_where_one_is_behind, 2, timeout=60)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
 def left_with_a_silent_one(rank: int, world_size: int) -> list[int]:
     """Rank 2 ends, and rank 1 only stands still."""
     sites = SurvivingGroup(resolve_group(None), timedelta(minutes=10))
