@@ -45,6 +45,7 @@ using fastsync::EngineState;
 using fastsync::GatherWork;
 using fastsync::HookState;
 using fastsync::ModelBuffers;
+using fastsync::Op;
 using fastsync::ParameterGather;
 using fastsync::ParameterSync;
 using fastsync::ShardedState;
@@ -120,6 +121,14 @@ Compression make_compression(const std::string& wire, bool sums_in_float32, bool
   return {wires.at(wire), sums_in_float32,
           error_feedback, algorithm ? std::optional(algorithms.at(*algorithm)) : std::nullopt,
           ranks_per_node, low_rank};
+}
+
+// Takes the op's name in Python, which Python has checked.
+std::shared_ptr<Synchronizer> make_synchronizer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                                                Group group, int64_t bucket_cap_bytes, const std::string& op) {
+  static const std::map<std::string, Op> ops{{"mean", Op::kMean}, {"mean_of_used", Op::kMeanOfUsed}, {"sum", Op::kSum}};
+  return ::make_shared<Synchronizer>(std::move(parameters), std::move(names), std::move(group), bucket_cap_bytes,
+                                     ops.at(op));
 }
 
 // Returns the factor of a parameter's gradients that the first step with lowrank begins with; None if they travel as
@@ -271,10 +280,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
 
   py::class_<Synchronizer, EngineState, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
-      .def(
-          py::init(&make_shared<Synchronizer, std::vector<at::Tensor>, std::vector<std::string>, Group, int64_t, bool>),
-          py::arg("parameters"), py::arg("names"), py::arg("process_group"), py::arg("bucket_cap_bytes"),
-          py::arg("sums") = false)
+      .def(py::init(&make_synchronizer), py::arg("parameters"), py::arg("names"), py::arg("process_group"),
+           py::arg("bucket_cap_bytes"), py::arg("op") = "mean")
       .def("attach", &Synchronizer::attach, py::arg("parameters"), py::arg("overlap"), no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)

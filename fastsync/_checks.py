@@ -137,10 +137,15 @@ def is_positive(number: object) -> bool:
     return isinstance(number, Real) and 0 < float(number) < math.inf
 
 
-def check_op(op: str) -> None:
-    """Raises ValueError for what gradients cannot become."""
-    if op not in ("mean", "sum"):
-        raise ValueError(f"op: expected 'mean' or 'sum', got {op!r}")
+MEAN_OF_USED = "mean_of_used"
+
+
+def check_op(op: str, *more: str) -> None:
+    """Raises ValueError for what gradients cannot become. ``more`` names what they may become beside mean and sum."""
+    known = ("mean", *more, "sum")
+    if op not in known:
+        expected = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        raise ValueError(f"op: expected {expected}, got {op!r}{did_you_mean(str(op), known)}")
 
 
 def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:

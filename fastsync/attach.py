@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._checks import (
+    MEAN_OF_USED,
     as_weight,
     check_not_in_ddp,
     check_op,
@@ -77,7 +78,7 @@ class GradientSynchronizer(WatchedHandle):
     def _begin(self, group: dist.ProcessGroup, compression: AnyCompression) -> None:
         self._group = group
         self._engine: _C.Synchronizer = _C.Synchronizer(
-            list(self._named.values()), list(self._named), group, self._bucket_cap_bytes, self._op == "sum"
+            list(self._named.values()), list(self._named), group, self._bucket_cap_bytes, self._op
         )
         self._accumulated_step = -1  # the newest step after which no_sync() let gradients accumulate
         self._deferred_clip_step = -1
@@ -291,7 +292,7 @@ class GradientSynchronizer(WatchedHandle):
         self._engine.set_enabled(self._is_enabled)
         self._engine.attach(list(self._named.values()), self._overlaps)
         self._send_buffers()
-        if self._op == "mean":  # a residual then adds as much to the mean as in the old group
+        if self._op != "sum":  # a residual then adds as much to the mean as in the old group
             for residual in state["residuals"].values():
                 residual *= growth
         self.load_state_dict(state)  # before the broadcast, so that nothing is lost if that rank does not answer
@@ -477,7 +478,8 @@ def attach(
         overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.
         init_sync: first give every rank the parameters and buffers of the group's rank 0.
         op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks. A second backward
-            adds the new gradients of all ranks to the first sum.
+            adds the new gradients of all ranks to the first sum. With ``"mean_of_used"`` the mean is over the ranks
+            that have a gradient of the parameter, for experts or heads that only some ranks use in a step.
         broadcast_buffers: with each sync give all ranks the buffers of rank 0, for modules that had buffers at the
             start.
         optimizer: torch's AdamW, Adam or SGD of these parameters, which must be on a CPU. The ranks of each host then
@@ -490,7 +492,7 @@ def attach(
     """
     if not is_positive(bucket_cap_mb):
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
-    check_op(op)
+    check_op(op, MEAN_OF_USED)
     if broadcast_buffers not in (True, False):
         raise ValueError(f"broadcast_buffers: expected True or False, got {broadcast_buffers!r}")
     if broadcast_buffers and not isinstance(module_or_params, nn.Module):

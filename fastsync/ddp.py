@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from . import _C
-from ._checks import as_weight, check_not_sharded, check_op, resolve_group
+from ._checks import MEAN_OF_USED, as_weight, check_not_sharded, check_op, resolve_group
 from ._handle import SyncHandle, warn_of_generic_kernels
 from ._handles_in_use import begin_use, check_free, handles_of
 from ._optimizer_watch import WatchedHandle, watch_optimizers
@@ -170,6 +170,11 @@ def register_comm_hook(
     named = dict(ddp_model.module.named_parameters())
     group = resolve_group(ddp_model.process_group if process_group is None else process_group)
     check_free(named, "ddp_model")
+    if op == MEAN_OF_USED:
+        raise ValueError(
+            f"op: {op!r} needs fastsync.attach. DDP hands over zeros for a parameter without a gradient, so nobody can "
+            "tell which ranks have one"
+        )
     check_op(op)
     hook = CommHook(ddp_model, compression, group, op)
     begin_use(hook, [ddp_model], kept_by=[ddp_model])

@@ -7,7 +7,7 @@ agrees to rounding, because the order of a sum is the implementation's own.
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -325,6 +325,32 @@ def all_reduce_mean(
         for kept, flat in zip(residuals or (), laid_out or (), strict=True):
             for residual, part in zip(kept, _parts(flat, kept, dtype), strict=True):
                 residual.copy_(part)
+    return result
+
+
+def mean_of_used(
+    grads: Sequence[Sequence[Tensor | None]], *, weights: Sequence[float] | None = None, **options: Any
+) -> list[Tensor | None]:
+    """The mean over the ranks that have a gradient; None where no rank has one. ``options`` are of ``all_reduce_mean``.
+
+    It is ``all_reduce_mean`` with zeros for what is missing, times the weight of all ranks over that of the ranks that
+    have a gradient. This factor is 1 where all ranks have one, or where those that have one count for nothing.
+    """
+    counts = [1.0] * len(grads) if weights is None else weights
+    shares = [torch.tensor(each * len(grads) / (sum(counts) or math.inf), dtype=torch.float64) for each in counts]
+    like = [next((grad for grad in same if grad is not None), torch.zeros(1)) for same in zip(*grads, strict=True)]
+    filled = [[torch.zeros_like(a) if grad is None else grad for a, grad in zip(like, of, strict=True)] for of in grads]
+    result: list[Tensor | None] = []
+    for same, mean in zip(zip(*grads, strict=True), all_reduce_mean(filled, weights=weights, **options), strict=True):
+        of_users = sum(
+            (share.float() for grad, share in zip(same, shares, strict=True) if grad is not None), torch.zeros(())
+        )
+        if all(grad is None for grad in same):
+            result.append(None)
+        elif all(grad is not None for grad in same) or of_users == 0:
+            result.append(mean)
+        else:
+            result.append(mean * (len(grads) / of_users.double()).to(_compute_dtype(mean.dtype)))
     return result
 
 

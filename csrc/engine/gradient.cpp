@@ -75,7 +75,7 @@ at::Tensor Gradient::to_send() {
     return as_reals(gradient);
   }
   stand_in_ = new_stand_in(tensor_);
-  if (gradient.defined() && (parameter_->is_new || !parameter_->is_sum(gradient))) {
+  if (gradient.defined() && (parameter_->is_new || parameter_->old_travels(gradient))) {
     check();
     stand_in_.copy_(gradient);
   } else {
@@ -89,6 +89,14 @@ at::Tensor Gradient::new_poison() const {
 }
 
 at::Tensor Gradient::poison() const { return as_reals(new_poison()); }
+
+bool Gradient::multiply_mean(const at::Tensor& factor) {
+  if (factor.is_cpu() && factor.item<double>() == 1.0) {
+    return false;
+  }
+  counted().mul_(factor);
+  return true;
+}
 
 bool Gradient::take_mean(bool exists) {
   at::Tensor& gradient = tensor_.mutable_grad();

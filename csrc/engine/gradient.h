@@ -30,8 +30,8 @@ class Gradient {
   bool is_new() const { return parameter_->is_new && is_here(); }
 
   // Returns what is sent, dense and as reals. Without a new gradient that is the old gradient, so that the mean is
-  // right if another rank has a new one. It is zeros if there is no gradient, or if the old one is a sum over the
-  // ranks.
+  // right if another rank has a new one. It is zeros if there is no gradient, or if the old one must not travel, see
+  // Parameter::old_travels.
   at::Tensor to_send();
   // Returns what is sent after a failure: nan.
   at::Tensor poison() const;
@@ -39,6 +39,8 @@ class Gradient {
   // Whether to_send has returned a stand-in: memory other than the gradient's. The gradient is old or missing then, or
   // lies in memory in another order than the parameter.
   bool has_stand_in() const { return stand_in_.defined(); }
+  // Multiplies the mean over the ranks, before take_mean. Returns false if the factor is known to be 1.
+  bool multiply_mean(const at::Tensor& factor);
   // Takes the mean over the ranks, which lies in the memory that was sent. `exists` tells whether some rank has a new
   // gradient. If so, the gradient becomes the mean, or the mean is added to the parameter's sum. Returns false if it
   // was added.

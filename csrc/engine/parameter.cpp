@@ -84,7 +84,7 @@ void Parameter::put_sum_aside() {
 
 void Parameter::mark_new(bool left_over) {
   is_left_over = left_over;
-  is_new = !sums || sum.defined() || !averaged.holds(lock().grad());  // else nothing has come
+  is_new = op == Op::kMean || sum.defined() || !averaged.holds(lock().grad());  // else nothing has come
 }
 
 // zero_grad() is meant for the sum, too. Nobody can tell whether another change in place is. The host waits for the

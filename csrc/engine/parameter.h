@@ -22,10 +22,12 @@ int64_t num_reals_of(const at::Tensor& parameter);
 // Whether the parameter's gradient travels.
 inline bool takes_part(const at::Tensor& parameter) { return parameter.requires_grad() && parameter.numel() > 0; }
 
+// What gradients become: the mean over all ranks, the mean over the ranks that have used the parameter, or the sum.
+enum class Op : int8_t { kMean, kMeanOfUsed, kSum };
+
 struct Parameter {
-  // With `sums` its gradient becomes the sum over the ranks, and not the mean.
-  Parameter(const at::Tensor& tensor, std::string name, bool sums)
-      : id(tensor.getIntrusivePtr()), name(std::move(name)), sums(sums) {}
+  Parameter(const at::Tensor& tensor, std::string name, Op op)
+      : id(tensor.getIntrusivePtr()), name(std::move(name)), op(op) {}
 
   // Returns the parameter's tensor. Throws c10::Error if it no longer exists.
   at::Tensor lock() const;
@@ -55,11 +57,13 @@ struct Parameter {
   // Forgets the sum if zero_grad() was meant for it. Throws c10::Error if another change may have been meant for it.
   void check_sum(const at::Tensor& gradient);
   // Whether the gradient is a sum over the ranks already.
-  bool is_sum(const at::Tensor& gradient) const { return sums && averaged.is_of(gradient); }
+  bool is_sum(const at::Tensor& gradient) const { return op == Op::kSum && averaged.is_of(gradient); }
+  // Whether a gradient of an earlier sync travels again. In the mean over all ranks it counts for this rank.
+  bool old_travels(const at::Tensor& gradient) const { return op != Op::kMeanOfUsed && !is_sum(gradient); }
 
   ParameterId id;
   std::string name;
-  bool sums;
+  Op op;
   bool is_new = false;        // whether it may have a gradient that no sync has averaged
   bool is_left_over = false;  // whether its gradient is of a backward inside no_sync()
   bool repeats = false;       // whether it gets several gradients in a backward, so that only the end makes them final

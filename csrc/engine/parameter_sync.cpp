@@ -10,14 +10,21 @@
 
 namespace fastsync {
 
+namespace {
+
+const char* word_for(Op op) { return op == Op::kSum ? "sum" : op == Op::kMeanOfUsed ? "mean_of_used" : "mean"; }
+
+}  // namespace
+
 ParameterSync::ParameterSync(EngineState& engine, const std::vector<at::Tensor>& parameters,
-                             std::vector<std::string> names, int64_t bucket_cap_bytes, bool sums)
+                             std::vector<std::string> names, int64_t bucket_cap_bytes, Op op)
     : bucket_cap_bytes_(bucket_cap_bytes),
       context_{.engine = engine,
                .agreement = std::make_shared<Agreement>(*engine.group(), "the engine of parameter " + names.front()),
-               .sums = sums} {
+               .op = op} {
+  context_.side_values.counts_users = op == Op::kMeanOfUsed;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    context_.parameters.emplace_back(parameters[i], std::move(names[i]), sums);
+    context_.parameters.emplace_back(parameters[i], std::move(names[i]), op);
   }
 }
 
@@ -259,7 +266,7 @@ void ParameterSync::lay_out() {
     }
     each.bucket = engine.buckets().add(std::move(ids), context_.agreement, "bucket " + std::to_string(i),
                                        tensors[each.parameters.front()].device());
-    each.bucket->set_mean_factor(context_.sums ? static_cast<double>(engine.group()->getSize()) : 1.0);
+    each.bucket->set_mean_factor(sums() ? static_cast<double>(engine.group()->getSize()) : 1.0);
   }
   context_.side_values.flags.lay_out(layout.num_flags(), engine.group()->getSize());
   engine.buckets().set_newest_to_all();
@@ -291,9 +298,8 @@ void ParameterSync::agree(bool init_sync) {
   std::ostringstream text;
   text << (agreement.number < 0 ? "a new engine" : c10::str("engine ", agreement.number)) << "\ninit_sync "
        << (init_sync ? "True" : "False") << "\nbucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20)
-       << (context_.engine.is_revocable() ? "\nfastsync.Elastic True" : "") << "\nop "
-       << (context_.sums ? "sum" : "mean") << (context_.weight.is_on() ? ", weighted\n" : "\n")
-       << context_.buffers.description() << optimizer_;
+       << (context_.engine.is_revocable() ? "\nfastsync.Elastic True" : "") << "\nop " << word_for(context_.op)
+       << (context_.weight.is_on() ? ", weighted\n" : "\n") << context_.buffers.description() << optimizer_;
   for (const Parameter& parameter : context_.parameters) {
     text << parameter.description(parameter.lock());
   }

@@ -20,10 +20,9 @@ namespace fastsync {
 
 class ParameterSync {
  public:
-  // The names, one for each parameter, are for errors. With `sums`, gradients become the sum over the ranks and not the
-  // mean. The engine must outlive this object.
+  // The names, one for each parameter, are for errors. The engine must outlive this object.
   ParameterSync(EngineState& engine, const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                int64_t bucket_cap_bytes, bool sums);
+                int64_t bucket_cap_bytes, Op op);
 
   // Makes the ranks agree. Throws c10::ValueError if they differ in parameters or settings. The first step calls it, if
   // nobody did. With init_sync, all ranks take over the parameters of one rank after it.
@@ -92,7 +91,7 @@ class ParameterSync {
   // ---- around a gradient, with or without a step ----
 
   std::vector<Parameter>& parameters() { return context_.parameters; }
-  bool sums() const { return context_.sums; }
+  bool sums() const { return context_.op == Op::kSum; }
   // Puts back the sums that were put aside. With only_lone_ones, it skips parameters that have got a gradient since.
   void put_sums_back(bool only_lone_ones);
 

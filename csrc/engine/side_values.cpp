@@ -10,14 +10,19 @@
 
 namespace fastsync {
 
-at::Tensor SideValues::to_send(std::optional<std::vector<float>> stamp, bool counts, bool has_failed,
-                               c10::Device device) {
+at::Tensor SideValues::to_send(std::optional<std::vector<float>> stamp, const at::Tensor& weight, bool counts,
+                               bool has_failed, c10::Device device) {
   has_new_stamp_ = stamp.has_value();
   if (has_new_stamp_) {
     stamp_ = std::move(*stamp);
   }
   std::vector<at::Tensor> all = named.to_send(counts, has_failed, device);
-  all.insert(all.begin(), fixed(has_failed, device));
+  const at::Tensor fixed = this->fixed(has_failed, device);
+  if (counts_users) {
+    const at::Tensor is_new = fixed.narrow(0, 0, num_flags()).eq(1.0F).to(at::kFloat);
+    all.insert(all.begin(), weight.defined() ? is_new.mul_(weight) : is_new);
+  }
+  all.insert(all.begin(), fixed);
   return all.size() == 1 ? all.front() : at::cat(all);
 }
 

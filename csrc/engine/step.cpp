@@ -111,8 +111,8 @@ std::vector<size_t> Step::order() const {
 void Step::send_weight() {
   if (context_.weight.is_on() && !weights_ && layout().is_made() && have_agreed()) {
     engine().liveness().note_averaging(number_);
-    weights_.emplace(context_.weight, context_.sums, *engine().group(), layout().buckets.front().bucket->device(),
-                     has_failed());
+    weights_.emplace(context_.weight, context_.op == Op::kSum, *engine().group(),
+                     layout().buckets.front().bucket->device(), has_failed());
   }
 }
 
@@ -205,7 +205,7 @@ void Step::send_next() {
                             number_,
                             first_tag(context_.agreement->number) + static_cast<int>(number) * kTagsPerBucket,
                             engine().num_steps(),
-                            /*is_weighted_mean=*/context_.weight.is_on() && !context_.sums,
+                            /*is_weighted_mean=*/context_.weight.is_on() && context_.op != Op::kSum,
                             weights_ && !has_failed() ? weights_->factor(device) : at::Tensor(),
                             /*in_place=*/false,
                             /*scatter=*/nullptr,
@@ -237,7 +237,8 @@ at::Tensor Step::side_values_to_send(c10::Device device, const std::vector<at::T
   const bool compares_data = engine().num_steps() == 1 && !context_.weight.is_on();
   auto stamp = context_.agreement->step_check.stamp(context_.agreement->number, device,
                                                     compares_data ? grads : at::TensorList());
-  return side_values.to_send(std::move(stamp), context_.weight.is_active(), has_failed(), device);
+  const at::Tensor weight = weights_ && !has_failed() ? weights_->factor(device) : at::Tensor();
+  return side_values.to_send(std::move(stamp), weight, context_.weight.is_active(), has_failed(), device);
 }
 
 // ---- receiving ------------------------------------------------------------------------------------------------------
@@ -290,27 +291,35 @@ void Step::take_signals() {
 
 // Note [Statistics of a step]
 //   While a bucket is unpacked, statistics are taken of the means that come. They are those of the gradients, except in
-//   two cases. Then they are taken again, see Bucket::measure:
+//   three cases. Then they are taken again, see Bucket::measure:
 //     - A mean was added to a parameter's sum. The gradient is the new sum.
 //     - No rank has a new gradient of a parameter. So the ranks sent the gradients that they keep, if these can travel
-//       as they are: a sum travels as zeros, and error feedback adds residuals. If they can, statistics count the mean
-//       that has come. If not, they count the kept gradient if every rank has one, else zeros.
+//       as they are. They cannot with op="sum" and op="mean_of_used", where zeros travel, nor with error feedback, which
+//       adds residuals. If they can, statistics count the mean that has come. If not, they count the kept gradient if
+//       every rank has one, else zeros.
+//     - A mean was multiplied, see Note [Means of used parameters].
 //   All of this follows from what all ranks know, so that statistics are the same on all ranks.
 
 void Step::hand_out() {
+  const at::Tensor factors = context_.op == Op::kMeanOfUsed ? factors_of_used() : at::Tensor();
   for (size_t i = 0; i < works_.size(); ++i) {
-    hand_out(layout().buckets[i], /*kept_travels=*/!context_.sums && !works_[i]->has_error_feedback());
+    hand_out(layout().buckets[i], factors,
+             /*kept_travels=*/context_.op == Op::kMean && !works_[i]->has_error_feedback());
   }
 }
 
-void Step::hand_out(const LayoutBucket& bucket, bool kept_travels) {
+void Step::hand_out(const LayoutBucket& bucket, const at::Tensor& factors_of_all, bool kept_travels) {
   GradientFlags& flags = context_.side_values.flags;
+  const at::Tensor factors = factors_of_all.defined() ? factors_of_all.to(bucket.bucket->device()) : factors_of_all;
   bool statistics_hold = true;
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
     const size_t index = bucket.parameters[i];
     const size_t flag = layout().flag_of(index);
     Gradient& gradient = gradients_[index];
     const bool exists = !gradient.has_stand_in() || flags.on_some_rank(flag, gradient.parameter().name);
+    if (exists && factors.defined()) {
+      statistics_hold &= !gradient.multiply_mean(factors[static_cast<int64_t>(flag)]);
+    }
     statistics_hold &= gradient.take_mean(exists);
     if (!exists) {
       bucket.bucket->feedback().take_back(i);
@@ -327,6 +336,24 @@ void Step::hand_out(const LayoutBucket& bucket, bool kept_travels) {
     }
     bucket.bucket->measure(counted);
   }
+}
+
+// Note [Means of used parameters]
+//   With op="mean_of_used" a mean is over the ranks that have a new gradient of the parameter. Nobody knows these ranks
+//   before the last bucket is sent. So the ranks add up the mean over all ranks, and multiply it afterwards. They leave
+//   it as it is if all ranks have a gradient. Then it has the bits that op="mean" gives, and no other pass is needed.
+//   A residual is part of that first mean, also a rank's that has no gradient now: it may come of encoding sums.
+//
+// Returns the factors by flag, float64. They are 1 for parameters without users, and without weights of users.
+at::Tensor Step::factors_of_used() const {
+  const SideValues& side_values = context_.side_values;
+  const auto num_ranks = static_cast<double>(engine().group()->getSize());
+  const at::Tensor flags = side_values.flag_sums();
+  const at::Tensor users = side_values.user_sums().to(at::kDouble);
+  const at::Tensor num_active =
+      weights_ ? weights_->active().sum().to(users.device()) : at::full({}, num_ranks, users.options());
+  const at::Tensor is_mean_of_all = flags.gt(num_active - 0.5).logical_or_(users == 0.0);
+  return at::where(is_mean_of_all, 1.0, num_ranks / users);
 }
 
 // Note [Shards]

@@ -25,7 +25,7 @@ namespace fastsync {
 struct StepContext {
   EngineState& engine;
   const std::shared_ptr<Agreement> agreement;  // the agreement on all buckets
-  const bool sums;                             // whether gradients become the sum over the ranks, and not the mean
+  const Op op;
   std::vector<Parameter> parameters = {};
   Layout layout = {};  // made in the first step
   SideValues side_values = {};
@@ -103,8 +103,10 @@ class Step {
   void wait_for_gradients(const LayoutBucket& bucket) const;
   at::Tensor side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads);
   void hand_out();
-  // kept_travels tells whether a kept gradient travels as it is, see Note [Statistics of a step] in step.cpp.
-  void hand_out(const LayoutBucket& bucket, bool kept_travels);
+  // The factors multiply the means, by flag; undefined if they are 1. kept_travels tells whether a kept gradient
+  // travels as it is, see Note [Statistics of a step] in step.cpp.
+  void hand_out(const LayoutBucket& bucket, const at::Tensor& factors_of_all, bool kept_travels);
+  at::Tensor factors_of_used() const;
   void take_signals();
   void take_side_values();
   void find_means();

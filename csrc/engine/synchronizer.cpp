@@ -83,9 +83,9 @@ class Synchronizer::Attached {
 };
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                           c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, bool sums)
+                           c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, Op op)
     : EngineState(group, "the engine of parameter " + names.front(), "with sync.join():"),
-      sync_(*this, parameters, std::move(names), bucket_cap_bytes, sums),
+      sync_(*this, parameters, std::move(names), bucket_cap_bytes, op),
       is_on_cpu_(parameters.front().is_cpu()),
       sequence_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kSequenceOfAllGroups),
       backward_([this] { return sync_.is_under_way(); }, &finish, &send_leftovers) {}

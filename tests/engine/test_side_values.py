@@ -124,7 +124,7 @@ def test_sums_that_their_dtype_does_not_hold_are_counted(rank: int, world_size: 
 @on_ranks(2)
 def test_what_is_refused(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
-    with pytest.raises(ValueError, match="op: expected 'mean' or 'sum', got 'avg'"):
+    with pytest.raises(ValueError, match="op: expected 'mean', 'mean_of_used' or 'sum', got 'avg'"):
         fastsync.attach(model, op="avg")
     sync = fastsync.attach(model)
     for weight in (-1.0, math.inf, math.nan, 10**400, None, "many"):
