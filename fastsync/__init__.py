@@ -70,10 +70,10 @@ else:
     from .attach import GradientSynchronizer, attach
     from .autotune.choose import Candidate, GroupProfile
     from .autotune.measure import measure_group
+    from .check_consistency import check_consistency
     from .clip import clip_grad_norm_
     from .compression import Algorithm, AnyCompression, Auto, Compression, Reduce, Wire
     from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
-    from .distributed import check_consistency
     from .elastic import Elastic
     from .fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
     from .fsdp_gather import ShardedParameters, register_all_gather

@@ -6,7 +6,7 @@ import difflib
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -73,13 +73,21 @@ def with_gradients(named: Mapping[str, Tensor], argument: str) -> dict[str, Tens
     return able
 
 
-def named_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
-    """Names a module's parameters, or loose ones by index. Raises ValueError for what cannot be synchronised."""
+def named_parameters(
+    module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str, but: Container[str] = ()
+) -> dict[str, Tensor]:
+    """Names a module's parameters, or loose ones by index. Raises ValueError for what cannot be synchronised.
+
+    Args:
+        but: names of a module's parameters that are left out.
+    """
     named: dict[str, Tensor]
     if isinstance(module_or_params, nn.Module):
         _check_unwrapped(module_or_params, argument)
         # Checkpoints come from models with and without torch.compile's wrapper, so names must not show it.
-        named = {name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters()}
+        named = {
+            name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters() if name not in but
+        }
     else:
         named = {}
         seen: set[int] = set()

@@ -196,6 +196,10 @@ class GradientHandle(SyncHandle, ABC):
         """Returns the parameters that no other handle may average."""
         return ()
 
+    def _left_to_each_rank(self) -> Iterable[Tensor]:
+        """Returns the parameters and buffers of the modules that ranks may have different ones of."""
+        return ()
+
 
 def _no_residual(parameter: Tensor) -> Tensor:
     is_wide = (parameter.grad_dtype or parameter.dtype) == torch.float64

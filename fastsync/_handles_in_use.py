@@ -67,6 +67,16 @@ def groups_of(parameters: Iterable[Tensor]) -> set[dist.ProcessGroup]:
     return {handle._group for handle in in_use() if any(id(each) in ids for each in handle._claimed_parameters())}
 
 
+def ids_left_to_each_rank(module: nn.Module, group: dist.ProcessGroup) -> set[int]:
+    """Returns the ids of the tensors that handles of this module leave to each rank.
+
+    Handles over this group count, if there are any, because handles over several groups may share a module.
+    """
+    handles = handles_of(module)
+    over_group = [handle for handle in handles if handle._group is group] or handles
+    return {id(tensor) for handle in over_group for tensor in handle._left_to_each_rank()}
+
+
 def handles_of(module: nn.Module) -> list[GradientHandle]:
     """Returns the handles that ``begin_use`` was called with for this module."""
     return [handle for handle in in_use() if any(known() is module for known in handle._modules)]

@@ -30,6 +30,7 @@ from ._checks import (
 from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
 from ._host_checks import check_compression, check_optimizer
 from ._host_optimizer import HostOptimizer
+from ._ignored_states import IgnoredStates, all_states, names_of
 from ._optimizer_watch import WatchedHandle, watch_optimizers
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .distributed import as_bytes
@@ -50,8 +51,8 @@ class GradientSynchronizer(WatchedHandle):
     _claimed_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
     _late_reason = (
         "it came into the model after attach(), or could not be averaged then. Call detach() of the handle and attach "
-        "the model again, on every rank. If each rank is to have its own, attach the other parameters in place of "
-        "their module. A step that is meant to be this rank's own belongs inside no_sync()"
+        "the model again, on every rank. If each rank is to have its own, name it in ignored_states. A step that is "
+        "meant to be this rank's own belongs inside no_sync()"
     )
 
     def __init__(
@@ -70,6 +71,8 @@ class GradientSynchronizer(WatchedHandle):
         self._op = op
         self._overlaps = overlap
         self._buffers: _Buffers | None = None
+        self._ignored: frozenset[str] = frozenset()
+        """The owner's names of what is left to each rank."""
         self._weight: float | None = None
         self._is_enabled = True
         self._is_attached = False
@@ -354,10 +357,12 @@ class GradientSynchronizer(WatchedHandle):
         """Keeps the handle alive while the owner lives; without an owner, until ``detach``."""
         self._is_attached = True
         # Each module with parameters keeps the handle, because the owner may be a container made for this call alone.
+        # Those whose parameters are ignored may have a handle of their own.
         modules = [
             module
-            for module in (() if owner is None else owner.modules())
-            if module is owner or next(module.parameters(recurse=False), None) is not None
+            for prefix, module in (() if owner is None else owner.named_modules())
+            if module is owner
+            or any(name not in self._ignored for name, _ in module.named_parameters(prefix, recurse=False))
         ]
         begin_use(self, modules, kept_by=modules or [NOBODY])
         watch_optimizers()
@@ -380,7 +385,13 @@ class GradientSynchronizer(WatchedHandle):
 
     def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
         modules = [module for known in self._modules if (module := known()) is not None]
-        return chain.from_iterable(module.named_parameters() for module in modules)  # the owner's names come first
+        ignored = {id(tensor) for tensor in self._left_to_each_rank()}
+        named = chain.from_iterable(module.named_parameters() for module in modules)  # the owner's names come first
+        return ((name, parameter) for name, parameter in named if id(parameter) not in ignored)
+
+    def _left_to_each_rank(self) -> list[Tensor]:
+        owner = self._modules[0]() if self._modules and self._ignored else None
+        return [] if owner is None else [tensor for name, tensor in all_states(owner) if name in self._ignored]
 
     def _claimed_parameters(self) -> Iterable[Tensor]:
         """Returns all parameters, because frozen ones may not stay so."""
@@ -457,15 +468,16 @@ def attach(
     init_sync: bool = True,
     op: str = "mean",
     broadcast_buffers: bool = False,
+    ignored_states: IgnoredStates = (),
     optimizer: Optimizer | None = None,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
     The model stays as it is. Call it on every rank once the model is on its device. Ranks must make several calls in
     the same order. Every rank must run the same number of backwards that reach any of the parameters. A parameter
-    without a gradient on this rank counts as zeros if another rank has one. It keeps ``grad is None`` if no rank has
-    one. Parameters that the model gets later are not averaged. An optimizer that steps one raises RuntimeError: detach
-    and attach again.
+    without a gradient on this rank counts as zeros if another rank has one; see ``op`` for another mean. It keeps
+    ``grad is None`` if no rank has one. Parameters that the model gets later are not averaged. An optimizer that steps
+    one raises RuntimeError: detach and attach again.
 
     Args:
         module_or_params: a model, which stays attached as long as it lives, or some parameters, until ``detach()``.
@@ -478,10 +490,12 @@ def attach(
         overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.
         init_sync: first give every rank the parameters and buffers of the group's rank 0.
         op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks. A second backward
-            adds the new gradients of all ranks to the first sum. With ``"mean_of_used"`` the mean is over the ranks
-            that have a gradient of the parameter, for experts or heads that only some ranks use in a step.
+            adds the new gradients of all ranks to the first sum. ``"mean_of_used"`` is the mean over the ranks that
+            have a new gradient of the parameter, as with experts that see no token on some ranks.
         broadcast_buffers: with each sync give all ranks the buffers of rank 0, for modules that had buffers at the
             start.
+        ignored_states: modules, parameters and buffers of the model that are left to each rank, such as experts. They
+            are not averaged, broadcast, clipped or compared, and ranks may have different ones.
         optimizer: torch's AdamW, Adam or SGD of these parameters, which must be on a CPU. The ranks of each host then
             have one copy of parameters and state, and each steps its own shard. ``.grad`` stays this rank's own; for
             the means there is ``averaged_gradients()``. What one rank writes to a parameter, all ranks see.
@@ -497,7 +511,9 @@ def attach(
         raise ValueError(f"broadcast_buffers: expected True or False, got {broadcast_buffers!r}")
     if broadcast_buffers and not isinstance(module_or_params, nn.Module):
         raise ValueError("broadcast_buffers: loose parameters have no buffers; pass their module")
-    given = named_parameters(module_or_params, "module_or_params")
+    owner = module_or_params if isinstance(module_or_params, nn.Module) else None
+    ignored = names_of(ignored_states, owner)
+    given = named_parameters(module_or_params, "module_or_params", but=ignored)
     named = with_gradients(given, "module_or_params")
     check_free(named, "module_or_params")
     check_not_in_ddp(named, "module_or_params", but=handles_of)
@@ -507,10 +523,10 @@ def attach(
     if checked is not None:
         check_compression(as_compression(compression))
     group = resolve_group(process_group)
-    owner = module_or_params if isinstance(module_or_params, nn.Module) else None
     sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap)
+    sync._ignored = ignored
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
-    sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers)
+    sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)
     sync._send_buffers()
     host = None if checked is None or group.size() == 1 else HostOptimizer(sync, checked)
     if host is not None:
@@ -538,8 +554,9 @@ class _Buffers:
     ``join`` they take those of the first rank that still has batches.
     """
 
-    def __init__(self, owner: nn.Module, are_sent: bool) -> None:
+    def __init__(self, owner: nn.Module, are_sent: bool, ignored: frozenset[str]) -> None:
         self.are_sent = are_sent
+        self._ignored = ignored
         self._sent: list[Tensor] = []
         self._modules = [(prefix, weakref.ref(module)) for prefix, module in owner.named_modules() if module._buffers]
 
@@ -548,7 +565,7 @@ class _Buffers:
         alive = [(prefix, module) for prefix, known in self._modules if (module := known()) is not None]
         named = [each for prefix, module in alive for each in module.named_buffers(prefix, recurse=False)]
         first_name = {id(buffer): name for name, buffer in reversed(named)}
-        return {name: buffer for name, buffer in named if name == first_name[id(buffer)]}
+        return {name: buffer for name, buffer in named if name == first_name[id(buffer)] and name not in self._ignored}
 
     def description(self) -> str:
         """Returns the text that has to be equal on all ranks."""

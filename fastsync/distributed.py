@@ -1,9 +1,8 @@
-"""Process groups: set-up and tear-down, broadcasts, checks, and small reductions of metrics over ranks."""
+"""Process groups: set-up and tear-down, broadcasts, and small reductions of metrics over ranks."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
 import os
 import warnings
@@ -14,13 +13,12 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from . import _C
-from ._checks import check_not_sharded, plain_parts, resolve_group
+from ._checks import resolve_group
 from .launch.environment import Rank, this_rank
 
 _BROADCAST_BYTES = 250 * 2**20  # the size of the buffers that tensors are broadcast in
@@ -243,43 +241,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single value may have any stride
 
 
-def check_consistency(
-    module: nn.Module, *, process_group: dist.ProcessGroup | DeviceMesh | None = None, buffers: bool = True
-) -> None:
-    """Checks that all ranks hold bitwise equal parameters and buffers. Every rank must call it. Only hashes are sent.
-
-    Args:
-        module: the model. The tensors of its state dict are compared.
-        process_group: the group whose ranks are compared; None for the default group.
-        buffers: whether to compare buffers, too. Running statistics, such as BatchNorm's, differ after the first
-            forward, because every rank takes them from its own samples.
-
-    Raises:
-        ValueError: it is no module, or a parameter is sharded, so that ranks are meant to hold different ones.
-        RuntimeError: on every rank. Ranks differ: the message names the first tensor that differs, and which ranks
-            agree on it. Or not every rank has called it in time.
-    """
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"module: expected a module, got {type(module).__name__}; put several into an nn.ModuleList")
-    group = resolve_group(process_group)
-    check_not_sharded(dict(module.named_parameters()), "module")
-    names_of_buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    saved = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    tensors = plain_parts({name: each for name, each in saved.items() if buffers or name not in names_of_buffers})
-    lines = [f"{name} {_digest(each)}" for name, each in tensors.items()]
-    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    try:
-        with every_rank_calls("check_consistency", group):
-            _C.check_agreement(group, "\n".join(lines), device, f"the tensors of {type(module).__name__}")
-    except ValueError as error:
-        way_out = (
-            ". A buffer that every rank takes from its own samples, as BatchNorm and normalisers do, is left out with "
-            "buffers=False. Or all ranks take rank 0's, with fastsync.attach(..., broadcast_buffers=True), or share "
-            "theirs, as torch.nn.SyncBatchNorm does"
-        )
-        raise RuntimeError(f"{error}{way_out if buffers and names_of_buffers else ''}") from None
-
-
 @contextmanager
 def every_rank_calls(function: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Adds to an error of the group in the ``with`` block that every rank has to call the function."""
@@ -291,9 +252,3 @@ def every_rank_calls(function: str, group: dist.ProcessGroup) -> Iterator[None]:
             f"lost ({error}); every rank has to call it, between steps. Where ranks have different numbers of batches, "
             "put the training loop inside `with sync.join():`"
         ) from error
-
-
-def _digest(tensor: Tensor) -> str:
-    """Hashes the bytes, dtype and shape."""
-    raw = as_bytes(tensor.detach().cpu()).numpy().tobytes()
-    return f"sha256 {hashlib.sha256(f'{tensor.dtype} {tuple(tensor.shape)}'.encode() + raw).hexdigest()[:16]}"

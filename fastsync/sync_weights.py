@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._checks import check_not_sharded, plain_parts, resolve_group
-from ._handles_in_use import groups_of
+from ._handles_in_use import groups_of, ids_left_to_each_rank
 from .distributed import broadcast_tensors, every_rank_calls
 
 
@@ -23,6 +23,7 @@ def sync_weights(module: nn.Module, *, process_group: dist.ProcessGroup | Device
     ranks compare names, shapes and dtypes first. If they differ, nothing is sent.
 
     Gradients, the optimizer's state and a handle's ``state_dict()`` stay each rank's own. So load those on every rank.
+    What ``attach(ignored_states=)`` leaves to each rank stays each rank's own, too.
     ``DiLoCo`` and ``LocalSGD`` keep a copy of the common weights: make them afterwards.
 
     Args:
@@ -39,12 +40,15 @@ def sync_weights(module: nn.Module, *, process_group: dist.ProcessGroup | Device
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module: expected a module, got {type(module).__name__}; put several into an nn.ModuleList")
+    group = _group_of(module) if process_group is None else resolve_group(process_group)
+    left = ids_left_to_each_rank(module, group)
     # Only some ranks may have compiled the model, so the names leave out torch.compile's wrapper.
     named: dict[str, Tensor] = {
-        name.replace("_orig_mod.", ""): tensor for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        name.replace("_orig_mod.", ""): tensor
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if id(tensor) not in left
     }
     check_not_sharded(named, "module", "Let every rank load its own part, as by torch.distributed.checkpoint")
-    group = _group_of(module) if process_group is None else resolve_group(process_group)
     with every_rank_calls("sync_weights", group):
         broadcast_named(named, group, what=f"the weights of {type(module).__name__}")
 

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from ..check_consistency import check_consistency
 from ..compression import Auto
-from ..distributed import check_consistency, process_group
+from ..distributed import process_group
 from ..launch.signals import StopSignals
 from .envs.interface import Environments, Episode
 from .envs.make import make_environments

@@ -51,10 +51,13 @@ def gradients_of(rank: int, step: int, device: str) -> list[Tensor | None]:
 
 
 ENTRY_POINTS = ("attach", "hook", "all_reduce")
+OF_USED = "attach with op=mean_of_used"
 
 
 def begin(entry_point: str, compression: Compression, device: str, group: dist.ProcessGroup) -> Averaged:
     model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(device)
+    if entry_point == OF_USED:
+        return average("attach", model, compression, group=group, op="mean_of_used")
     options = {"find_unused_parameters": True} if entry_point == "hook" else {}
     return average(entry_point, model, compression, group=group, **options)
 
@@ -90,7 +93,7 @@ def train(entry_point: str, compression: Compression, device: str, group: dist.P
     return [tensor.cpu() for tensor in kept]
 
 
-NORM_AT = {"attach": 1, "hook": 0, "all_reduce": 0}  # among what a step gives
+NORM_AT = {"attach": 1, OF_USED: 1, "hook": 0, "all_reduce": 0}  # among what a step gives
 
 
 def world() -> dist.ProcessGroup:
@@ -117,7 +120,8 @@ def _gives_the_cpus_bits(
                 actual = train(entry_point, compression, DEVICE, group)
             for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
                 what = f"{entry_point}, {compression}: tensor {index}"
-                if kernels == "generic" and index % (NORM_AT[entry_point] + 1 + len(SHAPES)) == NORM_AT[entry_point]:
+                takes_norm_anew = kernels == "generic" or entry_point == OF_USED
+                if takes_norm_anew and index % (NORM_AT[entry_point] + 1 + len(SHAPES)) == NORM_AT[entry_point]:
                     # Another order of additions: sixteen roundings to float32, see test_ops.py.
                     torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
                 else:
@@ -138,6 +142,12 @@ def test_the_bits_are_the_cpus(world_size: int, entry_point: str, kernels: str, 
         # order in which Gloo adds on four ranks.
         compressions = [each for each in compressions if world_size < 4 or each.reduce == "fp32" or each.wire == "none"]
     fake_device.run_ranks(_gives_the_cpus_bits, world_size, entry_point, compressions, kernels, runs_at_once)
+
+
+@pytest.mark.parametrize("kernels", ["fused", "generic"])
+def test_means_of_used_parameters_are_the_cpus(kernels: str) -> None:
+    """Nor does the host wait to find out which ranks have used a parameter."""
+    fake_device.run_ranks(_gives_the_cpus_bits, 2, OF_USED, ONE_LEVEL, kernels, False)
 
 
 def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str, runs_at_once: bool) -> None:

@@ -1,0 +1,252 @@
+"""attach(ignored_states=): parameters and buffers of a model that are left to each rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastsync
+from tests.engine.same_data import same_data_is_meant
+from tests.models import assert_same_on_all_ranks
+from tests.ranks import on_ranks
+
+
+class Mixture(nn.Module):
+    """Dense layers that all ranks share, and an expert of which each rank has its own, of its own width."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.dense = nn.Linear(4, 6)
+        self.expert = nn.Sequential(nn.Linear(6, 5 + rank), nn.BatchNorm1d(5 + rank), nn.Linear(5 + rank, 6))
+        self.scale = nn.Parameter(torch.ones(6) + rank)
+        self.register_buffer("seen", torch.zeros(1) + rank)
+        self.register_buffer("shared", torch.zeros(1) + rank)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen = self.seen + len(inputs)  # another tensor in its place
+        hidden = self.norm(self.dense(inputs))
+        return (self.scale * (hidden + self.expert(hidden))).square().mean()
+
+    def own(self) -> list[nn.Module | Tensor]:
+        return [self.expert, self.scale, self.seen]
+
+    def states(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.state_dict().items()}
+
+
+OF_EACH_RANK = ("expert.", "scale", "seen")
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2)
+def test_they_are_not_averaged_nor_broadcast_nor_compared(rank: int, world_size: int, overlap: bool) -> None:
+    model, alone = Mixture(rank), Mixture(rank)
+    sync = fastsync.attach(model, ignored_states=model.own(), broadcast_buffers=True, overlap=overlap)
+    of_rank_0 = Mixture(0).states()
+    for name, value in model.states().items():
+        assert torch.equal(value, (alone.states() if name.startswith(OF_EACH_RANK) else of_rank_0)[name]), name
+    alone.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for each in (model, alone):
+            each.zero_grad()
+            each(inputs(rank, step)).backward()
+        if not overlap:
+            sync.synchronize()
+        for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            expected = other.grad.clone()
+            if not name.startswith(OF_EACH_RANK):
+                dist.all_reduce(expected)
+                expected /= world_size
+            torch.testing.assert_close(parameter.grad, expected, msg=lambda text, name=name: f"{name}: {text}")
+        shared = [p.grad for name, p in model.named_parameters() if not name.startswith(OF_EACH_RANK)]
+        assert_same_on_all_ranks(shared)
+        # The norm is that of the averaged gradients, and only these are clipped.
+        own = [p.grad.clone() for name, p in model.named_parameters() if name.startswith(OF_EACH_RANK)]
+        expected = nn.utils.get_total_norm(shared)
+        torch.testing.assert_close(sync.grad_stats().grad_norm, expected)
+        torch.testing.assert_close(fastsync.clip_grad_norm_(sync, 1e-3), expected)
+        now = [p.grad for name, p in model.named_parameters() if name.startswith(OF_EACH_RANK)]
+        assert all(map(torch.equal, own, now))
+        optimizer.step()
+        alone.load_state_dict(model.state_dict())
+        assert model.shared == 0.0
+        assert model.seen == rank + 8 * (1 + step)
+    fastsync.check_consistency(model)
+    fastsync.check_consistency(model.dense)
+    with torch.no_grad():
+        model.dense.bias += rank
+    with pytest.raises(RuntimeError, match=r"dense\.bias"):
+        fastsync.check_consistency(model)
+    fastsync.sync_weights(model)
+    fastsync.check_consistency(model)
+    assert model.expert[0].weight.shape == (5 + rank, 6)
+    sync.detach()
+    with pytest.raises(RuntimeError, match="rank 1: scale "):
+        fastsync.check_consistency(model)
+
+
+@on_ranks(2)
+def test_join_and_another_group_leave_them_alone(rank: int, world_size: int) -> None:
+    model = Mixture(rank)
+    sync = fastsync.attach(model, "int8+ef", ignored_states=model.own())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with sync.join():
+        for step in range(1 + rank):
+            optimizer.zero_grad()
+            model(inputs(rank, step)).backward()
+            optimizer.step()
+    sync.use_group(dist.new_group(), init_sync=True)
+    fastsync.check_consistency(model)
+    assert model.seen == rank + 8 * (1 + rank)
+    assert model.expert[0].weight.shape == (5 + rank, 6)
+    assert optimizer.state[model.dense.weight]["step"] == 2
+    assert optimizer.state[model.scale]["step"] == 1 + rank
+    assert not [name for name in sync.state_dict()["residuals"] if name.startswith(OF_EACH_RANK)]
+
+
+@on_ranks(4)
+def test_experts_with_a_handle_of_their_own(rank: int, world_size: int) -> None:
+    """Ranks 0 and 2 have the same expert, and so do ranks 1 and 3."""
+    model = Mixture(rank % 2)
+    copies = [dist.new_group([first, first + 2]) for first in range(2)][rank % 2]
+    of_dense = fastsync.attach(model, ignored_states=[model.expert, model.scale, model.seen])
+    of_expert = fastsync.attach(model.expert, process_group=copies)
+    assert fastsync.handle_of(model) is of_dense
+    assert fastsync.handle_of(model.dense) is of_dense
+    assert fastsync.handle_of(model.expert) is of_expert
+    assert fastsync.handle_of(model.expert[0]) is of_expert
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(inputs(rank, step)).backward()
+        fastsync.clip_grad_norm_([of_dense, of_expert], 1.0)
+        optimizer.step()
+    fastsync.check_consistency(model, buffers=False)
+    fastsync.check_consistency(model.expert, process_group=copies, buffers=False)
+    with torch.no_grad():
+        model.expert[0].bias += rank
+    with pytest.raises(RuntimeError, match=r"0\.bias"):
+        fastsync.check_consistency(model.expert, process_group=copies, buffers=False)
+    fastsync.sync_weights(model.expert, process_group=copies)
+    fastsync.check_consistency(model.expert, process_group=copies)
+
+
+@on_ranks(2)
+def test_two_handles_of_one_module(rank: int, world_size: int) -> None:
+    """Each group compares what its handle averages."""
+    same_data_is_meant()
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    other = dist.new_group()
+    fastsync.attach(model, ignored_states=model[1])
+    fastsync.attach(model, ignored_states=model[0].parameters(), process_group=other)
+    fastsync.check_consistency(model)
+    with torch.no_grad():
+        model[1].bias += rank
+    fastsync.check_consistency(model)
+    with pytest.raises(RuntimeError, match=r"1\.bias"):
+        fastsync.check_consistency(model, process_group=other)
+    with pytest.raises(RuntimeError, match="rank 0: bias "):
+        fastsync.check_consistency(model[1])
+
+
+@on_ranks(2)
+def test_what_comes_into_an_ignored_place_later(rank: int, world_size: int) -> None:
+    """It is ignored, too. What comes into another place is refused, with this option as a way out."""
+    model = Mixture(rank)
+    fastsync.attach(model, ignored_states=model.own())
+    model.load_state_dict(model.states(), assign=True)
+    fastsync.check_consistency(model, buffers=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(OF_EACH_RANK))
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model(inputs(rank, 0)).backward()
+    torch.optim.SGD(own, lr=0.1).step()
+    model.dense.weight = nn.Parameter(torch.ones(6, 4))
+    model.zero_grad()
+    model(inputs(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"step dense\.weight.*name it in ignored_states"):
+        torch.optim.SGD([model.dense.weight], lr=0.1).step()
+
+
+@on_ranks(2)
+def test_one_copy_of_the_others(rank: int, world_size: int) -> None:
+    """attach(optimizer=) has one copy of what is attached, and each rank steps its own of the rest."""
+    model = Mixture(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    fastsync.attach(model, optimizer=optimizer, ignored_states=model.own())
+    before = model.expert[0].weight.clone()
+    for step in range(2):
+        optimizer.zero_grad()
+        model(inputs(rank, step)).backward()
+        optimizer.step()
+    fastsync.check_consistency(model, buffers=False)
+    assert not torch.equal(before, model.expert[0].weight)
+
+
+class Wraps(Tensor):
+    """A tensor that wraps others, as quantised ones do, and whose gradients fastsync could not send."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wraps:
+        return Tensor._make_wrapper_subclass(cls, inner.shape)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Wraps()"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(str(function))
+
+
+@on_ranks(2)
+def test_what_could_not_be_sent_may_be_ignored(rank: int, world_size: int) -> None:
+    model = nn.ModuleDict({"plain": nn.Linear(2, 2), "odd": nn.Module()})
+    odd = nn.Parameter(Wraps(torch.ones(3)))
+    model["odd"].register_parameter("weight", odd)
+    with pytest.raises(ValueError, match=r"odd\.weight is a Wraps.*freeze it"):
+        fastsync.attach(model)
+    fastsync.attach(model, ignored_states=[odd])
+
+
+@on_ranks(1)
+def test_what_is_refused(rank: int, world_size: int) -> None:
+    model = Mixture(0)
+    for wrong, message in (
+        (
+            "expert",
+            r"ignored_states: expected modules, parameters or buffers of the model, got 'expert'; pass the objects",
+        ),
+        (["expert.0.weight"], r"got 'expert\.0\.weight'; pass the objects themselves, as in \[model\.experts\]"),
+        (None, r"ignored_states: expected modules, .*got None"),
+        (model.named_parameters(), r"ignored_states: expected modules, .*got \('scale', Parameter"),
+        (nn.Linear(2, 2), r"ignored_states: this Linear is not in the Mixture that is attached"),
+        ([torch.zeros(3)], r"ignored_states: this tensor of shape \[3\] is not in the Mixture"),
+        (model, r"ignored_states: it has all parameters of the Mixture, so there is nothing to synchronise"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fastsync.attach(model, ignored_states=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ignored_states: it is for modules; leave such tensors out of module_or_p"):
+        fastsync.attach(model.parameters(), ignored_states=model.expert)
+    fastsync.attach(model, ignored_states=nn.ReLU())  # which has none
+
+
+@on_ranks(2)
+def test_ranks_that_ignore_others_are_told(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match=r"rank 1: nothing; rank 0: parameter 1\.weight of"):
+        fastsync.attach(model, ignored_states=model[1] if rank == 1 else ())
