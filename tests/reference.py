@@ -334,7 +334,8 @@ def mean_of_used(
     """The mean over the ranks that have a gradient; None where no rank has one. ``options`` are of ``all_reduce_mean``.
 
     It is ``all_reduce_mean`` with zeros for what is missing, times the weight of all ranks over that of the ranks that
-    have a gradient. This factor is 1 where all ranks have one, or where those that have one count for nothing.
+    have a gradient. This factor is 1 where all ranks have one, or where those that have one count for nothing, that is
+    for less than 1e-30 of a mean weight. A finite float16 stays finite.
     """
     counts = [1.0] * len(grads) if weights is None else weights
     shares = [torch.tensor(each * len(grads) / (sum(counts) or math.inf), dtype=torch.float64) for each in counts]
@@ -347,10 +348,11 @@ def mean_of_used(
         )
         if all(grad is None for grad in same):
             result.append(None)
-        elif all(grad is not None for grad in same) or of_users == 0:
+        elif all(grad is not None for grad in same) or of_users < 1e-30:
             result.append(mean)
         else:
-            result.append(mean * (len(grads) / of_users.double()).to(_compute_dtype(mean.dtype)))
+            product = mean * (len(grads) / of_users.double()).to(_compute_dtype(mean.dtype))
+            result.append(_within_range(product, mean) if mean.dtype == torch.float16 else product)
     return result
 
 

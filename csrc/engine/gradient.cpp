@@ -94,7 +94,13 @@ bool Gradient::multiply_mean(const at::Tensor& factor) {
   if (factor.is_cpu() && factor.item<double>() == 1.0) {
     return false;
   }
-  counted().mul_(factor);
+  const at::Tensor mean = counted();
+  if (mean.scalar_type() == at::kHalf) {  // whose largest value is near, so that a rounded mean may go beyond it
+    const auto largest = static_cast<double>(std::numeric_limits<c10::Half>::max());
+    mean.copy_(at::where(mean.isfinite(), mean.mul(factor).clamp_(-largest, largest), mean));
+  } else {
+    mean.mul_(factor);
+  }
   return true;
 }
 

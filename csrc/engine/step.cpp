@@ -14,7 +14,8 @@ namespace fastsync {
 
 namespace {
 
-constexpr auto kBuffers = "";  // the buffers' name among the side values
+constexpr auto kBuffers = "";           // the buffers' name among the side values
+constexpr double kLeastWeight = 1e-30;  // of the ranks that have used a parameter, in units of the mean weight
 
 }  // namespace
 
@@ -294,9 +295,9 @@ void Step::take_signals() {
 //   three cases. Then they are taken again, see Bucket::measure:
 //     - A mean was added to a parameter's sum. The gradient is the new sum.
 //     - No rank has a new gradient of a parameter. So the ranks sent the gradients that they keep, if these can travel
-//       as they are. They cannot with op="sum" and op="mean_of_used", where zeros travel, nor with error feedback, which
-//       adds residuals. If they can, statistics count the mean that has come. If not, they count the kept gradient if
-//       every rank has one, else zeros.
+//       as they are. They cannot with op="sum" and op="mean_of_used", where zeros travel, nor with error feedback,
+//       which adds residuals. If they can, statistics count the mean that has come. If not, they count the kept
+//       gradient if every rank has one, else zeros.
 //     - A mean was multiplied, see Note [Means of used parameters].
 //   All of this follows from what all ranks know, so that statistics are the same on all ranks.
 
@@ -344,7 +345,8 @@ void Step::hand_out(const LayoutBucket& bucket, const at::Tensor& factors_of_all
 //   it as it is if all ranks have a gradient. Then it has the bits that op="mean" gives, and no other pass is needed.
 //   A residual is part of that first mean, also a rank's that has no gradient now: it may come of encoding sums.
 //
-// Returns the factors by flag, float64. They are 1 for parameters without users, and without weights of users.
+// Returns the factors by flag, float64. They are 1 for parameters without users, and for users that count for nothing:
+// their part of the mean would be lost in float32.
 at::Tensor Step::factors_of_used() const {
   const SideValues& side_values = context_.side_values;
   const auto num_ranks = static_cast<double>(engine().group()->getSize());
@@ -352,7 +354,7 @@ at::Tensor Step::factors_of_used() const {
   const at::Tensor users = side_values.user_sums().to(at::kDouble);
   const at::Tensor num_active =
       weights_ ? weights_->active().sum().to(users.device()) : at::full({}, num_ranks, users.options());
-  const at::Tensor is_mean_of_all = flags.gt(num_active - 0.5).logical_or_(users == 0.0);
+  const at::Tensor is_mean_of_all = flags.gt(num_active - 0.5).logical_or_(users < kLeastWeight);
   return at::where(is_mean_of_all, 1.0, num_ranks / users);
 }
 

@@ -57,7 +57,7 @@ def assert_are(model: Given, expected: Sequence[Tensor | None], what: str) -> No
 @pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, True), (3, False)])
 @on_ranks(parametrized=("shared_memory",))
 def test_the_bits_are_the_references(rank: int, world_size: int, entry_point: str) -> None:
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64):
         like = [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
         given = average(entry_point, Given(like), ADDED_BY_RANKS, op="mean_of_used")
         for step in range(len(USERS)):
@@ -81,7 +81,7 @@ def test_the_bits_are_the_references(rank: int, world_size: int, entry_point: st
 def test_weights_of_the_ranks_that_have_a_gradient(rank: int, world_size: int) -> None:
     model = Given(random_grads(0, 0, SHAPES, torch.float32))
     sync = fastsync.attach(model, op="mean_of_used", bucket_cap_mb=SMALL_BUCKETS)
-    for weights in ([1.0, 3.0, 2.5], [8192.0, 8191.0, 1e6], [3e299, 1e299, 2e299], [1e-30, 1.0, 7.0], [0.0, 0.0, 2.0]):
+    for weights in ([1.0, 3.0, 2.5], [8192.0, 8191.0, 1e6], [3e299, 1e299, 2e299], [1e-20, 1.0, 7.0], [0.0, 0.0, 2.0]):
         for step in range(len(USERS)):
             there = used([random_grads(other, step, SHAPES, torch.float32) for other in range(world_size)], USERS[step])
             model.zero_grad()
@@ -150,6 +150,21 @@ def test_where_all_ranks_use_all_the_bits_are_those_of_mean(rank: int, world_siz
             assert_bitwise_equal(one.grad, other.grad, f"step {step}")
         norms = [sync.grad_stats().grad_norm for sync in syncs.values()]
         assert torch.equal(*norms), f"step {step}: {norms}"
+
+
+@on_ranks(3)
+def test_finite_stays_finite(rank: int, world_size: int) -> None:
+    """A third of float16's largest value is rounded up, and weights may be as far apart as floats are."""
+    model, ones = Given([torch.zeros(4, dtype=torch.float16), torch.zeros(4), torch.zeros(4)]), torch.ones(4)
+    sync = fastsync.attach(model, op="mean_of_used")
+    extreme = torch.tensor([65504.0, -65504.0, math.inf, 1.0], dtype=torch.float16)
+    model([extreme if rank == 1 else None, None, ones]).backward()
+    assert model.weights[0].grad.tolist() == [65504.0, -65504.0, math.inf, 1.0]
+    for least in (1e-38, 1e-42, 1e-300):
+        model.zero_grad()
+        sync.set_weight(least if rank == 1 else 1.0)
+        model([None, ones if rank == 1 else None, ones]).backward()
+        assert model.weights[1].grad.isfinite().all(), least
 
 
 class Heads(nn.Module):
