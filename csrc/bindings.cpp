@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -103,9 +104,14 @@ auto run(HookState& state, c10d::GradBucket& bucket, std::shared_ptr<const Compr
   const py::gil_scoped_release no_gil;
   auto future = state.run(bucket, std::move(compressions));
   // The future gets the storage, because otherwise it would take the GIL to look for the storage in the Python object.
-  auto with_buffer = [buffer, storage = bucket.getBuffer().storage().getWeakStorageImpl()](Future& averaged) {
+  // A sparse buffer has none of its own.
+  std::vector<Future::WeakStorage> storages;
+  if (!bucket.getBuffer().is_sparse()) {
+    storages.push_back(bucket.getBuffer().storage().getWeakStorageImpl());
+  }
+  auto with_buffer = [buffer, storages](Future& averaged) {
     averaged.value();  // throws the error, if there is one
-    return std::make_tuple(buffer, std::vector{storage});
+    return std::make_tuple(buffer, storages);
   };
   return std::make_shared<torch::jit::PythonFutureWrapper>(future->then(std::move(with_buffer), type));
 }
@@ -125,10 +131,11 @@ Compression make_compression(const std::string& wire, bool sums_in_float32, bool
 
 // Takes the op's name in Python, which Python has checked.
 std::shared_ptr<Synchronizer> make_synchronizer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                                                Group group, int64_t bucket_cap_bytes, const std::string& op) {
+                                                Group group, int64_t bucket_cap_bytes, const std::string& op,
+                                                std::set<std::string> sparse) {
   static const std::map<std::string, Op> ops{{"mean", Op::kMean}, {"mean_of_used", Op::kMeanOfUsed}, {"sum", Op::kSum}};
   return ::make_shared<Synchronizer>(std::move(parameters), std::move(names), std::move(group), bucket_cap_bytes,
-                                     ops.at(op));
+                                     ops.at(op), std::move(sparse));
 }
 
 // Returns the factor of a parameter's gradients that the first step with lowrank begins with; None if they travel as
@@ -147,6 +154,7 @@ py::dict stats_of(const BucketTotals& totals) {
   const double scale = totals.num_timed > 0 ? static_cast<double>(totals.num_syncs) / totals.num_timed : 0.0;
   py::dict stats;
   stats["numel"] = totals.numel;
+  stats["is_sparse"] = totals.is_sparse;
   stats["num_syncs"] = totals.num_syncs;
   stats["wire_bytes"] = totals.wire_bytes.load();
   stats["pack_time"] = totals.pack_time * scale;
@@ -162,9 +170,14 @@ py::dict stats_of(const BucketTotals& totals) {
   return stats;
 }
 
-// Returns the fields of SyncStats. The newest bucket tells how gradients travel.
+// Returns the fields of SyncStats. The newest bucket of dense gradients tells how gradients travel, if there is one.
 py::dict stats_of(const SyncTotals& totals) {
   py::dict stats = !totals.buckets.empty() ? stats_of(totals.buckets.back()) : py::dict();
+  for (const BucketTotals& bucket : totals.buckets) {
+    if (!bucket.is_sparse) {
+      stats = stats_of(bucket);
+    }
+  }
   for (const auto& [name, value] : stats_of(totals.all)) {
     stats[name] = value;
   }
@@ -281,7 +294,7 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<Synchronizer, EngineState, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
       .def(py::init(&make_synchronizer), py::arg("parameters"), py::arg("names"), py::arg("process_group"),
-           py::arg("bucket_cap_bytes"), py::arg("op") = "mean")
+           py::arg("bucket_cap_bytes"), py::arg("op") = "mean", py::arg("sparse") = std::set<std::string>())
       .def("attach", &Synchronizer::attach, py::arg("parameters"), py::arg("overlap"), no_gil)
       .def("detach", &Synchronizer::detach, no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)

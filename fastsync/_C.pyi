@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Synchronizer(EngineState):
         process_group: ProcessGroup,
         bucket_cap_bytes: int,
         op: str = "mean",
+        sparse: AbstractSet[str] = ...,
     ) -> None: ...
     def attach(self, parameters: list[Tensor], overlap: bool) -> None: ...
     def take_over(self, other: Synchronizer) -> None: ...

@@ -110,6 +110,14 @@ def named_parameters(
     return named
 
 
+def sparse_weights(module_or_params: nn.Module | Iterable[Tensor] | Tensor) -> frozenset[int]:
+    """Returns the ids of the weights that get sparse gradients. Only modules tell, as for DDP: of loose tensors none."""
+    modules = module_or_params.modules() if isinstance(module_or_params, nn.Module) else ()
+    return frozenset(
+        id(each.weight) for each in modules if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+    )
+
+
 def listed(params: Iterable[Tensor] | Tensor, argument: str) -> list[Tensor]:
     """Lists loose parameters, one or many. Raises ValueError for what is neither."""
     if not hasattr(params, "__iter__"):

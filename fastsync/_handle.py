@@ -51,6 +51,8 @@ class GradientHandle(SyncHandle, ABC):
     """The compressions that buckets may be sent with. Equal on all ranks."""
     _modules: Sequence[ref[nn.Module]] = ()
     """The modules that ``handle_of`` finds the handle by."""
+    _sparse: frozenset[str] = frozenset()
+    """The names of the parameters whose gradients are sparse. They have no residuals and no factors."""
     _claimed_by: ClassVar[str]
     """Ends the error that a parameter is averaged already: it names the entry point, and the way out."""
 
@@ -78,7 +80,7 @@ class GradientHandle(SyncHandle, ABC):
         factor_of = {id(p): factor for p, _, _, factor in rows if factor is not None}
         is_new = self._engine.num_steps() == self._engine.step() == 0
         if is_new and not residual_of and any(each.compression.error_feedback for each in self._candidates):
-            trained = (parameter for parameter in named.values() if parameter.requires_grad and parameter.numel() > 0)
+            trained = (parameter for parameter in self._trained_densely() if parameter.numel() > 0)
             residual_of = {id(parameter): _no_residual(parameter) for parameter in trained}
         if is_new and not factor_of:
             factor_of = self._first_factors()
@@ -96,9 +98,12 @@ class GradientHandle(SyncHandle, ABC):
         rank = self._candidates[0].compression.rank
         if rank is None:
             return {}
-        trained = (parameter for parameter in self._named_parameters().values() if parameter.requires_grad)
-        first = {id(parameter): _C.first_factor(parameter, rank) for parameter in trained}
+        first = {id(parameter): _C.first_factor(parameter, rank) for parameter in self._trained_densely()}
         return {key: factor for key, factor in first.items() if factor is not None}
+
+    def _trained_densely(self) -> list[Tensor]:
+        named = self._named_parameters().items()
+        return [parameter for name, parameter in named if parameter.requires_grad and name not in self._sparse]
 
     def _own(self, name: str) -> str:
         """Names an entry of the state that each rank has for itself."""
@@ -167,7 +172,11 @@ class GradientHandle(SyncHandle, ABC):
                 "explain: buckets are made when the first backward is synchronised; until then, "
                 "fastsync.measure_group().choose(numel) says which compression a bucket of numel values would get"
             )
-        text = explain(self._candidates, [bucket.numel for bucket in stats.buckets], stats.describe_transport())
+        dense = [bucket.numel for bucket in stats.buckets if not bucket.is_sparse]
+        text = explain(self._candidates, dense, stats.describe_transport())
+        if num_sparse := len(stats.buckets) - len(dense):
+            what = "1 sparse gradient" if num_sparse == 1 else f"{num_sparse} sparse gradients"
+            text += f"\n{what}: by the process group, as rows, whose values take 16 bits with bf16 and fp16"
         on_gpu = any(parameter.is_cuda for parameter in self._planned_parameters().values())
         is_untried = len(self._candidates) > 1 and on_gpu
         return f"{text}\n{UNTRIED}" if is_untried else text

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
-from ._checks import listed, resolve_group, trainable_parameters
+from ._checks import listed, resolve_group, sparse_weights, trainable_parameters
 from ._late_parameters import note_averaged_in_calls
 from .attach import GradientSynchronizer
 from .autotune.choose import in_engine
@@ -33,7 +33,8 @@ def all_reduce_gradients(
     among the newest 32 of the group. Residuals of error feedback stay with the set.
 
     Args:
-        params: the parameters, or their module. They may differ from call to call.
+        params: the parameters, or their module. They may differ from call to call. Of sparse gradients only the module
+            tells, see ``attach``.
         compression: as in ``attach``.
         process_group: as in ``attach``.
 
@@ -49,11 +50,12 @@ def all_reduce_gradients(
     if not isinstance(params, nn.Module):
         params = listed(params, "params")
     given = list(params.parameters()) if isinstance(params, nn.Module) else params
+    sparse = sparse_weights(params)
     known = _engines.setdefault(group, [])
-    found = next((each for each in reversed(known) if each.serves(given)), None)
+    found = next((each for each in reversed(known) if each.serves(given) and each.sparse == sparse), None)
     if found is None:
         named = trainable_parameters(params, "params")
-        engine = GradientSynchronizer(named, chosen, group)._engine
+        engine = GradientSynchronizer(named, chosen, group, sparse=sparse)._engine
         # A new engine makes all ranks agree, so all ranks must forget the same engines. The order of calls decides
         # which, because it is equal on all ranks. Lifetimes of parameters differ, because garbage is collected at
         # different times. So they only decide when memory is freed.
@@ -61,7 +63,7 @@ def all_reduce_gradients(
         for each in known:
             each.free_if_useless()
         note_averaged_in_calls(given)
-        found = _Kept(tuple(weakref.ref(parameter) for parameter in given), chosen, engine)
+        found = _Kept(tuple(weakref.ref(parameter) for parameter in given), sparse, chosen, engine)
     else:
         known.remove(found)
     known.append(found)
@@ -82,6 +84,8 @@ class _Kept:
     """An engine kept between calls: it has buffers, scales and residuals, and its ranks have agreed."""
 
     given: tuple[weakref.ref[Tensor], ...]
+    sparse: frozenset[int]
+    """The ids of those with sparse gradients."""
     compression: Compression | Auto
     engine: _C.Synchronizer | None
 

@@ -25,6 +25,7 @@ from ._checks import (
     is_positive,
     named_parameters,
     resolve_group,
+    sparse_weights,
     with_gradients,
 )
 from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
@@ -63,8 +64,10 @@ class GradientSynchronizer(WatchedHandle):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         op: str = "mean",
         overlap: bool = True,
+        sparse: frozenset[int] = frozenset(),
     ) -> None:
         self._named = dict(named)
+        self._sparse = frozenset(name for name, parameter in named.items() if id(parameter) in sparse)
         self._ids = frozenset(map(id, self._named.values()))
         self._without_gradients: dict[str, Tensor] = {}
         self._bucket_cap_bytes = int(bucket_cap_mb * 2**20)
@@ -81,7 +84,12 @@ class GradientSynchronizer(WatchedHandle):
     def _begin(self, group: dist.ProcessGroup, compression: AnyCompression) -> None:
         self._group = group
         self._engine: _C.Synchronizer = _C.Synchronizer(
-            list(self._named.values()), list(self._named), group, self._bucket_cap_bytes, self._op
+            list(self._named.values()),
+            list(self._named),
+            group,
+            self._bucket_cap_bytes,
+            self._op,
+            self._sparse,
         )
         self._accumulated_step = -1  # the newest step after which no_sync() let gradients accumulate
         self._deferred_clip_step = -1
@@ -479,6 +487,10 @@ def attach(
     ``grad is None`` if no rank has one. Parameters that the model gets later are not averaged. An optimizer that steps
     one raises RuntimeError: detach and attach again.
 
+    Gradients of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` stay sparse: each rank sends the rows
+    that it has, and ``.grad`` gets the rows of all ranks, coalesced. They travel at the end of backward. On a GPU the
+    host then waits for them.
+
     Args:
         module_or_params: a model, which stays attached as long as it lives, or some parameters, until ``detach()``.
         compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"lowrank"``), a wire with
@@ -523,7 +535,9 @@ def attach(
     if checked is not None:
         check_compression(as_compression(compression))
     group = resolve_group(process_group)
-    sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap)
+    sparse = sparse_weights(module_or_params)
+    _check_sparse([name for name, parameter in named.items() if id(parameter) in sparse], op, optimizer)
+    sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap, sparse)
     sync._ignored = ignored
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)
@@ -541,6 +555,21 @@ def attach(
     sync._engine.attach(list(named.values()), overlap)
     sync._keep(owner)
     return sync
+
+
+def _check_sparse(names: Sequence[str], op: str, optimizer: Optimizer | None) -> None:
+    """Raises ValueError if an argument does not go with the sparse gradients of these parameters."""
+    if names and op != "mean":
+        way_out = "op='mean' and multiply the loss by the number of ranks, or use " if op == "sum" else ""
+        raise ValueError(
+            f"op: {op!r} does not go with sparse gradients, such as those of parameter {names[0]}; use {way_out}"
+            "sparse=False in the embedding"
+        )
+    if names and optimizer is not None:
+        raise ValueError(
+            "optimizer: ranks that share an optimizer step shards of dense gradients, and those of parameter "
+            f"{names[0]} are sparse; leave optimizer= out, or use sparse=False in the embedding"
+        )
 
 
 _thread = threading.local()

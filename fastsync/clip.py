@@ -196,7 +196,14 @@ def _known_norm(sync: WatchedHandle) -> Tensor | None:
 
 
 def _gradients(sync: WatchedHandle) -> list[Tensor]:
-    return [parameter.grad for parameter in sync.parameters() if parameter.grad is not None]
+    """Returns the gradients, dense: of a sparse one its values, each row's once."""
+    grads = []
+    for parameter in sync.parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse and not parameter.grad.is_coalesced():
+            parameter.grad = parameter.grad.coalesce()
+        if parameter.grad is not None:
+            grads.append(parameter.grad._values() if parameter.grad.is_sparse else parameter.grad)
+    return grads
 
 
 def _takes_grad_scale(optimizer: Optimizer, handles: Sequence[WatchedHandle]) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from . import _C
-from ._checks import MEAN_OF_USED, as_weight, check_not_sharded, check_op, resolve_group
+from ._checks import MEAN_OF_USED, as_weight, check_not_sharded, check_op, resolve_group, sparse_weights
 from ._handle import SyncHandle, warn_of_generic_kernels
 from ._handles_in_use import begin_use, check_free, handles_of
 from ._optimizer_watch import WatchedHandle, watch_optimizers
@@ -65,6 +65,8 @@ class CommHook(HookState, WatchedHandle):
         averaged = {name: p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored}
         self._names, self._parameters = list(averaged), list(averaged.values())
         self._ids = frozenset(map(id, self._parameters))
+        sparse = sparse_weights(self._module)
+        self._sparse = frozenset(name for name, parameter in averaged.items() if id(parameter) in sparse)
         self._ddp_model = weakref.ref(ddp_model)
         self.compression = compression
         _C.register_hook(ddp_model.reducer, self._engine)
@@ -140,8 +142,8 @@ def register_comm_hook(
 
     Raises:
         ValueError: an argument is refused, or the model has a hook already or is attached. Or DDP was told to send some
-            parameters past its hook, or to leave some buckets out. Or fastsync does not handle a parameter: sparse
-            gradients, complex ones with a 16-bit wire, dtypes such as float8.
+            parameters past its hook, or to leave some buckets out. Or fastsync does not handle a parameter: complex
+            gradients with a 16-bit wire, dtypes such as float8.
         RuntimeError: DDP uses its Python reducer, which would skip a C++ hook silently.
     """
     if isinstance(ddp_model, nn.Module):

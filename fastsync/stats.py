@@ -53,7 +53,7 @@ class BucketStats:
     """The cost of synchronising one bucket, as sums over its syncs so far; times in seconds."""
 
     numel: int
-    """Gradient values in one step."""
+    """Gradient values in one step; of a sparse gradient those that this rank had in the newest step."""
     num_syncs: int
     wire_bytes: int
     """Bytes this rank handed to the process group, with what is piggybacked; or wrote for others in shared memory, or
@@ -75,6 +75,8 @@ class BucketStats:
     """The reason why CPU ranks do not share memory; empty if they do, or if it does not apply."""
     kernels: str = ""
     """The kernels that pack and unpack: "fused", or "generic" for torch's operations; empty before the first step."""
+    is_sparse: bool = False
+    """Whether the bucket holds one sparse gradient, whose rows travel by the process group."""
 
     def describe_transport(self) -> str:
         """Says in words how gradients get to other ranks."""

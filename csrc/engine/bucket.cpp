@@ -153,8 +153,33 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
                                          std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values,
                                          const std::vector<bool>& stand_in) {
   const WithoutPythonObjects without_python;
-  FlatGradients gradients = flatten(std::move(grads), options, side_values);
   liveness_->note_averaging(options.step);
+  auto sum = grads.front().is_sparse() ? make_sparse_sum(grads.front(), options, *stopwatch, side_values)
+                                       : make_dense_sum(std::move(grads), options, *stopwatch, side_values, stand_in);
+  totals_->num_syncs += 1;
+  guard([&] {
+    TORCH_CHECK(!is_half_sent_, "it has failed before, while it was sent, so the ranks no longer meet in one message: ",
+                "begin anew with another process group");
+    is_half_sent_ = !sum->may_be_sent_again();
+    sum->send();
+    is_half_sent_ = false;
+  });
+  if (is_capturing(device_)) {  // asked first, because the list costs more
+    hold_for_graph(device_,
+                   {scale_, stats_, workspace_->totals(), sum->gradients().residual, memory_for(options).buffer});
+  }
+  stopwatch->mark(Mark::kSent);
+  auto work = std::make_shared<BucketWork>();
+  work->sum_ = std::move(sum);
+  work->bucket_ = shared_from_this();
+  work->stopwatch_ = std::move(stopwatch);
+  return work;
+}
+
+std::unique_ptr<SumWork> Bucket::make_dense_sum(std::vector<at::Tensor> grads, const SendOptions& options,
+                                                Stopwatch& stopwatch, const at::Tensor& side_values,
+                                                const std::vector<bool>& stand_in) {
+  FlatGradients gradients = flatten(std::move(grads), options, side_values);
   if (options.may_be_taken_back) {
     const at::Tensor scale = this->scale();
     before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.residuals(), low_rank_.factors};
@@ -168,38 +193,44 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
     low_rank_ = LowRankState();
     guard([&] { choose_plan(gradients, options, memory_for(options)); });
   }
-  stopwatch->mark(Mark::kStart);
+  stopwatch.mark(Mark::kStart);
   gradients.scale = has_scale_ ? scale_ : at::Tensor();
   if (options.keeps_shard) {
     gradients.output = shard_means_;
     scale_sent_ = has_scale_ ? scale_.clone() : at::Tensor();
   }
   totals_->numel = numel_of(gradients.grads);
-  totals_->num_syncs += 1;
   has_followed_ = true;
-  auto work = std::make_shared<BucketWork>();
+  std::unique_ptr<SumWork> sum;
   guard([&] {
     if (options.compression.error_feedback) {
       feedback_.lend(gradients, stand_in);
     } else {
       feedback_ = ErrorFeedback();
     }
-    auto sum = make_sum(std::move(gradients), options);
-    TORCH_CHECK(!is_half_sent_, "it has failed before, while it was sent, so the ranks no longer meet in one message: ",
-                "begin anew with another process group");
-    is_half_sent_ = !sum->may_be_sent_again();
-    sum->send();
-    is_half_sent_ = false;
-    if (is_capturing(device_)) {  // asked first, because the list costs more
-      hold_for_graph(device_,
-                     {scale_, stats_, workspace_->totals(), sum->gradients().residual, memory_for(options).buffer});
-    }
-    work->sum_ = std::move(sum);
+    sum = make_sum(std::move(gradients), options);
   });
-  stopwatch->mark(Mark::kSent);
-  work->bucket_ = shared_from_this();
-  work->stopwatch_ = std::move(stopwatch);
-  return work;
+  return sum;
+}
+
+// Other rows come in each step, so neither residuals nor a scale last from step to step. Only wires of single values
+// carry them.
+std::unique_ptr<SumWork> Bucket::make_sparse_sum(const at::Tensor& gradient, SendOptions options, Stopwatch& stopwatch,
+                                                 const at::Tensor& side_values) {
+  TORCH_CHECK(!is_capturing(device_), "fastsync: a CUDA graph cannot hold a step with sparse gradients; use ",
+              "sparse=False in the embedding, or train without the graph");
+  stopwatch.mark(Mark::kStart);
+  const std::optional<DType> wire = options.compression.wire;
+  options.compression = Compression();
+  if (wire && unit_of(*wire).values == 1) {
+    options.compression.wire = wire;
+  }
+  const at::Tensor coalesced = gradient.coalesce();
+  FlatGradients values = flatten({coalesced._values().contiguous()}, options, side_values);
+  totals_->is_sparse = true;
+  totals_->numel = numel_of(values.grads);
+  return std::make_unique<SparseSum>(std::move(values), coalesced._indices().select(0, 0).contiguous(), gradient,
+                                     teams_.all(), options.tag, options.has_failed);
 }
 
 FlatGradients Bucket::flatten(std::vector<at::Tensor> grads, const SendOptions& options,

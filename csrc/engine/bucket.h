@@ -22,6 +22,7 @@
 #include "sums/error_feedback.h"
 #include "sums/low_rank_sum.h"
 #include "sums/planned_sum.h"
+#include "sums/sparse_sum.h"
 #include "sums/sum_work.h"
 #include "transport/progress_thread.h"
 #include "transport/teams.h"
@@ -62,7 +63,7 @@ struct Agreement {
   int64_t number = -1;                                   // the result of check_agreement; below 0 before the first
 };
 
-// Tells how a bucket is sent in one step. All members but the weight are the same on all ranks.
+// Tells how a bucket is sent in one step. All members but the weight and has_failed are the same on all ranks.
 struct SendOptions {
   // Tells where a reduce-scatter takes place. Several buckets share its teams and memory, one after the other.
   struct Scatter {
@@ -82,6 +83,7 @@ struct SendOptions {
   const Scatter* scatter = nullptr;  // null for an all-reduce
   bool may_be_taken_back = false;    // see Bucket::take_back
   bool keeps_shard = false;          // whether the gradients stay what they are, and Bucket::shard takes the means
+  bool has_failed = false;           // whether this rank sends nan in place of gradients
 };
 constexpr int kTagsPerBucket = 4;
 
@@ -157,8 +159,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   void set_mean_factor(double factor) { mean_factor_ = factor; }
 
   // Packs the gradients and sends them. They must be dense, contiguous, of one supported dtype, on the bucket's device,
-  // and of the same sizes on every rank. Only one sum may be under way. stand_in tells which gradients stand in for
-  // missing ones, see ErrorFeedback; it is empty if none do. The stopwatch notes the moments of the sum.
+  // and of the same sizes on every rank. Or there is one that is sparse in its first dimension, on every rank. Only one
+  // sum may be under way. stand_in tells which gradients stand in for missing ones, see ErrorFeedback; it is empty if
+  // none do. The stopwatch notes the moments of the sum.
   std::shared_ptr<BucketWork> send(std::vector<at::Tensor> grads, const SendOptions& options,
                                    std::shared_ptr<Stopwatch> stopwatch, const at::Tensor& side_values = {},
                                    const std::vector<bool>& stand_in = {});
@@ -246,6 +249,11 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   PlanKey plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const;
   void choose_plan(const FlatGradients& gradients, const SendOptions& options, SumMemory& memory);
   void make_shard(const FlatGradients& gradients);
+  std::unique_ptr<SumWork> make_dense_sum(std::vector<at::Tensor> grads, const SendOptions& options,
+                                          Stopwatch& stopwatch, const at::Tensor& side_values,
+                                          const std::vector<bool>& stand_in);
+  std::unique_ptr<SumWork> make_sparse_sum(const at::Tensor& gradient, SendOptions options, Stopwatch& stopwatch,
+                                           const at::Tensor& side_values);
   SumMemory& memory_for(const SendOptions& options) { return options.scatter ? options.scatter->memory : memory_; }
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options);
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options, SumMemory& memory);

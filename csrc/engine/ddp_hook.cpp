@@ -39,8 +39,10 @@ std::string describe(const c10d::GradBucket& bucket) {
 void check(const c10d::GradBucket& bucket, const std::vector<at::Tensor>& parameters,
            const CompressionTable& compressions) {
   const at::Tensor& buffer = bucket.getBuffer();
-  TORCH_CHECK_VALUE(buffer.layout() == at::kStrided, "fastsync: ", name_of(bucket), " holds a sparse gradient, which ",
-                    "fastsync does not handle; use sparse=False in the embedding, or DDP without a fastsync hook");
+  TORCH_CHECK_VALUE(buffer.layout() == at::kStrided || (buffer.is_sparse() && buffer.sparse_dim() == 1),
+                    "fastsync: ", name_of(bucket),
+                    " holds a gradient that is sparse, but not by rows; use sparse=False where it ",
+                    "comes from, or DDP without a fastsync hook");
   TORCH_CHECK_VALUE(is_supported(buffer.scalar_type()), "fastsync: ", name_of(bucket), " holds ", buffer.scalar_type(),
                     " gradients; fastsync handles float32, float64, float16, bfloat16 and, as pairs of these, complex");
   for (const at::Tensor& parameter : parameters) {
@@ -53,6 +55,9 @@ void check(const c10d::GradBucket& bucket, const std::vector<at::Tensor>& parame
 // The passes take the whole buffer for one gradient, unless each gradient has blocks or a residual of its own. The
 // compression decides that, because it is the same on all ranks.
 std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compression& compression) {
+  if (bucket.getBuffer().is_sparse()) {
+    return {bucket.getBuffer()};  // DDP gives each a bucket of its own
+  }
   const bool is_of_blocks = compression.wire && unit_of(*compression.wire).values > 1;
   return is_of_blocks || compression.error_feedback ? bucket.getGradients()
                                                     : std::vector{bucket.getBuffer().view({-1})};
@@ -260,7 +265,7 @@ at::Tensor HookState::stamp(Bucket& bucket, c10d::GradBucket& grad_bucket) {
   const c10::Device device = bucket.device();
   StepCheck& step_check = bucket.agreement->step_check;
   step_check.begin_step(step_under_way(), has_gradients);
-  const bool compares_data = num_steps() == 1 && !weight_.is_on();
+  const bool compares_data = num_steps() == 1 && !weight_.is_on() && !grad_bucket.getBuffer().is_sparse();
   const auto grads = compares_data ? grad_bucket.getGradients() : std::vector<at::Tensor>();
   const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, bucket.has_plan());
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();

@@ -23,17 +23,24 @@ bool has_memory(const at::Tensor& tensor) {
          (tensor.has_storage() && tensor.storage().data() != nullptr);
 }
 
-// Whether the gradient can be sent as it is: it is dense, and has its elements in the order that every rank sends.
+// Whether the gradient can be sent as it is: it is sparse, or has its elements in the order that every rank sends.
 bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter) {
-  return gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense() &&
-         gradient.scalar_type() == grad_dtype_of(parameter) && gradient.device() == parameter.device() &&
-         !gradient.is_conj() && !gradient.is_neg();
+  const bool has_order =
+      gradient.is_sparse() || (gradient.strides() == parameter.strides() && gradient.is_non_overlapping_and_dense() &&
+                               !gradient.is_conj() && !gradient.is_neg());
+  return has_order && gradient.scalar_type() == grad_dtype_of(parameter) && gradient.device() == parameter.device();
 }
 
-// Makes a dense tensor with the strides of the parameter, which are the same on every rank.
-at::Tensor new_stand_in(const at::Tensor& parameter) {
-  return at::empty_like(parameter, at::TensorOptions().dtype(grad_dtype_of(parameter)), at::MemoryFormat::Preserve);
+// Makes a dense tensor with the strides of the parameter, which are the same on every rank; or a sparse one without
+// rows.
+at::Tensor new_stand_in(const at::Tensor& parameter, bool is_sparse) {
+  const auto options = at::TensorOptions().dtype(grad_dtype_of(parameter));
+  return is_sparse ? at::_sparse_coo_tensor_with_dims(/*sparse_dim=*/1, parameter.dim() - 1, parameter.sizes(),
+                                                      options.device(parameter.device()).layout(at::kSparse))
+                   : at::empty_like(parameter, options, at::MemoryFormat::Preserve);
 }
+
+bool is_sparse_by_rows(const at::Tensor& gradient) { return gradient.is_sparse() && gradient.sparse_dim() == 1; }
 
 }  // namespace
 
@@ -52,8 +59,15 @@ bool Gradient::mark_ready() {
 
 void Gradient::check() const {
   const at::Tensor& gradient = tensor_.grad();
-  TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided, "fastsync: parameter ", parameter_->name,
-                    " got a sparse gradient, which fastsync does not handle; use sparse=False in the embedding");
+  TORCH_CHECK_VALUE(!gradient.defined() || parameter_->is_sparse || gradient.layout() == at::kStrided,
+                    "fastsync: parameter ", parameter_->name, " got a sparse gradient, and sparse ones are averaged ",
+                    "only of embeddings that had sparse=True when fastsync was given their module; pass the module in ",
+                    "place of its parameters, or use sparse=False in the embedding");
+  TORCH_CHECK_VALUE(
+      !gradient.defined() || !parameter_->is_sparse || is_sparse_by_rows(gradient), "fastsync: parameter ",
+      parameter_->name, " belongs to an embedding with sparse=True, and got a gradient that is not sparse ",
+      "by rows, as from another layer with the same weight; use sparse=False in the embedding, and attach ",
+      "again, on every rank");
   TORCH_CHECK_VALUE(!gradient.defined() || has_memory(gradient), "fastsync: parameter ", parameter_->name,
                     " got a gradient of a tensor subclass that has no memory of its own, such as a DTensor; give it a ",
                     "plain one (DTensor.to_local(), full_tensor())");
@@ -74,7 +88,7 @@ at::Tensor Gradient::to_send() {
   if (is_new() && lies_like(gradient, tensor_)) {
     return as_reals(gradient);
   }
-  stand_in_ = new_stand_in(tensor_);
+  stand_in_ = new_stand_in(tensor_, parameter_->is_sparse);
   if (gradient.defined() && (parameter_->is_new || parameter_->old_travels(gradient))) {
     check();
     stand_in_.copy_(gradient);
@@ -85,10 +99,12 @@ at::Tensor Gradient::to_send() {
 }
 
 at::Tensor Gradient::new_poison() const {
-  return new_stand_in(tensor_).fill_(std::numeric_limits<double>::quiet_NaN());
+  return new_stand_in(tensor_, /*is_sparse=*/false).fill_(std::numeric_limits<double>::quiet_NaN());
 }
 
-at::Tensor Gradient::poison() const { return as_reals(new_poison()); }
+at::Tensor Gradient::poison() const {
+  return parameter_->is_sparse ? new_stand_in(tensor_, /*is_sparse=*/true) : as_reals(new_poison());
+}
 
 bool Gradient::multiply_mean(const at::Tensor& factor) {
   if (factor.is_cpu() && factor.item<double>() == 1.0) {
@@ -116,7 +132,8 @@ bool Gradient::take_mean(bool exists) {
     use_on_current_stream(stand_in_);
     if (adds) {
       gradient = sum.add_(std::exchange(stand_in_, {}));
-    } else if (exists && gradient.defined() && at::has_internal_overlap(gradient) != at::MemOverlap::Yes) {
+    } else if (exists && gradient.defined() &&
+               (gradient.is_sparse() || at::has_internal_overlap(gradient) != at::MemOverlap::Yes)) {
       gradient.copy_(stand_in_);
     } else if (exists) {
       gradient = stand_in_;

@@ -29,11 +29,11 @@ class Gradient {
   // Whether there is a gradient that no sync has averaged.
   bool is_new() const { return parameter_->is_new && is_here(); }
 
-  // Returns what is sent, dense and as reals. Without a new gradient that is the old gradient, so that the mean is
-  // right if another rank has a new one. It is zeros if there is no gradient, or if the old one must not travel, see
-  // Parameter::old_travels.
+  // Returns what is sent, as reals. It is sparse if the parameter's gradients are, and else dense. Without a new
+  // gradient that is the old gradient, so that the mean is right if another rank has a new one. It is zeros, or no
+  // rows, if there is no gradient, or if the old one must not travel, see Parameter::old_travels.
   at::Tensor to_send();
-  // Returns what is sent after a failure: nan.
+  // Returns what is sent after a failure: nan. It is no rows if gradients are sparse, whose sum is told of the failure.
   at::Tensor poison() const;
 
   // Whether to_send has returned a stand-in: memory other than the gradient's. The gradient is old or missing then, or

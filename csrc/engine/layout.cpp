@@ -69,6 +69,9 @@ std::vector<size_t> order_of_rank_0(c10d::ProcessGroup& group, const std::vector
 // Buckets come in the order in which their last parameters do, so that the bucket that is ready first is sent first.
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<size_t>& order, int64_t bucket_cap_bytes) {
+  if (order.empty()) {
+    return {};
+  }
   std::vector<at::Tensor> outlines;
   size_t bytes = 0;
   for (const size_t index : order) {

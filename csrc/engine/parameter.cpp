@@ -36,7 +36,7 @@ std::string Parameter::description(const at::Tensor& tensor) const {
   if (const at::ScalarType dtype = grad_dtype_of(tensor); dtype != tensor.scalar_type()) {
     text << ", gradients of " << dtype;
   }
-  text << (tensor.requires_grad() ? "" : ", frozen") << "\n";
+  text << (is_sparse ? ", sparse gradients" : "") << (tensor.requires_grad() ? "" : ", frozen") << "\n";
   return text.str();
 }
 

@@ -26,8 +26,8 @@ inline bool takes_part(const at::Tensor& parameter) { return parameter.requires_
 enum class Op : int8_t { kMean, kMeanOfUsed, kSum };
 
 struct Parameter {
-  Parameter(const at::Tensor& tensor, std::string name, Op op)
-      : id(tensor.getIntrusivePtr()), name(std::move(name)), op(op) {}
+  Parameter(const at::Tensor& tensor, std::string name, Op op, bool is_sparse)
+      : id(tensor.getIntrusivePtr()), name(std::move(name)), op(op), is_sparse(is_sparse) {}
 
   // Returns the parameter's tensor. Throws c10::Error if it no longer exists.
   at::Tensor lock() const;
@@ -64,6 +64,7 @@ struct Parameter {
   ParameterId id;
   std::string name;
   Op op;
+  bool is_sparse;             // whether its gradients are sparse, see Note [Sparse gradients]
   bool is_new = false;        // whether it may have a gradient that no sync has averaged
   bool is_left_over = false;  // whether its gradient is of a backward inside no_sync()
   bool repeats = false;       // whether it gets several gradients in a backward, so that only the end makes them final

@@ -17,14 +17,16 @@ const char* word_for(Op op) { return op == Op::kSum ? "sum" : op == Op::kMeanOfU
 }  // namespace
 
 ParameterSync::ParameterSync(EngineState& engine, const std::vector<at::Tensor>& parameters,
-                             std::vector<std::string> names, int64_t bucket_cap_bytes, Op op)
+                             std::vector<std::string> names, int64_t bucket_cap_bytes, Op op,
+                             const std::set<std::string>& sparse)
     : bucket_cap_bytes_(bucket_cap_bytes),
       context_{.engine = engine,
                .agreement = std::make_shared<Agreement>(*engine.group(), "the engine of parameter " + names.front()),
                .op = op} {
   context_.side_values.counts_users = op == Op::kMeanOfUsed;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    context_.parameters.emplace_back(parameters[i], std::move(names[i]), op);
+    const bool is_sparse = sparse.contains(names[i]);
+    context_.parameters.emplace_back(parameters[i], std::move(names[i]), op, is_sparse);
   }
 }
 
@@ -254,12 +256,19 @@ void ParameterSync::lay_out() {
   std::vector<size_t> agreed_order;
   engine.wait_for_ranks("agreement on the order of gradients",
                         [&] { agreed_order = order_of_rank_0(*engine.group(), order, device_to_agree_on()); });
-  auto buckets = assign_buckets(tensors, agreed_order, bucket_cap_bytes_);
+  // Sparse gradients come last, each in a bucket of its own: they are sent at the end of backward, see may_go_early.
+  const auto sparse = std::ranges::stable_partition(
+      agreed_order, [this](size_t index) { return !context_.parameters[index].is_sparse; });
+  auto buckets = assign_buckets(tensors, {agreed_order.begin(), sparse.begin()}, bucket_cap_bytes_);
+  for (const size_t index : sparse) {
+    buckets.push_back({index});
+  }
   TORCH_CHECK_VALUE(static_cast<int64_t>(buckets.size()) <= kMaxBuckets, "fastsync: gradients in ", buckets.size(),
                     " buckets, but there may be ", kMaxBuckets, " at most: use a larger bucket_cap_mb");
   Layout layout(tensors, std::move(buckets));
   for (size_t i = 0; i < layout.buckets.size(); ++i) {
     LayoutBucket& each = layout.buckets[i];
+    each.is_sparse = context_.parameters[each.parameters.front()].is_sparse;
     std::vector<ParameterId> ids;
     for (const size_t index : each.parameters) {
       ids.push_back(context_.parameters[index].id);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -20,9 +21,10 @@ namespace fastsync {
 
 class ParameterSync {
  public:
-  // The names, one for each parameter, are for errors. The engine must outlive this object.
+  // The names, one for each parameter, are for errors. `sparse` has the names of the parameters whose gradients are
+  // sparse, which go with the mean over all ranks alone. The engine must outlive this object.
   ParameterSync(EngineState& engine, const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                int64_t bucket_cap_bytes, Op op);
+                int64_t bucket_cap_bytes, Op op, const std::set<std::string>& sparse);
 
   // Makes the ranks agree. Throws c10::ValueError if they differ in parameters or settings. The first step calls it, if
   // nobody did. With init_sync, all ranks take over the parameters of one rank after it.

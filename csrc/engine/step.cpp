@@ -91,7 +91,8 @@ bool Step::may_go_early(size_t index) const {
   // group pairs collectives by the order of calls. So a user's collective inside backward could come before the
   // bucket's on one rank, and after it on another.
   const bool waits_for_end = context_.weight.is_on() && bucket.device().is_cpu() && !bucket.has_plan();
-  return num_waiting_[index] == 0 && !waits_for_end && have_agreed() &&
+  // A rank whose backward fails sends no rows of sparse gradients. Once it has announced them, others wait for them.
+  return num_waiting_[index] == 0 && !next.is_sparse && !waits_for_end && have_agreed() &&
          !bucket.waits_to_send(engine().compressions()->at(next.num_reals)) &&
          !(is_last && context_.buffers.are_sent());
 }
@@ -201,7 +202,8 @@ void Step::send_next() {
   }
   const c10::Device device = bucket.device();
   const bool is_last = number + 1 == layout().buckets.size();
-  const at::Tensor side_values = is_last ? side_values_to_send(device, grads) : at::Tensor();
+  const at::Tensor side_values =
+      is_last ? side_values_to_send(device, next.is_sparse ? std::vector<at::Tensor>() : grads) : at::Tensor();
   const SendOptions options{engine().compressions()->at(next.num_reals),
                             number_,
                             first_tag(context_.agreement->number) + static_cast<int>(number) * kTagsPerBucket,
@@ -211,7 +213,8 @@ void Step::send_next() {
                             /*in_place=*/false,
                             /*scatter=*/nullptr,
                             /*may_be_taken_back=*/engine().is_revocable(),
-                            /*keeps_shard=*/context_.shards != nullptr};
+                            /*keeps_shard=*/context_.shards != nullptr,
+                            /*has_failed=*/has_failed()};
   works_.push_back(bucket.send(std::move(grads), options, engine().start_bucket(bucket), side_values, stand_in));
   if (is_last) {
     engine().end_step();

@@ -32,6 +32,7 @@ struct Count : std::atomic<int64_t> {
 // num_timed syncs, which the device had done in time to be read.
 struct BucketTotals {
   int64_t numel = 0;           // how many values the bucket's gradients have
+  bool is_sparse = false;      // whether it holds a sparse gradient, of which numel counts this rank's values
   std::string kernels;         // see kernels_on
   bool shares_memory = false;  // whether ranks of a host share memory in the newest sync
   int64_t num_hosts = 1;       // how many hosts there are, if ranks share memory; else 1

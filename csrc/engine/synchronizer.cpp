@@ -6,7 +6,6 @@
 #include <chrono>
 #include <exception>
 #include <mutex>
-#include <set>
 #include <thread>
 #include <utility>
 
@@ -83,9 +82,10 @@ class Synchronizer::Attached {
 };
 
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                           c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, Op op)
+                           c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, Op op,
+                           const std::set<std::string>& sparse)
     : EngineState(group, "the engine of parameter " + names.front(), "with sync.join():"),
-      sync_(*this, parameters, std::move(names), bucket_cap_bytes, op),
+      sync_(*this, parameters, std::move(names), bucket_cap_bytes, op, sparse),
       is_on_cpu_(parameters.front().is_cpu()),
       sequence_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kSequenceOfAllGroups),
       backward_([this] { return sync_.is_under_way(); }, &finish, &send_leftovers) {}

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -24,7 +25,8 @@ namespace fastsync {
 class Synchronizer : public EngineState, public std::enable_shared_from_this<Synchronizer> {
  public:
   Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-               c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, Op op);
+               c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, Op op,
+               const std::set<std::string>& sparse);
   ~Synchronizer() override;
 
   // Puts hooks on the parameters, which must be those of the constructor. Frozen ones get hooks, too, because they may

@@ -1,5 +1,5 @@
 // A SumWork is the sum of one bucket over the ranks, while it is under way. A PlannedSum runs a plan, an AllReduceSum
-// leaves the sum to the process group, and a LowRankSum makes two of them.
+// leaves the sum to the process group, a LowRankSum makes two of them, and a SparseSum gathers rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>

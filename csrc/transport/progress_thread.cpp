@@ -141,7 +141,7 @@ void StreamMark::wait() const {
 }
 
 void use_on_current_stream(const at::Tensor& tensor) {
-  if (tensor.defined() && !tensor.is_cpu()) {
+  if (tensor.defined() && !tensor.is_cpu() && !tensor.is_sparse()) {
     tensor.record_stream(current_stream(tensor.device()));
   }
 }

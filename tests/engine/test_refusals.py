@@ -123,10 +123,6 @@ def test_a_compression_that_is_refused_changes_nothing() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_drop_in_hooks_refuse_in_the_first_backward() -> None:
-    ddp = DistributedDataParallel(nn.Embedding(10, 2, sparse=True))
-    ddp.register_comm_hook(None, fastsync.allreduce_hook)
-    with pytest.raises(ValueError, match="bucket 0 holds a sparse gradient, which fastsync does not handle"):
-        ddp(torch.tensor([[1, 2]])).sum().backward()
     like = [torch.ones(2, dtype=torch.complex64)]
     for wire, hook in (("fp16", fastsync.fp16_compress_hook), ("bf16", fastsync.bf16_compress_hook)):
         ddp = given_ddp(like)
