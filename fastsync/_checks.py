@@ -111,7 +111,7 @@ def named_parameters(
 
 
 def sparse_weights(module_or_params: nn.Module | Iterable[Tensor] | Tensor) -> frozenset[int]:
-    """Returns the ids of the weights that get sparse gradients. Only modules tell, as for DDP: of loose tensors none."""
+    """Returns the ids of the weights that get sparse gradients. As for DDP, only modules tell; loose tensors do not."""
     modules = module_or_params.modules() if isinstance(module_or_params, nn.Module) else ()
     return frozenset(
         id(each.weight) for each in modules if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse

@@ -52,15 +52,18 @@ void check(const c10d::GradBucket& bucket, const std::vector<at::Tensor>& parame
   }
 }
 
+// DDP gives each sparse gradient a bucket of its own.
+std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket) {
+  return bucket.getBuffer().is_sparse() ? std::vector{bucket.getBuffer()} : bucket.getGradients();
+}
+
 // The passes take the whole buffer for one gradient, unless each gradient has blocks or a residual of its own. The
 // compression decides that, because it is the same on all ranks.
-std::vector<at::Tensor> gradients_of(const c10d::GradBucket& bucket, const Compression& compression) {
-  if (bucket.getBuffer().is_sparse()) {
-    return {bucket.getBuffer()};  // DDP gives each a bucket of its own
-  }
+std::vector<at::Tensor> gradients_to_send(const c10d::GradBucket& bucket, const Compression& compression) {
   const bool is_of_blocks = compression.wire && unit_of(*compression.wire).values > 1;
-  return is_of_blocks || compression.error_feedback ? bucket.getGradients()
-                                                    : std::vector{bucket.getBuffer().view({-1})};
+  return is_of_blocks || compression.error_feedback || bucket.getBuffer().is_sparse()
+             ? gradients_of(bucket)
+             : std::vector{bucket.getBuffer().view({-1})};
 }
 
 }  // namespace
@@ -140,7 +143,7 @@ std::shared_ptr<BucketWork> HookState::send(Bucket& bucket, c10d::GradBucket& gr
     options.weight = weights_->factor(bucket.device());
   }
   const at::Tensor side_values = grad_bucket.isLast() ? stamp(bucket, grad_bucket) : at::Tensor();
-  return bucket.send(gradients_of(grad_bucket, compression), options, stopwatch, side_values);
+  return bucket.send(gradients_to_send(grad_bucket, compression), options, stopwatch, side_values);
 }
 
 // ---- weights and sums -----------------------------------------------------------------------------------------------
@@ -265,8 +268,8 @@ at::Tensor HookState::stamp(Bucket& bucket, c10d::GradBucket& grad_bucket) {
   const c10::Device device = bucket.device();
   StepCheck& step_check = bucket.agreement->step_check;
   step_check.begin_step(step_under_way(), has_gradients);
-  const bool compares_data = num_steps() == 1 && !weight_.is_on() && !grad_bucket.getBuffer().is_sparse();
-  const auto grads = compares_data ? grad_bucket.getGradients() : std::vector<at::Tensor>();
+  const bool compares_data = num_steps() == 1 && !weight_.is_on();
+  const auto grads = compares_data ? gradients_of(grad_bucket) : std::vector<at::Tensor>();
   const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, bucket.has_plan());
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();
 }

@@ -202,8 +202,7 @@ void Step::send_next() {
   }
   const c10::Device device = bucket.device();
   const bool is_last = number + 1 == layout().buckets.size();
-  const at::Tensor side_values =
-      is_last ? side_values_to_send(device, next.is_sparse ? std::vector<at::Tensor>() : grads) : at::Tensor();
+  const at::Tensor side_values = is_last ? side_values_to_send(device, grads) : at::Tensor();
   const SendOptions options{engine().compressions()->at(next.num_reals),
                             number_,
                             first_tag(context_.agreement->number) + static_cast<int>(number) * kTagsPerBucket,

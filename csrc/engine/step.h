@@ -101,7 +101,6 @@ class Step {
   void send_next();
   void receive_beside();
   void wait_for_gradients(const LayoutBucket& bucket) const;
-  // The gradients are those of the last bucket if they are dense, else none.
   at::Tensor side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads);
   void hand_out();
   // The factors multiply the means, by flag; undefined if they are 1. kept_travels tells whether a kept gradient

@@ -23,9 +23,14 @@ bool is_turned_off() {
   return setting != nullptr && std::string(setting) == "0";
 }
 
-// Returns one number for a gradient's first values, in which each value is weighted by its index.
+// Returns one number for a gradient's first values, in which each value is weighted by its index. If the gradient is
+// sparse, its rows may be all that tells it from another rank's.
 at::Tensor number_of(const at::Tensor& gradient) {
   constexpr int64_t kMost = 1 << 16;
+  if (gradient.is_sparse()) {
+    const at::Tensor coalesced = gradient.coalesce();
+    return number_of(coalesced._values()).mul(number_of(coalesced._indices()).add(1));
+  }
   const at::Tensor first = gradient.reshape({-1}).narrow(0, 0, std::min(gradient.numel(), kMost)).cpu().to(at::kDouble);
   return first.dot(at::arange(1, first.numel() + 1, first.options()));
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -108,6 +109,15 @@ def test_the_mean_has_the_rows_of_all_ranks(rank: int, world_size: int, entry_po
 
 
 @on_ranks(2)
+def test_sums_under_ddp(rank: int, world_size: int) -> None:
+    model = Words()
+    ddp = DistributedDataParallel(model)
+    fastsync.register_comm_hook(ddp, op="sum")
+    (ddp(tokens_of(rank)) / world_size).backward()
+    check(model, [own_gradients(tokens_of(other)) for other in range(world_size)])
+
+
+@on_ranks(2)
 def test_16_bit_parameters_are_added_in_float32(rank: int, world_size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         embedding = nn.Embedding(ROWS, WIDTH, sparse=True, dtype=dtype)
@@ -196,6 +206,18 @@ def test_a_group_that_becomes_another(rank: int, world_size: int) -> None:
     model.zero_grad()
     model(tokens_of(rank)).backward()
     check(model, [own_gradients(tokens_of(other)) for other in range(world_size)])
+
+
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@on_ranks(2)
+def test_ranks_with_the_same_data_are_told(rank: int, world_size: int, entry_point: str) -> None:
+    for is_same in (True, False):  # the same values in other rows are other data
+        model = average(entry_point, nn.Embedding(ROWS, WIDTH, sparse=True)).model
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model(torch.tensor([1, 2]) if is_same else torch.tensor([1, 2 + rank])).sum().backward()
+        told = [each for each in said if "have the same gradients in their first step" in str(each.message)]
+        assert len(told) == (is_same and rank == 0)
 
 
 # ---- ranks with different gradients ---------------------------------------------------------------------------------
