@@ -176,7 +176,7 @@ class GradientHandle(SyncHandle, ABC):
         text = explain(self._candidates, dense, stats.describe_transport())
         if num_sparse := len(stats.buckets) - len(dense):
             what = "1 sparse gradient" if num_sparse == 1 else f"{num_sparse} sparse gradients"
-            text += f"\n{what}: by the process group, as rows, whose values take 16 bits with bf16 and fp16"
+            text += f"\n{what}: by the process group, as rows; in 16 bits with bf16 and fp16"
         on_gpu = any(parameter.is_cuda for parameter in self._planned_parameters().values())
         is_untried = len(self._candidates) > 1 and on_gpu
         return f"{text}\n{UNTRIED}" if is_untried else text
