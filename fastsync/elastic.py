@@ -482,18 +482,31 @@ def members_store(ranks: Sequence[int], given: Store | None = None) -> Store | N
     Args:
         ranks: the ranks that begin together, by their numbers in the default group.
         given: the user's store.
+
+    Raises:
+        ValueError: FASTSYNC_STORE is no address.
+        RuntimeError: no store answers there.
     """
     global _num_made
     attempt = "0"
     if given is None:
         if place := os.environ.get(STORE):
+            if not place.rpartition(":")[2].isdigit():
+                raise ValueError(f"{STORE}={place!r}: expected HOST:PORT, the address of a TCPStore")
             host, port = host_and_port(place)
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]  # torchrun keeps the store when it starts all anew
         else:
             return None
-        given = TCPStore(host, port, is_master=False, timeout=STORE_LIMIT)
+        try:
+            given = TCPStore(host, port, is_master=False, timeout=STORE_LIMIT)
+        except dist.DistNetworkError as error:
+            raise RuntimeError(
+                f"fastsync: no store answers at {host}:{port} within {STORE_LIMIT.total_seconds():g} s, where the "
+                f"ranks agree; {STORE} has to be the address of a TCPStore, which under torchrun is "
+                "MASTER_ADDR:MASTER_PORT of the ranks that train"
+            ) from error
     _num_made += 1
     store = PrefixStore(_KEYS.format(_num_made, attempt), another_connection(given))
     is_apart = ranks[0] != 0 and os.environ.get(JOINS) != "1"

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -634,6 +635,17 @@ def test_bad_arguments_are_refused(alone: Training, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(STORE)
     with pytest.raises(ValueError, match=r"fastsync launch local -n 4 train\.py"):
         Elastic(model, optimizer, sync)
+
+
+def test_a_store_that_does_not_answer_is_named(alone: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastsync.elastic.STORE_LIMIT", timedelta(seconds=1))
+    for place, error, said in (
+        ("localhost", ValueError, "FASTSYNC_STORE='localhost': expected HOST:PORT"),
+        ("127.0.0.1:1", RuntimeError, "no store answers at 127.0.0.1:1 within 1 s, .* MASTER_ADDR:MASTER_PORT"),
+    ):
+        monkeypatch.setenv(STORE, place)
+        with pytest.raises(error, match=said):
+            Elastic(alone.model, alone.optimizer, alone.sync)
 
 
 SCRIPT = """
