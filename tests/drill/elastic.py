@@ -34,8 +34,8 @@ SHARED, MESSAGES, HOSTS = "shared memory", "messages", "two hosts"
 PLACES = ("forward", "backward", "optimizer", "between")
 LONGEST_STEP = 0.01
 """Seconds within which a rank dies after a step has begun: some of them in a later step."""
-JOINING = 0.5
-"""Seconds within which a rank that joins dies."""
+ATTACHING, JOINING = 0.02, 0.5
+"""Seconds within which a rank that joins dies: amid its attach(), or later."""
 PATIENCE, SILENCE = 20.0, 4.0
 """Seconds that a silent rank is waited for, and that a stopped one is."""
 
@@ -111,7 +111,7 @@ def between(keepers: Sequence[int]) -> Callable[..., list[Any]]:
 def moments(draw: random.Random, way: str, old: Sequence[int], new: Sequence[int]) -> dict[int, Moment]:
     """Which ranks are lost, and when. One of them stays."""
     if new and draw.random() < 0.3:
-        return {new[0]: (-1, draw.uniform(0.0, JOINING))}
+        return {new[0]: (-1, draw.uniform(0.0, draw.choice((ATTACHING, JOINING))))}
     if way == HOSTS and draw.random() < 0.3:  # a whole host
         moment = (draw.randrange(NUM_STEPS), draw.uniform(0.0, LONGEST_STEP))
         return dict.fromkeys(old[draw.randrange(2) :: 2], moment)
