@@ -185,6 +185,9 @@ class Elastic:
                 f"min_ranks={self.min_ranks}, max_ranks={self.max_ranks}: {num_ranks} ranks have made this Elastic"
             )
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(step {self._index} of rank {self._members.own}, members {self.members})"
+
     # ---- what a training asks ---------------------------------------------------------------------------------------
 
     @property

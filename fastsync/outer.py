@@ -169,6 +169,13 @@ class DiLoCo:
                 self._fragments = self._make_fragments(self._sites.group)
         self._tell_of_merge(list(named.values()))
 
+    def __repr__(self) -> str:
+        numel = sum(weight.numel() for weight in self._tensors.weights.values())
+        return (
+            f"{type(self).__name__}({numel:,} values, sync_every: {self._sync_every}, "
+            f"compression: {self._compression}, step {self._step}, ranks {self._sites.ranks})"
+        )
+
     @property
     def num_steps(self) -> int:
         """The steps so far. A site that joins begins with those of the others, and one that resumes with the saved."""
@@ -536,7 +543,8 @@ def _as_optimizers(given: object) -> list[Optimizer]:
 
 def _check_number(name: str, number: object, least: int, most: int) -> None:
     if not isinstance(number, int) or not least <= number <= most:
-        raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {number!r}")
+        up_to = "" if most == sys.maxsize else f" to {most}"
+        raise ValueError(f"{name}: expected a whole number from {least}{up_to}, got {number!r}")
 
 
 def _shapes(state: Mapping[str, Any]) -> list[object]:

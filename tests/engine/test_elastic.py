@@ -557,6 +557,11 @@ def test_an_optimizer_step_without_a_sync_is_refused(alone: Training) -> None:
         alone.optimizer.step()
 
 
+def test_where_it_is_shows_in_its_text(alone: Training) -> None:
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    assert repr(elastic) == "Elastic(step 0 of rank 0, members [0])"
+
+
 def test_a_change_between_two_steps_keeps_gradients(alone: Training) -> None:
     elastic = Elastic(alone.model, alone.optimizer, alone.sync)
     steps = elastic.steps(3)

@@ -597,7 +597,7 @@ def test_top_k_sends_the_largest_of_each_block(numel: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sync_every": 0}, "sync_every: expected a whole number from 1 to"),
+        ({"sync_every": 0}, "sync_every: expected a whole number from 1, got 0"),
         ({"fragments": 7}, "fragments: expected a whole number from 1 to 6, got 7"),
         ({"sync_every": 5, "fragment_sync_delay": 5}, "fragment_sync_delay: expected a whole number from 0 to 4"),
         ({"fragment_update_alpha": 1.0}, "fragment_update_alpha: expected 0 or more, and below 1"),
@@ -609,3 +609,11 @@ def test_bad_arguments_are_refused(rank: int, world_size: int, options: dict[str
     model = make_model()
     with pytest.raises(ValueError, match=message):
         DiLoCo(model, make_optimizer(model), **options)
+
+
+@on_ranks(1)
+def test_what_it_is_shows_in_its_text(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 4)
+    with DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=7, compression="bf16") as diloco:
+        diloco.step()
+        assert repr(diloco) == "DiLoCo(16 values, sync_every: 7, compression: bf16, all_reduce, step 1, ranks [0])"
