@@ -17,7 +17,6 @@ namespace fastsync {
 struct LayoutBucket {
   std::vector<size_t> parameters;  // indices of parameters
   int64_t num_reals = 0;
-  bool is_sparse = false;                    // whether it holds one gradient, which is sparse; set by the engine
   std::shared_ptr<Bucket> bucket = nullptr;  // set by the engine
 };
 

@@ -268,7 +268,6 @@ void ParameterSync::lay_out() {
   Layout layout(tensors, std::move(buckets));
   for (size_t i = 0; i < layout.buckets.size(); ++i) {
     LayoutBucket& each = layout.buckets[i];
-    each.is_sparse = context_.parameters[each.parameters.front()].is_sparse;
     std::vector<ParameterId> ids;
     for (const size_t index : each.parameters) {
       ids.push_back(context_.parameters[index].id);

@@ -92,7 +92,8 @@ bool Step::may_go_early(size_t index) const {
   // bucket's on one rank, and after it on another.
   const bool waits_for_end = context_.weight.is_on() && bucket.device().is_cpu() && !bucket.has_plan();
   // A rank whose backward fails sends no rows of sparse gradients. Once it has announced them, others wait for them.
-  return num_waiting_[index] == 0 && !next.is_sparse && !waits_for_end && have_agreed() &&
+  const bool is_sparse = context_.parameters[next.parameters.front()].is_sparse;
+  return num_waiting_[index] == 0 && !is_sparse && !waits_for_end && have_agreed() &&
          !bucket.waits_to_send(engine().compressions()->at(next.num_reals)) &&
          !(is_last && context_.buffers.are_sent());
 }

@@ -430,7 +430,7 @@ def test_a_backward_that_fails_on_one_rank(rank: int, world_size: int, place: st
         tokens = tokens_of(rank, step)
         if rank == 1 and step == 1:
             # Autograd goes through the nodes from the newest to the oldest.
-            oldest = Fails.apply(model.layer.bias * 0).sum() if place == "behind" else 0.0
+            oldest = Fails.apply(torch.zeros(1, requires_grad=True)).sum() if place == "behind" else 0.0
             vectors = model.words(tokens).sum(1)
             loss = model.layer(vectors if place == "behind" else Fails.apply(vectors)).sum() + oldest
             with pytest.raises(ArithmeticError, match="as told"):
