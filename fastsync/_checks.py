@@ -74,19 +74,19 @@ def with_gradients(named: Mapping[str, Tensor], argument: str) -> dict[str, Tens
 
 
 def named_parameters(
-    module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str, but: Container[str] = ()
+    module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str, but: Container[int] = ()
 ) -> dict[str, Tensor]:
     """Names a module's parameters, or loose ones by index. Raises ValueError for what cannot be synchronised.
 
     Args:
-        but: names of a module's parameters that are left out.
+        but: the ids of a module's parameters that are left out.
     """
     named: dict[str, Tensor]
     if isinstance(module_or_params, nn.Module):
         _check_unwrapped(module_or_params, argument)
         # Checkpoints come from models with and without torch.compile's wrapper, so names must not show it.
         named = {
-            name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters() if name not in but
+            name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters() if id(p) not in but
         }
     else:
         named = {}

@@ -68,11 +68,12 @@ def groups_of(parameters: Iterable[Tensor]) -> set[dist.ProcessGroup]:
 
 
 def ids_left_to_each_rank(module: nn.Module, group: dist.ProcessGroup) -> set[int]:
-    """Returns the ids of the tensors that handles of this module leave to each rank.
+    """Returns the ids of the tensors that handles of this module, or of parts of it, leave to each rank.
 
     Handles over this group count, if there are any, because handles over several groups may share a module.
     """
-    handles = handles_of(module)
+    parts = set(module.modules())
+    handles = [handle for handle in in_use() if any(known() in parts for known in handle._modules)]
     over_group = [handle for handle in handles if handle._group is group] or handles
     return {id(tensor) for handle in over_group for tensor in handle._left_to_each_rank()}
 

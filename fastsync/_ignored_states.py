@@ -5,33 +5,58 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
-IgnoredStates = nn.Module | Tensor | Iterable[nn.Module | Tensor]
+States = nn.Module | Tensor | Iterable[nn.Module | Tensor]
 """Modules, parameters and buffers, one or many."""
 
 
-def all_states(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Returns the parameters and buffers that a module has now, each under all of its names."""
-    return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+class IgnoredStates:
+    """The places in a model whose tensors are left to each rank, whichever tensors are there. It keeps no module alive.
 
-
-def names_of(ignored: IgnoredStates, owner: nn.Module | None) -> frozenset[str]:
-    """Returns the names that the owner has for these tensors, and for those of these modules.
+    Args:
+        states: the tensors that are there now, and modules of which all are meant.
+        owner: the model; None if there is none, and so no states.
 
     Raises:
-        ValueError: one of them is neither a module nor a tensor, or is not the owner's. Or no parameter is left.
+        ValueError: one of the states is neither a module nor a tensor, or is not the owner's. Or no parameter is left.
     """
-    listed = _listed(ignored)
-    if owner is None:
-        if listed:
+
+    def __init__(self, states: States = (), owner: nn.Module | None = None) -> None:
+        listed = _listed(states)
+        if owner is None and listed:
             raise ValueError("ignored_states: it is for modules; leave such tensors out of module_or_params")
-        return frozenset()
-    there = {id(tensor) for _, tensor in all_states(owner)}
+        chosen = set() if owner is None else _ids_of(listed, owner)
+        self._places = [
+            (ref(module), [name for name, tensor in states_of(module, recurse=False) if id(tensor) in chosen])
+            for module in (owner.modules() if owner is not None and chosen else ())
+        ]
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors that are in these places now."""
+        alive = [(module, names) for known, names in self._places if (module := known()) is not None]
+        return [each for module, names in alive for name, each in states_of(module, recurse=False) if name in names]
+
+    def ids(self) -> set[int]:
+        """Returns the ids of these tensors."""
+        return {id(tensor) for tensor in self.tensors()}
+
+
+def states_of(module: nn.Module, recurse: bool = True) -> Iterable[tuple[str, Tensor]]:
+    """Returns the parameters and buffers that a module has, each under all of its names."""
+    return chain(
+        module.named_parameters(recurse=recurse, remove_duplicate=False),
+        module.named_buffers(recurse=recurse, remove_duplicate=False),
+    )
+
+
+def _ids_of(listed: list[nn.Module | Tensor], owner: nn.Module) -> set[int]:
+    there = {id(tensor) for _, tensor in states_of(owner)}
     chosen: set[int] = set()
     for each in listed:
-        ids = {id(tensor) for _, tensor in all_states(each)} if isinstance(each, nn.Module) else {id(each)}
+        ids = {id(tensor) for _, tensor in states_of(each)} if isinstance(each, nn.Module) else {id(each)}
         if not ids <= there:
             what = type(each).__name__ if isinstance(each, nn.Module) else f"tensor of shape {list(each.shape)}"
             raise ValueError(
@@ -44,13 +69,13 @@ def names_of(ignored: IgnoredStates, owner: nn.Module | None) -> frozenset[str]:
             f"ignored_states: it has all parameters of the {type(owner).__name__}, so there is nothing to synchronise; "
             "leave some out, or do not attach"
         )
-    return frozenset(name for name, tensor in all_states(owner) if id(tensor) in chosen)
+    return chosen
 
 
-def _listed(ignored: Any) -> list[nn.Module | Tensor]:
-    if isinstance(ignored, nn.Module | Tensor):
-        return [ignored]
-    listed = list(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, str) else [ignored]
+def _listed(states: Any) -> list[nn.Module | Tensor]:
+    if isinstance(states, nn.Module | Tensor):
+        return [states]
+    listed = list(states) if isinstance(states, Iterable) and not isinstance(states, str) else [states]
     for each in listed:
         if not isinstance(each, nn.Module | Tensor):
             raise ValueError(

@@ -31,7 +31,7 @@ from ._checks import (
 from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
 from ._host_checks import check_compression, check_optimizer
 from ._host_optimizer import HostOptimizer
-from ._ignored_states import IgnoredStates, all_states, names_of
+from ._ignored_states import IgnoredStates, States
 from ._optimizer_watch import WatchedHandle, watch_optimizers
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .distributed import as_bytes
@@ -74,8 +74,7 @@ class GradientSynchronizer(WatchedHandle):
         self._op = op
         self._overlaps = overlap
         self._buffers: _Buffers | None = None
-        self._ignored: frozenset[str] = frozenset()
-        """The owner's names of what is left to each rank."""
+        self._ignored = IgnoredStates()
         self._weight: float | None = None
         self._is_enabled = True
         self._is_attached = False
@@ -365,12 +364,16 @@ class GradientSynchronizer(WatchedHandle):
         """Keeps the handle alive while the owner lives; without an owner, until ``detach``."""
         self._is_attached = True
         # Each module with parameters keeps the handle, because the owner may be a container made for this call alone.
-        # Those whose parameters are ignored may have a handle of their own.
+        # Those of which all parameters are ignored may have a handle of their own.
+        ignored = self._ignored.ids()
         modules = [
             module
-            for prefix, module in (() if owner is None else owner.named_modules())
+            for module in (() if owner is None else owner.modules())
             if module is owner
-            or any(name not in self._ignored for name, _ in module.named_parameters(prefix, recurse=False))
+            or (
+                next(module.parameters(recurse=False), None) is not None
+                and any(id(parameter) not in ignored for parameter in module.parameters())
+            )
         ]
         begin_use(self, modules, kept_by=modules or [NOBODY])
         watch_optimizers()
@@ -393,13 +396,12 @@ class GradientSynchronizer(WatchedHandle):
 
     def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
         modules = [module for known in self._modules if (module := known()) is not None]
-        ignored = {id(tensor) for tensor in self._left_to_each_rank()}
+        ignored = self._ignored.ids()
         named = chain.from_iterable(module.named_parameters() for module in modules)  # the owner's names come first
         return ((name, parameter) for name, parameter in named if id(parameter) not in ignored)
 
     def _left_to_each_rank(self) -> list[Tensor]:
-        owner = self._modules[0]() if self._modules and self._ignored else None
-        return [] if owner is None else [tensor for name, tensor in all_states(owner) if name in self._ignored]
+        return self._ignored.tensors()
 
     def _claimed_parameters(self) -> Iterable[Tensor]:
         """Returns all parameters, because frozen ones may not stay so."""
@@ -476,7 +478,7 @@ def attach(
     init_sync: bool = True,
     op: str = "mean",
     broadcast_buffers: bool = False,
-    ignored_states: IgnoredStates = (),
+    ignored_states: States = (),
     optimizer: Optimizer | None = None,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
@@ -524,8 +526,8 @@ def attach(
     if broadcast_buffers and not isinstance(module_or_params, nn.Module):
         raise ValueError("broadcast_buffers: loose parameters have no buffers; pass their module")
     owner = module_or_params if isinstance(module_or_params, nn.Module) else None
-    ignored = names_of(ignored_states, owner)
-    given = named_parameters(module_or_params, "module_or_params", but=ignored)
+    ignored = IgnoredStates(ignored_states, owner)
+    given = named_parameters(module_or_params, "module_or_params", but=ignored.ids())
     named = with_gradients(given, "module_or_params")
     check_free(named, "module_or_params")
     check_not_in_ddp(named, "module_or_params", but=handles_of)
@@ -583,7 +585,7 @@ class _Buffers:
     ``join`` they take those of the first rank that still has batches.
     """
 
-    def __init__(self, owner: nn.Module, are_sent: bool, ignored: frozenset[str]) -> None:
+    def __init__(self, owner: nn.Module, are_sent: bool, ignored: IgnoredStates) -> None:
         self.are_sent = are_sent
         self._ignored = ignored
         self._sent: list[Tensor] = []
@@ -594,7 +596,8 @@ class _Buffers:
         alive = [(prefix, module) for prefix, known in self._modules if (module := known()) is not None]
         named = [each for prefix, module in alive for each in module.named_buffers(prefix, recurse=False)]
         first_name = {id(buffer): name for name, buffer in reversed(named)}
-        return {name: buffer for name, buffer in named if name == first_name[id(buffer)] and name not in self._ignored}
+        ignored = self._ignored.ids()
+        return {n: buffer for n, buffer in named if n == first_name[id(buffer)] and id(buffer) not in ignored}
 
     def description(self) -> str:
         """Returns the text that has to be equal on all ranks."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _C
 from ._checks import check_not_sharded, plain_parts, resolve_group
 from ._handles_in_use import ids_left_to_each_rank
-from ._ignored_states import all_states
+from ._ignored_states import states_of
 from .distributed import as_bytes, every_rank_calls
 
 
@@ -39,7 +39,7 @@ def check_consistency(
     group = resolve_group(process_group)
     left = ids_left_to_each_rank(module, group)
     check_not_sharded({name: each for name, each in module.named_parameters() if id(each) not in left}, "module")
-    names_left = {name for name, each in all_states(module) if id(each) in left}
+    names_left = {name for name, each in states_of(module) if id(each) in left}
     names_of_buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)} - names_left
     state = {name: value for name, value in module.state_dict().items() if name not in names_left}
     saved = {name: value for name, value in state.items() if isinstance(value, Tensor)}

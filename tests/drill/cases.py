@@ -54,6 +54,8 @@ class Case:
         self.may_join = self.is_attached and self.wire == "none" and may(draw, 30)
         self.shares_memory = may(draw, 50)
         self.op = "sum" if self.is_attached and may(draw, 25) else "mean"
+        if entry_point == "attach" and self.op == "mean" and may(draw, 33):
+            self.op = "mean_of_used"
         self.is_weighted = self.is_attached and may(draw, 25)
         dtypes, shapes = DTYPES, (*SHAPES, (), (2,), (0, 3), (4, 3, 5, 5))
         if self.is_sharded:  # which takes one dtype, and neither strides nor scalars

@@ -240,9 +240,11 @@ class Oracle:
         assert actual is not None, f"{what} has no gradient"
         assert all(same_bits(actual, other) for other in averages), f"{what} is not the same on all ranks"
         weights, wide = [record.weight for record in self.records], widened(actual).dtype
-        grads = [(record.weight, record.local[index]) for record in self.records]
+        counts = [case.op != "mean_of_used" or record.is_new[index] for record in self.records]
+        grads = [(each.weight, each.local[index]) for each, does in zip(self.records, counts, strict=True) if does]
         parts = [weight * widened(grad) for weight, grad in grads if grad is not None and weight > 0]
-        num_parts = 1.0 if case.op == "sum" else sum(weights) or 1.0
+        num_parts = 1.0 if case.op == "sum" else sum(weight for weight, _ in grads) or 1.0
+        multiplied = max(1.0, sum(weights) / num_parts) if case.op == "mean_of_used" else 1.0  # after it has traveled
         held = next((record.held[index] for record in self.records if record.held[index] is not None), None)
         zeros = torch.zeros(actual.shape, dtype=wide)
         new = torch.stack([zeros, *parts])
@@ -254,11 +256,12 @@ class Oracle:
             overflows = ~finite(everyones.abs().sum(dim=0).to(actual.dtype))
             assert (finite(actual) | ~was_finite | overflows).all(), f"{what} did not stay finite"
         is_whole = case.wire == "none" and not case.is_weighted and not case.may_join and len(weights) in (2, 4)
-        is_exact = is_whole and torch.equal(expected.to(actual.dtype).to(wide), expected)
-        error = self.wire_error(index, new.abs().amax(dim=0) * len(weights) / num_parts)
+        is_exact = is_whole and multiplied == 1.0 and torch.equal(expected.to(actual.dtype).to(wide), expected)
+        error = self.wire_error(index, new.abs().amax(dim=0) * len(weights) / num_parts / multiplied)
         limits = torch.finfo(actual.dtype)
         if not is_exact:
             error = error + 4.0 * (limits.eps * everyones.abs().sum(dim=0) + limits.smallest_normal * limits.eps)
+        error = error * multiplied
         off = (widened(actual) - expected).abs()
         fits = everyones.abs().sum(dim=0) < min(limits.max, FITS) / 4  # also in between
         if case.has_feedback:  # what was saturated comes with later steps

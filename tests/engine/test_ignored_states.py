@@ -178,6 +178,21 @@ def test_what_comes_into_an_ignored_place_later(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
+def test_a_container_that_was_made_for_the_call(rank: int, world_size: int) -> None:
+    """It is gone after it, and the modules in it are attached as before."""
+    same_data_is_meant()
+    model, head = Mixture(rank), nn.Linear(4, 1)
+    fastsync.attach(nn.ModuleList([model, head]), ignored_states=model.own(), broadcast_buffers=True)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    (model(inputs(rank, 0)) + head(inputs(0, 0)).sum()).backward()
+    optimizer.step()
+    for module in (model, nn.ModuleList([model]), head):
+        fastsync.check_consistency(module)
+    assert fastsync.handle_of(model) is fastsync.handle_of(head)
+    assert model.seen == rank + 8
+
+
+@on_ranks(2)
 def test_one_copy_of_the_others(rank: int, world_size: int) -> None:
     """attach(optimizer=) has one copy of what is attached, and each rank steps its own of the rest."""
     model = Mixture(rank)
