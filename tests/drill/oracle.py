@@ -256,12 +256,15 @@ class Oracle:
             overflows = ~finite(everyones.abs().sum(dim=0).to(actual.dtype))
             assert (finite(actual) | ~was_finite | overflows).all(), f"{what} did not stay finite"
         is_whole = case.wire == "none" and not case.is_weighted and not case.may_join and len(weights) in (2, 4)
-        is_exact = is_whole and multiplied == 1.0 and torch.equal(expected.to(actual.dtype).to(wide), expected)
+        # A mean over three of four ranks is no whole number, and later steps may add to it.
+        is_exact = is_whole and case.op != "mean_of_used" and torch.equal(expected.to(actual.dtype).to(wide), expected)
         error = self.wire_error(index, new.abs().amax(dim=0) * len(weights) / num_parts / multiplied)
         limits = torch.finfo(actual.dtype)
         if not is_exact:
             error = error + 4.0 * (limits.eps * everyones.abs().sum(dim=0) + limits.smallest_normal * limits.eps)
         error = error * multiplied
+        if multiplied > 1.0 and case.is_weighted:  # the weights of the ranks that use it are added in float32
+            error = error + 2.0**-22 * everyones.abs().sum(dim=0)
         off = (widened(actual) - expected).abs()
         fits = everyones.abs().sum(dim=0) < min(limits.max, FITS) / 4  # also in between
         if case.has_feedback:  # what was saturated comes with later steps
