@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -44,12 +44,15 @@ class IgnoredStates:
         return {id(tensor) for tensor in self.tensors()}
 
 
-def states_of(module: nn.Module, recurse: bool = True) -> Iterable[tuple[str, Tensor]]:
-    """Returns the parameters and buffers that a module has, each under all of its names."""
-    return chain(
-        module.named_parameters(recurse=recurse, remove_duplicate=False),
-        module.named_buffers(recurse=recurse, remove_duplicate=False),
-    )
+def states_of(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers that a module and its children have, each under all of its names.
+
+    Modules may have a ``named_parameters`` of their own, as torchrl's losses do. So it is not asked.
+    """
+    for prefix, each in module.named_modules(remove_duplicate=False) if recurse else [("", module)]:
+        for name, tensor in chain(each._parameters.items(), each._buffers.items()):
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 def _ids_of(listed: list[nn.Module | Tensor], owner: nn.Module) -> set[int]:

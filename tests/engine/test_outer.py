@@ -394,6 +394,7 @@ def _waits_for_a_rank_that_knows_of_a_loss(rank: int, world_size: int, has_seen_
             sites.group.recv([torch.zeros(1)], 1, 0).wait()
         error = closed.value
     sites.go_on(lambda: 0, lambda progress: None, error)
+    sites.group.barrier().wait()  # a rank that ends is lost to one that still connects
     return sites.ranks
 
 

@@ -489,7 +489,7 @@ def test_arguments_that_sparse_gradients_do_not_go_with() -> None:
         ValueError, match=r"op: 'sum' does not go with sparse gradients, .*words\.weight; use op='mean'"
     ):
         fastsync.attach(model, op="sum")
-    with pytest.raises(ValueError, match="op: 'mean_of_used' does not go with sparse gradients, .*use sparse=False"):
+    with pytest.raises(ValueError, match=r"op: 'mean_of_used' does not go with sparse gradients, .*use sparse=False"):
         fastsync.attach(model, op="mean_of_used")
     with pytest.raises(ValueError, match=r"optimizer: .*words\.weight are sparse; leave optimizer= out"):
         fastsync.attach(model, optimizer=SGD(model.parameters(), lr=0.1))
