@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ def skip_unless_finite(scaler: GradScaler, optimizer: Optimizer, norm: Tensor) -
             found.copy_(torch.maximum(found, is_bad))  # fused optimizers skip where it is exactly 1
 
 
-def forget_step(scaler: GradScaler) -> None:
-    """Lets the scaler take new gradients, in place of those of a step that has failed."""
-    scaler._per_optimizer_states.clear()
+def forget_step(scaler: GradScaler, optimizers: Iterable[Optimizer]) -> None:
+    """Lets the scaler take new gradients of these optimizers, in place of those of a step that has failed."""
+    for optimizer in optimizers:
+        scaler._per_optimizer_states.pop(id(optimizer), None)

@@ -92,7 +92,10 @@ class Members:
             RuntimeError: a rank is missing.
         """
         if self._store.check(["newest"]):  # nobody sets it before all have looked
-            raise ValueError("store: an earlier training has used it; pass a new one, such as a new file")
+            raise ValueError(
+                "store: an earlier training has used it; pass a new one, such as a new file, or let FASTSYNC_STORE "
+                "name a new one"
+            )
         self._store.set(f"address/{self.own}", self._watch.address)
         addresses = {each: self._store.get(f"address/{each}").decode() for each in members}
         if self.own == members[0]:

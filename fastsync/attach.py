@@ -288,7 +288,7 @@ class GradientSynchronizer(WatchedHandle):
     def _move_to(self, group: dist.ProcessGroup, root: int) -> None:
         """Averages over another group from now on. Step, scales and factors become those of its rank ``root``."""
         self._end_interrupted()
-        state, growth = self.state_dict(), group.size() / self._group.size()
+        state, num_before = self.state_dict(), self._group.size()
         before = self._engine, self._group
         try:
             self._begin(group, self._compression)
@@ -302,9 +302,8 @@ class GradientSynchronizer(WatchedHandle):
         self._engine.set_enabled(self._is_enabled)
         self._engine.attach(list(self._named.values()), self._overlaps)
         self._send_buffers()
-        if self._op != "sum":  # a residual then adds as much to the mean as in the old group
-            for residual in state["residuals"].values():
-                residual *= growth
+        for residual in state["residuals"].values():
+            residual *= self._growth_from(num_before)
         self.load_state_dict(state)  # before the broadcast, so that nothing is lost if that rank does not answer
         factors = {name: factor.cpu() for name, factor in state.get("factors", {}).items()}
         shared = [{"step": state["step"], "scales": state["scales"], "factors": factors}]
@@ -399,6 +398,10 @@ class GradientSynchronizer(WatchedHandle):
         ignored = self._ignored.ids()
         named = chain.from_iterable(module.named_parameters() for module in modules)  # the owner's names come first
         return ((name, parameter) for name, parameter in named if id(parameter) not in ignored)
+
+    def _growth_from(self, num_ranks: int) -> float:
+        """Returns what multiplies residuals of a group of so many ranks: they add as much to the mean as there."""
+        return 1.0 if self._op == "sum" else self._group.size() / num_ranks
 
     def _left_to_each_rank(self) -> list[Tensor]:
         return self._ignored.tensors()

@@ -134,6 +134,7 @@ class Elastic:
         self._index = 0
         self._has_begun = self._has_ended = self._must_agree = False
         self._is_inside = self._has_stepped = self._has_failed = False
+        self._has_idled = False  # whether the newest block has ended without an error, and without the optimizer's step
         self._undone: _Undone | None = None
         self._wants_change = False  # set by the watching thread
         self._newest_failure: Exception | None = None
@@ -141,6 +142,7 @@ class Elastic:
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._random_state = torch.get_rng_state()
         inner = innermost(optimizer)
+        self._optimizers = (optimizer, inner)
         inner.register_step_pre_hook(self._before_optimizer)
         inner.register_step_post_hook(self._after_optimizer)
         if not self._joins:
@@ -218,7 +220,8 @@ class Elastic:
         """Yields each step up to ``num_steps``, to put a ``with`` block on. One that has failed comes again.
 
         A process that joins first waits until the others take it in. A rank that breaks out of the loop leaves the
-        training, and the others go on without it. If all break out after the same step, the training ends there.
+        training, and the others go on without it. If it does so inside the block, before the optimizer has stepped, the
+        step is the others' alone. If all break out after the same step, the training ends there.
 
         Raises:
             SystemExit: the training was over before this process could join it.
@@ -234,6 +237,8 @@ class Elastic:
                 try:
                     yield step
                 except GeneratorExit:
+                    if step.was_entered and self._has_idled:  # amid the block: the others take the step without it
+                        self._index -= 1
                     self._break_off()
                     raise
                 if not step.was_entered:
@@ -269,7 +274,7 @@ class Elastic:
         self._members.leave()
 
     def _enter(self) -> None:
-        self._has_stepped = False
+        self._has_stepped = self._has_idled = False
         self._is_inside = True
         self._random_state = torch.get_rng_state()
         self._buffers = [
@@ -288,6 +293,7 @@ class Elastic:
             error = RankLostError("fastsync.Elastic: a rank has failed in this step")
         if error is None:
             self._index += 1
+            self._has_idled = not self._has_stepped
             self._must_agree = wishes > 0
             return True
         if not self._is_of_lost_rank(error):
@@ -299,7 +305,7 @@ class Elastic:
         self._close_group()
         self._has_failed = not self._has_stepped
         for scaler in scalers_in_use():
-            forget_step(scaler)
+            forget_step(scaler, self._optimizers)
         if self._has_stepped:
             self._index += 1
             warnings.warn(
@@ -355,8 +361,7 @@ class Elastic:
     def _redo(self, undone: _Undone) -> None:
         """Makes a step count again that another rank has finished. Buffers and the rest have come from that rank."""
         torch.set_rng_state(undone.random_state)
-        is_mean = self._sync._op == "mean"
-        growth = self._sync._group.size() / undone.num_ranks if is_mean else 1.0  # as in use_group()
+        growth = self._sync._growth_from(undone.num_ranks)
         residuals = {name: residual * growth for name, residual in undone.residuals.items()}
         self._sync.load_state_dict(self._sync.state_dict() | {"residuals": residuals})
 
@@ -413,7 +418,7 @@ class Elastic:
             self._sync.load_state_dict(self._sync.state_dict() | kept)
             return False
         if self._undone is not None or self._index < furthest:
-            for parameter in self._sync.parameters():
+            for parameter in (*self._sync.parameters(), *self._sync._left_to_each_rank()):
                 parameter.grad = None
         self._undone = None
         self._index = furthest

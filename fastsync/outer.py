@@ -84,8 +84,7 @@ class DiLoCo:
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings.
-        RuntimeError: ranks cannot connect. Or this process was to join others, none of which could be reached. Or, in a
-            block, an optimizer has undone a mean of weights below 32 bits.
+        RuntimeError: ranks cannot connect. Or this process was to join others, none of which could be reached.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class DiLoCo:
         self._num_sent = 0
         self._num_averaged = 0  # the number of the newest one that all ranks have come to
         self._num_final = 0  # how many fragments were averaged in a row after all loops had ended
-        self._is_resumed = False
+        self._is_resumed = self._has_warned_of_undone = False
         self._block: BlockSteps | None = None
         self._background = BackgroundCalls()
         atexit.register(_end_background_calls, weakref.ref(self))
@@ -228,7 +227,7 @@ class DiLoCo:
             steps = "step" if number == 1 else f"{number} steps"
             error.add_note(
                 f"fastsync: this error has ended a block of {type(self).__name__}. The other sites have not got what "
-                f"this site has learned in its last {steps}; the next block goes on from there"
+                f"this site has learned in its last {steps}. If every site begins another block, it goes on from there"
             )
 
     def _next_step_of(self, fragment: Fragment) -> int:
@@ -291,12 +290,15 @@ class DiLoCo:
                 self._send(fragment)
 
     def _check_that_merges_stay(self) -> None:
-        if any(fragment.has_undone_merge() for fragment in self._fragments):
-            raise RuntimeError(
-                "fastsync: the optimizer has taken the model's weights back to where they were before the newest mean "
-                f"of the {type(self).__name__}. So it steps from copies of its own, such as float32 masters, that were "
-                "not found. Let it keep them in optimizer.state[parameter], or write to them in on_merge=, which is "
-                "called after each mean"
+        undone = [fragment.has_undone_merge() for fragment in self._fragments]  # each of them looks
+        if any(undone) and not self._has_warned_of_undone:
+            self._has_warned_of_undone = True
+            warnings.warn(
+                "fastsync: the optimizer seems to have taken the model's weights back to where they were before the "
+                f"newest mean of the {type(self).__name__}. It may step from copies of its own, such as float32 "
+                "masters, that were not found. Then let it keep them in optimizer.state[parameter], or write to them "
+                "in on_merge=, which is called after each mean",
+                stacklevel=2,
             )
 
     def _send(self, fragment: Fragment, *, has_ended: bool = False) -> None:
@@ -458,7 +460,14 @@ class DiLoCo:
 
         Raises:
             ValueError: it is of another model, other fragments or another compression. Then nothing has changed.
+            RuntimeError: this process has joined others, and has their state.
         """
+        if self._joins:
+            raise RuntimeError(
+                f"fastsync: this process joined others at step {self._step}, and has their state, so load_state_dict() "
+                f"of the {type(self).__name__} would take it back; load a checkpoint only if num_steps is 0, and then "
+                "also that of the model"
+            )
         before = copy.deepcopy(self.state_dict())
         if not isinstance(state_dict, dict) or _shapes(state_dict) != _shapes(before):
             raise ValueError("state_dict: expected the state of a DiLoCo with the same parameters and fragments")
@@ -473,6 +482,7 @@ class DiLoCo:
             fragment.averager.load_state_dict(unsent)
             fragment.under_way = None if due is None else UnderWay(due)
             fragment.merge_watch = None
+            fragment.num_unsent_steps = 0
         self._step = self._averaged_step = state["step"]  # all that was sent is averaged
         self._load_outer_state(state["outer"])
         self._num_final, self._is_resumed = 0, True

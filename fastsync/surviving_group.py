@@ -69,6 +69,7 @@ class SurvivingGroup:
         told: dict[str, Any] = {"name": "fastsync", "way_back": way_back}
         self._members = Members(store, dist.get_rank(), self._watch, timeout.total_seconds(), **told)
         self._liveness: _C.Liveness | None = None
+        self._formed: list[int] = []  # the members of the group, by their places in it
         if not self.joins:
             self._members.begin(ranks)
             self._form_first()
@@ -96,7 +97,7 @@ class SurvivingGroup:
         """Forms the members' group. Returns false if one of them is lost meanwhile."""
         group = self._members.form_group() if self._members.wait_until_ready() else None
         if group is not None:
-            self.group = group
+            self.group, self._formed = group, self.ranks
             self._liveness = _C.Liveness(group, "sites")
         return group is not None
 
@@ -177,7 +178,7 @@ class SurvivingGroup:
 
     def _silences(self) -> Callable[[], set[int]]:
         """Makes a function that returns the ranks without a heartbeat. Each of its calls may take some seconds."""
-        liveness, ranks, silences, began = self._liveness, self.ranks, Counter[int](), time.monotonic()
+        liveness, ranks, silences, began = self._liveness, self._formed, Counter[int](), time.monotonic()
 
         def silent() -> set[int]:
             nonlocal silences

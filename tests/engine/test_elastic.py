@@ -52,14 +52,14 @@ class Counter(nn.Module):
 class Training:
     """A model whose step draws random numbers, counts in a buffer, and leaves a parameter without a gradient."""
 
-    def __init__(self, members: Sequence[int], compression: str = "none") -> None:
+    def __init__(self, members: Sequence[int], compression: str = "none", op: str = "mean") -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), Counter(), nn.Linear(16, 3))
         self.model.register_parameter("unused", nn.Parameter(torch.ones(3)))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         group = dist.new_group(list(members), use_local_synchronization=True)
-        self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=0.0003, process_group=group)
+        self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=0.0003, process_group=group, op=op)
         torch.manual_seed(100 + dist.get_rank())
 
     def step(self, index: int, backward: Callable[[Tensor], None] = Tensor.backward) -> None:
@@ -147,9 +147,11 @@ def go_on(
     return changes, training.result()
 
 
-def replay(rank: int, world_size: int, compression: str, first: list[int], changes: Changes) -> list[Tensor] | None:
+def replay(
+    rank: int, world_size: int, compression: str, first: list[int], changes: Changes, op: str = "mean"
+) -> list[Tensor] | None:
     """Takes the same steps with the same ranks, none of which is lost."""
-    training, members = Training(first if rank in first else [rank], compression), first
+    training, members = Training(first if rank in first else [rank], compression, op), first
     for index in range(NUM_STEPS):
         for _, progress in (change for change in changes if change[0] == index):
             members = list(progress)
@@ -248,6 +250,63 @@ def test_a_step_that_one_has_finished_is_finished_on_all(store: TCPStore, furthe
         torch.testing.assert_close(own[-1], expected[rank][-1], rtol=0, atol=0)
 
 
+def finish_beside_a_loss(rank: int, world_size: int, port: int, op: str) -> tuple[Changes, list[Tensor]]:
+    """Rank 0 finishes step 2, the optimizer of rank 1 fails in it, and rank 2 dies in it."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size), "int8+ef", op)
+    changes: Changes = []
+    elastic = Elastic(
+        training.model,
+        training.optimizer,
+        training.sync,
+        timeout=20,
+        on_change=lambda members: changes.append((elastic._index, elastic._members.now.progress)),
+    )
+    for num_runs, step in enumerate(elastic.steps(NUM_STEPS), 1):
+        with step:
+            if num_runs == 3 and rank == 1:
+                training.optimizer.register_step_pre_hook(fail_once())
+            if num_runs == 3 and rank == 2:
+                training.optimizer.register_step_pre_hook(lambda *_: end_now())
+            training.step(step.index)
+    return changes, [parameter.detach() for parameter in training.model.parameters()]
+
+
+@pytest.mark.parametrize("op", ["mean", "mean_of_used", "sum"])
+def test_residuals_of_a_finished_step_fit_a_smaller_group(store: TCPStore, op: str) -> None:
+    ran = run_ranks(finish_beside_a_loss, 3, store.port, op, lost=[2])
+    (changes, _), *_ = ran
+    assert changes == [(3, {0: 3, 1: 2})]
+    expected = run_ranks(replay, 3, "int8+ef", [0, 1, 2], changes, op)
+    for rank in (0, 1):
+        weights = ran[rank][1]
+        torch.testing.assert_close(weights, expected[rank][: len(weights)], rtol=0, atol=0)
+
+
+def repeat_a_step(rank: int, world_size: int, port: int, fails: bool) -> list[Tensor]:
+    """Step 1 fails once. Gradients are dropped behind the optimizer's step, as some loops do."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = Elastic(model, optimizer, fastsync.attach(model, ignored_states=[model[1]]))
+    for num_runs, step in enumerate(elastic.steps(3), 1):
+        with step:
+            model(torch.full((4, 3), 1.0 + step.index)).square().mean().backward()
+            if fails and num_runs == 2:
+                raise RankLostError("as if a rank had been lost")
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_a_step_that_runs_again_drops_what_is_left_to_each_rank(store: TCPStore) -> None:
+    (expected,) = run_ranks(repeat_a_step, 1, store.port, False)
+    store_of_another = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (weights,) = run_ranks(repeat_a_step, 1, store_of_another.port, True)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
 def die_while_it_shares(rank: int, world_size: int, port: int, compression: str) -> tuple[Changes, list[Tensor]]:
     """Rank 0 alone finishes step 2, and dies amid giving the others its state."""
     os.environ[STORE] = f"127.0.0.1:{port}"
@@ -344,8 +403,15 @@ def test_a_rank_that_gives_up_ends_a_collective_of_the_others(store: TCPStore) -
     assert run_ranks(fail_beside_a_collective, 3, store.port) == [[0, 1, 2]] * 3
 
 
-def break_off(rank: int, world_size: int, port: int, ends: dict[int, int]) -> tuple[int, list[Tensor]]:
-    """Takes steps, of which some ranks take fewer. These live on until the others are done."""
+def break_off(
+    rank: int, world_size: int, port: int, ends: dict[int, int], amid: bool = False
+) -> tuple[int, list[Tensor]]:
+    """Takes steps, of which some ranks take fewer. These live on until the others are done.
+
+    Args:
+        ends: how many steps these ranks take.
+        amid: whether they break out of the block of the next step, before its backward.
+    """
     os.environ[STORE] = f"127.0.0.1:{port}"
     training = Training(range(world_size))
     elastic = Elastic(training.model, training.optimizer, training.sync, timeout=600)
@@ -353,8 +419,10 @@ def break_off(rank: int, world_size: int, port: int, ends: dict[int, int]) -> tu
     for step in elastic.steps(NUM_STEPS):
         num_runs += 1
         with step:
+            if amid and step.index == ends.get(rank):
+                break
             training.step(step.index)
-        if step.index + 1 == ends.get(rank, NUM_STEPS):
+        if not amid and step.index + 1 == ends.get(rank, NUM_STEPS):
             break
     result, store = training.result(), TCPStore("127.0.0.1", port, is_master=False)
     if rank not in ends:
@@ -363,10 +431,11 @@ def break_off(rank: int, world_size: int, port: int, ends: dict[int, int]) -> tu
     return num_runs, result
 
 
+@pytest.mark.parametrize("amid", [False, True], ids=["behind a block", "in a block"])
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_the_others_go_on_without_a_rank_that_breaks_off(store: TCPStore, shared_memory: bool) -> None:
+def test_the_others_go_on_without_a_rank_that_breaks_off(store: TCPStore, shared_memory: bool, amid: bool) -> None:
     """Long before the time-out, which is ten minutes."""
-    ran = run_ranks(break_off, 3, store.port, {1: 3}, timeout=60, shared_memory=shared_memory)
+    ran = run_ranks(break_off, 3, store.port, {1: 3}, amid, timeout=60, shared_memory=shared_memory)
     without_1 = [(3, {0: 3, 2: 3})]
     expected = run_ranks(replay, 3, "none", [0, 1, 2], without_1, shared_memory=shared_memory)
     for rank in (0, 2):
@@ -555,6 +624,22 @@ def test_an_optimizer_step_without_a_sync_is_refused(alone: Training) -> None:
     next(steps).__enter__()
     with pytest.raises(ValueError, match="no backward of this block has averaged"):
         alone.optimizer.step()
+
+
+def test_the_scalers_other_optimizers_keep_their_stage(alone: Training) -> None:
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    critic = nn.Linear(2, 1, bias=False)
+    of_critic = torch.optim.SGD(critic.parameters(), lr=1.0)
+    scaler.scale(critic(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(of_critic)
+    before = critic.weight.detach().clone()
+    with next(elastic.steps(3)):
+        scaler.scale(alone.model(torch.ones(4, 6)).square().sum()).backward()
+        scaler.unscale_(alone.optimizer)
+        raise RankLostError("as if a rank had been lost")
+    scaler.step(of_critic)
+    assert torch.equal(critic.weight, before - 1.0), "unscaled once"
 
 
 def test_where_it_is_shows_in_its_text(alone: Training) -> None:

@@ -323,7 +323,7 @@ def test_an_error_sends_nothing_and_says_what_was_not_averaged(rank: int, world_
         assert not hasattr(nothing_learned.value, "__notes__")
         (note,) = error.value.__notes__
         assert "ended a block of DiLoCo" in note
-        assert "in its last 3 steps; the next block goes on" in note
+        assert "in its last 3 steps. If every site begins another block" in note
     with sync:
         pass
     assert_sites_are_equal(model, world_size)

@@ -7,6 +7,7 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.optim import SGD
 
-from fastsync import DiLoCo, TopK
+from fastsync import DiLoCo, TopK, surviving_group
 from fastsync._checks import resolve_group
 from fastsync.elastic import JOINS, STORE
 from fastsync.surviving_group import SurvivingGroup
@@ -85,6 +86,9 @@ def train_with_a_new_site(rank: int, world_size: int, port: int, options: dict[s
     model = Batched(seed=rank)
     sync, optimizer = begin(rank, port, 2, model, **options)
     first = sync.num_steps
+    if rank == 2:
+        with pytest.raises(RuntimeError, match=r"this process joined others at step .*only if num_steps is 0"):
+            sync.load_state_dict(sync.state_dict())
     with sync:
         for step in range(first + 1, NUM_STEPS + 1):
             let_in(sync, port, step)
@@ -263,6 +267,16 @@ def left_with_a_silent_one(rank: int, world_size: int) -> list[int]:
         os._exit(0)
     sites.go_on(lambda: 0, lambda progress: None, RuntimeError("the connection broke"))
     return sites.ranks
+
+
+def test_silence_is_told_of_the_group_that_was_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another site may be lost before the group of a new membership is there."""
+    monkeypatch.setattr(surviving_group, "PATIENCE_SECONDS", 0.0)
+    sites: Any = object.__new__(SurvivingGroup)
+    sites._formed, sites._members = [0, 1, 2, 3], SimpleNamespace(now=SimpleNamespace(members=[0, 2, 3]))
+    sites._liveness = SimpleNamespace(silent_ranks=lambda: [1, 3])
+    silent = sites._silences()
+    assert [silent(), silent()] == [set(), {1, 3}]
 
 
 def test_a_site_without_a_heartbeat_is_left_after_some_seconds() -> None:
