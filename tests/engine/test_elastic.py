@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,18 @@ class Training:
         self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=0.0003, process_group=group, op=op)
         torch.manual_seed(100 + dist.get_rank())
 
+    def elastic(self, **options: Any) -> tuple[Elastic, Changes]:
+        """Returns an Elastic, and a list that gets the step and the progress of all members at each change."""
+        changes: Changes = []
+        elastic = Elastic(
+            self.model,
+            self.optimizer,
+            self.sync,
+            on_change=lambda members: changes.append((elastic._index, elastic._members.now.progress)),
+            **options,
+        )
+        return elastic, changes
+
     def step(self, index: int, backward: Callable[[Tensor], None] = Tensor.backward) -> None:
         data = torch.Generator().manual_seed(100 * index + dist.get_rank())
         loss = self.model(torch.randn(8, 6, generator=data)).square().mean()
@@ -107,15 +120,7 @@ def go_on(
     if rank in new and isinstance(moment[1], float) and moment[0] == -1:
         threading.Timer(moment[1], end_now).start()
     training = Training([rank] if rank in new else [each for each in range(world_size) if each not in new], compression)
-    changes: Changes = []
-    elastic = Elastic(
-        training.model,
-        training.optimizer,
-        training.sync,
-        timeout=timeout,
-        on_change=lambda members: changes.append((elastic._index, elastic._members.now.progress)),
-        store=kept,
-    )
+    elastic, changes = training.elastic(timeout=timeout, store=kept)
     if rank not in new and isinstance(moment[1], float) and moment[0] == -1:  # all have met, or would not begin
         threading.Timer(moment[1], end_now).start()
 
@@ -254,14 +259,7 @@ def finish_beside_a_loss(rank: int, world_size: int, port: int, op: str) -> tupl
     """Rank 0 finishes step 2, the optimizer of rank 1 fails in it, and rank 2 dies in it."""
     os.environ[STORE] = f"127.0.0.1:{port}"
     training = Training(range(world_size), "int8+ef", op)
-    changes: Changes = []
-    elastic = Elastic(
-        training.model,
-        training.optimizer,
-        training.sync,
-        timeout=20,
-        on_change=lambda members: changes.append((elastic._index, elastic._members.now.progress)),
-    )
+    elastic, changes = training.elastic(timeout=20)
     for num_runs, step in enumerate(elastic.steps(NUM_STEPS), 1):
         with step:
             if num_runs == 3 and rank == 1:
@@ -311,14 +309,7 @@ def die_while_it_shares(rank: int, world_size: int, port: int, compression: str)
     """Rank 0 alone finishes step 2, and dies amid giving the others its state."""
     os.environ[STORE] = f"127.0.0.1:{port}"
     training = Training(range(world_size), compression)
-    changes: Changes = []
-    elastic = Elastic(
-        training.model,
-        training.optimizer,
-        training.sync,
-        timeout=20,
-        on_change=lambda members: changes.append((elastic._index, elastic._members.now.progress)),
-    )
+    elastic, changes = training.elastic(timeout=20)
     if rank == 0:
         training.sync._init_sync = lambda root: end_now()
     for num_runs, step in enumerate(elastic.steps(NUM_STEPS), 1):
