@@ -203,13 +203,14 @@ void Step::send_next() {
   }
   const c10::Device device = bucket.device();
   const bool is_last = number + 1 == layout().buckets.size();
-  const at::Tensor side_values = is_last ? side_values_to_send(device, grads) : at::Tensor();
+  const at::Tensor weight = weights_ && !has_failed() ? weights_->factor(device) : at::Tensor();
+  const at::Tensor side_values = is_last ? side_values_to_send(device, grads, weight) : at::Tensor();
   const SendOptions options{engine().compressions()->at(next.num_reals),
                             number_,
                             first_tag(context_.agreement->number) + static_cast<int>(number) * kTagsPerBucket,
                             engine().num_steps(),
                             /*is_weighted_mean=*/context_.weight.is_on() && context_.op != Op::kSum,
-                            weights_ && !has_failed() ? weights_->factor(device) : at::Tensor(),
+                            weight,
                             /*in_place=*/false,
                             /*scatter=*/nullptr,
                             /*may_be_taken_back=*/engine().is_revocable(),
@@ -227,7 +228,8 @@ void Step::send_next() {
   }
 }
 
-at::Tensor Step::side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads) {
+at::Tensor Step::side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads,
+                                     const at::Tensor& weight) {
   SideValues& side_values = context_.side_values;
   if (context_.buffers.are_sent()) {
     const int64_t rank = engine().group()->getRank();
@@ -241,7 +243,6 @@ at::Tensor Step::side_values_to_send(c10::Device device, const std::vector<at::T
   const bool compares_data = engine().num_steps() == 1 && !context_.weight.is_on();
   auto stamp = context_.agreement->step_check.stamp(context_.agreement->number, device,
                                                     compares_data ? grads : at::TensorList());
-  const at::Tensor weight = weights_ && !has_failed() ? weights_->factor(device) : at::Tensor();
   return side_values.to_send(std::move(stamp), weight, context_.weight.is_active(), has_failed(), device);
 }
 

@@ -101,7 +101,7 @@ class Step {
   void send_next();
   void receive_beside();
   void wait_for_gradients(const LayoutBucket& bucket) const;
-  at::Tensor side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads);
+  at::Tensor side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads, const at::Tensor& weight);
   void hand_out();
   // The factors multiply the means, by flag; undefined if they are 1. kept_travels tells whether a kept gradient
   // travels as it is, see Note [Statistics of a step] in step.cpp.
