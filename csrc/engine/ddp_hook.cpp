@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "engine/backward.h"
+#include "engine/gradient.h"
 #include "passes/backend.h"
 #include "transport/without_python_objects.h"
 
@@ -39,8 +40,7 @@ std::string describe(const c10d::GradBucket& bucket) {
 void check(const c10d::GradBucket& bucket, const std::vector<at::Tensor>& parameters,
            const CompressionTable& compressions) {
   const at::Tensor& buffer = bucket.getBuffer();
-  TORCH_CHECK_VALUE(buffer.layout() == at::kStrided || (buffer.is_sparse() && buffer.sparse_dim() == 1),
-                    "fastsync: ", name_of(bucket),
+  TORCH_CHECK_VALUE(buffer.layout() == at::kStrided || is_sparse_by_rows(buffer), "fastsync: ", name_of(bucket),
                     " holds a gradient that is sparse, but not by rows; use sparse=False where it ",
                     "comes from, or DDP without a fastsync hook");
   TORCH_CHECK_VALUE(is_supported(buffer.scalar_type()), "fastsync: ", name_of(bucket), " holds ", buffer.scalar_type(),

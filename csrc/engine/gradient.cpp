@@ -40,8 +40,6 @@ at::Tensor new_stand_in(const at::Tensor& parameter, bool is_sparse) {
                    : at::empty_like(parameter, options, at::MemoryFormat::Preserve);
 }
 
-bool is_sparse_by_rows(const at::Tensor& gradient) { return gradient.is_sparse() && gradient.sparse_dim() == 1; }
-
 }  // namespace
 
 Gradient::Gradient(Parameter& parameter) : parameter_(&parameter), tensor_(parameter.lock()) {

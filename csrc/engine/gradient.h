@@ -10,6 +10,9 @@
 
 namespace fastsync {
 
+// Whether it holds some rows of the parameter, whole. Only such sparse gradients travel.
+inline bool is_sparse_by_rows(const at::Tensor& gradient) { return gradient.is_sparse() && gradient.sparse_dim() == 1; }
+
 class Gradient {
  public:
   // Holds the parameter's tensor. Throws c10::Error if the tensor no longer exists.
