@@ -45,7 +45,7 @@ LowRankSum::LowRankSum(FlatGradients gradients, LowRankState& state, int64_t ran
     : SumWork(std::move(gradients)), state_(state), make_sum_(std::move(make_sum)) {
   const at::NoGradGuard no_grad;
   const at::TensorOptions options = gradients_.residual.options();
-  take_memory();
+  memory_ = take_memory(state_.matrices, gradients_.num_values);
   state_.factors.resize(gradients_.grads.size());
   std::vector<at::Tensor> sent;
   for (size_t i = 0; i < gradients_.grads.size(); ++i) {
@@ -80,17 +80,16 @@ LowRankSum::Group& LowRankSum::group_of(Sides sides) {
   return known != groups_.end() ? *known : groups_.emplace_back(Group{sides});
 }
 
-void LowRankSum::take_memory() {
+// Returns memory with any content. On a CPU it is kept from sum to sum.
+at::Tensor LowRankSum::take_memory(at::Tensor& kept, int64_t numel) const {
+  const at::TensorOptions options = gradients_.residual.options();
   if (!gradients_.device.is_cpu()) {
-    memory_ = at::empty_like(gradients_.residual);
-    return;
+    return at::empty({numel}, options);
   }
-  at::Tensor& kept = state_.matrices;
-  if (!kept.defined() || kept.numel() != gradients_.num_values ||
-      kept.scalar_type() != gradients_.residual.scalar_type()) {
-    kept = at::empty_like(gradients_.residual);
+  if (!kept.defined() || kept.numel() != numel || kept.scalar_type() != gradients_.residual.scalar_type()) {
+    kept = at::empty({numel}, options);
   }
-  memory_ = kept;
+  return kept;
 }
 
 // Returns what belongs to a gradient, in the order of the gradient's memory.
@@ -147,11 +146,17 @@ void LowRankSum::finish(const std::function<void()>& on_reduced) {
     unpack(index, values(index));
     residual(index).zero_();
   }
-  for (Group& group : groups_) {
+  int64_t largest = 0;
+  for (const Group& group : groups_) {
+    largest = std::max(largest, group.sides.rows * group.sides.columns);
+  }
+  const at::Tensor memory = take_memory(state_.product, largest);
+  for (const Group& group : groups_) {
     const at::Tensor is_finite = group.right.isfinite().flatten(1).all(1);
-    const at::Tensor scratch = at::empty({group.sides.rows, group.sides.columns}, group.left.options());
+    const auto [rows, columns] = group.sides;
+    const at::Tensor product = memory.narrow(0, 0, rows * columns).view({rows, columns});
     for (size_t i = 0; i < group.indices.size(); ++i) {
-      unpack_product(group, i, is_finite, scratch);
+      unpack_product(group, i, is_finite, product);
     }
   }
   use_memory_on_current_stream();
@@ -188,13 +193,12 @@ void LowRankSum::unpack(size_t index, const at::Tensor& values) const {
                     /*num_wires=*/1, /*stride=*/0, /*factor=*/1.0, {index == first, index == last});
 }
 
-// Writes P Q^T to the gradient, and M without it to the residual. If it is not finite, residual and factor stay what
-// they were. So does the factor of zeros, which tells nothing.
+// Writes P Q^T to the gradient, by way of `product`, and M without it to the residual. If it is not finite, residual
+// and factor stay what they were. So does the factor of zeros, which tells nothing.
 void LowRankSum::unpack_product(const Group& group, size_t place, const at::Tensor& is_finite,
-                                const at::Tensor& scratch) const {
+                                at::Tensor product) const {
   const auto row = static_cast<int64_t>(place);
   const size_t index = group.indices[place];
-  at::Tensor product = scratch;
   at::mm_out(product, group.left[row], group.right[row].t());
   unpack(index, product);
   const at::Tensor own = matrix(group, place);

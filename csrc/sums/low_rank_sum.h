@@ -41,7 +41,9 @@ at::Tensor first_factor(int64_t columns, int64_t rank, const at::TensorOptions& 
 // A bucket keeps this from sum to sum.
 struct LowRankState {
   std::vector<at::Tensor> factors = {};  // the newest right factors, by gradient; undefined before the first step
-  at::Tensor matrices = {};              // on a CPU, the memory of M; new memory would cost page faults
+  // On a CPU, the memory of M, and that of one matrix P Q^T. New memory would cost page faults.
+  at::Tensor matrices = {};
+  at::Tensor product = {};
   SumMemory of_left = {};
   SumMemory of_right = {};
 };
@@ -73,7 +75,7 @@ class LowRankSum final : public SumWork {
   };
 
   Group& group_of(Sides sides);
-  void take_memory();
+  at::Tensor take_memory(at::Tensor& kept, int64_t numel) const;
   at::Tensor values(size_t index) const { return part(memory_, index); }
   at::Tensor residual(size_t index) const { return part(gradients_.residual, index); }
   at::Tensor part(const at::Tensor& memory, size_t index) const;
@@ -81,7 +83,7 @@ class LowRankSum final : public SumWork {
   void gather(size_t index) const;
   void sum_right_factors(const std::function<void()>& on_reduced);
   void unpack(size_t index, const at::Tensor& values) const;
-  void unpack_product(const Group& group, size_t place, const at::Tensor& is_finite, const at::Tensor& scratch) const;
+  void unpack_product(const Group& group, size_t place, const at::Tensor& is_finite, at::Tensor product) const;
 
   LowRankState& state_;
   const MakeSum make_sum_;

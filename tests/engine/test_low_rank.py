@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -290,6 +291,19 @@ def test_a_gradient_of_zeros_keeps_the_factor(rank: int, world_size: int, entry_
     (mean,) = given.step(random_grads(rank, 0, shapes, torch.float32))
     assert mean is not None
     assert mean.any()
+
+
+@on_ranks(1)
+def test_a_step_needs_no_new_memory(rank: int, world_size: int) -> None:
+    """The C library gives memory of this size back to the kernel, which would have to clear it in each step."""
+    weight = nn.Parameter(torch.zeros(3000, 3000))
+    sync = fastsync.attach([weight], "lowrank", overlap=False)
+    weight.grad = torch.ones(3000, 3000)
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        sync.synchronize()
+        num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert num_faults * resource.getpagesize() < weight.nbytes / 4
 
 
 # ---- beside other things --------------------------------------------------------------------------------------------
