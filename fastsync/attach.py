@@ -541,7 +541,9 @@ def attach(
         check_compression(as_compression(compression))
     group = resolve_group(process_group)
     sparse = sparse_weights(module_or_params)
-    _check_sparse([name for name, parameter in named.items() if id(parameter) in sparse], op, optimizer)
+    _check_sparse([name for name, p in named.items() if p.requires_grad and id(p) in sparse], op, optimizer)
+    if op != "mean" or optimizer is not None:
+        sparse = frozenset()  # they are frozen, and what they get once they are not is refused
     sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap, sparse)
     sync._ignored = ignored
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}

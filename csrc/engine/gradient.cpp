@@ -57,10 +57,11 @@ bool Gradient::mark_ready() {
 
 void Gradient::check() const {
   const at::Tensor& gradient = tensor_.grad();
-  TORCH_CHECK_VALUE(!gradient.defined() || parameter_->is_sparse || gradient.layout() == at::kStrided,
-                    "fastsync: parameter ", parameter_->name, " got a sparse gradient, and sparse ones are averaged ",
-                    "only of embeddings that had sparse=True when fastsync was given their module; pass the module in ",
-                    "place of its parameters, or use sparse=False in the embedding");
+  TORCH_CHECK_VALUE(
+      !gradient.defined() || parameter_->is_sparse || gradient.layout() == at::kStrided, "fastsync: parameter ",
+      parameter_->name, " got a sparse gradient, and sparse ones are averaged ",
+      "only with op=\"mean\", without optimizer=, and of embeddings that had sparse=True when fastsync was ",
+      "given their module; pass the module in place of its parameters, or use sparse=False in the embedding");
   TORCH_CHECK_VALUE(
       !gradient.defined() || !parameter_->is_sparse || is_sparse_by_rows(gradient), "fastsync: parameter ",
       parameter_->name, " belongs to an embedding with sparse=True, and got a gradient that is not sparse ",

@@ -496,6 +496,25 @@ def test_arguments_that_sparse_gradients_do_not_go_with() -> None:
     fastsync.attach(model)  # nothing has remained
 
 
+@pytest.mark.parametrize("option", ["sum", "mean_of_used", "optimizer"])
+@on_ranks(2)
+def test_a_frozen_embedding_goes_with_these_arguments(rank: int, world_size: int, option: str) -> None:
+    """Until it is unfrozen, and gets a gradient."""
+    model = Words()
+    model.words.weight.requires_grad_(False)
+    trained = SGD(model.layer.parameters(), lr=0.1)
+    options: dict[str, Any] = {"optimizer": trained} if option == "optimizer" else {"op": option}
+    sync = fastsync.attach(model, **options)
+    model(tokens_of(rank)).backward()
+    everyone = [own_gradients(tokens_of(other))["layer.weight"] for other in range(world_size)]
+    factor = 1.0 if option == "sum" else 1 / world_size
+    assert_bitwise_equal(sync.averaged_gradients()["layer.weight"], sum(everyone) * factor)
+    trained.step()
+    model.words.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"words\.weight got a sparse gradient, .*use sparse=False in the embedding"):
+        model(tokens_of(rank)).backward()
+
+
 @on_ranks(2)
 def test_sparse_gradients_of_loose_parameters(rank: int, world_size: int) -> None:
     """Their modules tell what is sparse, so they are needed."""
