@@ -45,6 +45,11 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
     return process_group.get_group()
 
 
+def known_ranks(group: dist.ProcessGroup) -> set[int]:
+    """Returns the group's ranks, as the default group numbers them; none for a group that torch does not list."""
+    return set(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
+
+
 def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
     """Returns the tensors that can have gradients, by name.
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from . import _C
-from ._checks import resolve_group
+from ._checks import known_ranks, resolve_group
 from ._grad_scaler import has_unscaled, loss_scale, skip_unless_finite
 from ._handle import GradientHandle
 from ._optimizer_steps import innermost
@@ -133,10 +133,10 @@ def _check_may_be_joint(
     if not norm_type > 0:
         raise ValueError(f"norm_type: over several groups expected a positive number or inf, got {norm_type!r}")
     for handle in handles:
-        if handle._group.size() > group.size():
+        if outside := known_ranks(handle._group) - known_ranks(group):
             raise ValueError(
-                f"process_group: it has {group.size()} ranks, and a handle averages over {handle._group.size()}; pass "
-                "a group of all ranks whose parameters count"
+                f"process_group: a handle averages over ranks {sorted(outside)} as well, which are not in it; pass a "
+                "group of all ranks whose parameters count"
             )
         if handle._host_optimizer is not None and scaler is not None:
             raise ValueError(

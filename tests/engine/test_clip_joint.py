@@ -198,6 +198,16 @@ def test_handles_that_share_one_copy_of_their_parameters(rank: int, world_size: 
         fastsync.clip_grad_norm_([shared, other], 0.5, optimizer=optimizers[0], scaler=scaler)
 
 
+@on_ranks(4)
+def test_a_group_of_other_ranks_is_refused(rank: int, world_size: int) -> None:
+    """It has as many ranks as the handle's. Only one of both would add to the norm."""
+    of_stage, across = ([dist.new_group(ranks) for ranks in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    given = average("attach", Given([torch.zeros(3)]), group=of_stage[rank // 2])
+    given.step([torch.ones(3) + rank])
+    with pytest.raises(ValueError, match=rf"process_group: a handle averages over ranks \[{rank ^ 1}\] as well, which"):
+        fastsync.clip_grad_norm_([given.handle], 1.0, process_group=across[rank % 2])
+
+
 @on_ranks(2)
 def test_what_is_refused(rank: int, world_size: int) -> None:
     given = average("attach", Given([torch.zeros(3)]))
@@ -208,7 +218,7 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
         ([given.handle, given.handle], {}, "sync: a handle is there twice"),
         ([given.handle, given.model], {}, r"sync: expected what attach or register_comm_hook returned, got Given"),
         ([given.handle], {"norm_type": 0.0}, "norm_type: over several groups expected a positive number or inf, got 0"),
-        ([given.handle], {"process_group": own}, "process_group: it has 1 ranks, and a handle averages over 2; pass"),
+        ([given.handle], {"process_group": own}, rf"process_group: .*over ranks \[{1 - rank}\] as well"),
         (given.handle, {"process_group": "world"}, "process_group: expected a ProcessGroup"),
     ):
         with pytest.raises(ValueError, match=message):
