@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ._checks import known_ranks
 from ._handle import GradientHandle
 
 # A thread may attach while another one steps or detaches. The lock is recursive, because garbage collection may delete
@@ -72,10 +74,32 @@ def ids_left_to_each_rank(module: nn.Module, group: dist.ProcessGroup) -> set[in
 
     Handles over this group count, if there are any, because handles over several groups may share a module.
     """
-    parts = set(module.modules())
-    handles = [handle for handle in in_use() if any(known() in parts for known in handle._modules)]
+    handles = _handles_within(module)
     over_group = [handle for handle in handles if handle._group is group] or handles
     return {id(tensor) for handle in over_group for tensor in handle._left_to_each_rank()}
+
+
+def check_not_left_to_each_rank(module: nn.Module, group: dist.ProcessGroup, call: str) -> None:
+    """Raises ValueError if handles leave tensors of the module to each rank, and ``call`` would make them alike.
+
+    It would if the group has several ranks of such a handle. With one rank of each site it has not.
+    """
+    names = {id(tensor): name for name, tensor in chain(module.named_parameters(), module.named_buffers())}
+    for handle in _handles_within(module):
+        ranks = known_ranks(handle._group) & known_ranks(group)
+        left = [names[id(tensor)] for tensor in handle._left_to_each_rank() if id(tensor) in names]
+        if left and len(ranks) > 1:
+            raise ValueError(
+                f"model: attach(ignored_states=) leaves {left[0]} to each rank, and {call} over ranks {sorted(ranks)} "
+                "would average it; give it a module that has only the others, or a process_group with one rank of each "
+                "site"
+            )
+
+
+def _handles_within(module: nn.Module) -> list[GradientHandle]:
+    """Returns the handles of this module, or of parts of it."""
+    parts = set(module.modules())
+    return [handle for handle in in_use() if any(known() in parts for known in handle._modules)]
 
 
 def handles_of(module: nn.Module) -> list[GradientHandle]:

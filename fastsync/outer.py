@@ -28,6 +28,7 @@ from torch.optim import SGD, Optimizer
 
 from . import _C
 from ._checks import resolve_group
+from ._handles_in_use import check_not_left_to_each_rank
 from ._optimizer_steps import innermost, unwrapped
 from ._optimizer_watch import check_not_shared
 from .attach import GradientSynchronizer
@@ -117,6 +118,8 @@ class DiLoCo:
                     "parameters, as in optimizer.state[parameter]['master']"
                 )
         check_not_shared(named, "model")
+        group = resolve_group(process_group)
+        check_not_left_to_each_rank(model, group, type(self).__name__)
         _check_number("sync_every", sync_every, 1, sys.maxsize)
         _check_number("fragments", fragments, 1, min(len(named), sync_every))
         _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)
@@ -145,7 +148,7 @@ class DiLoCo:
         parts = _split(named, fragments)
         settings = f"{sync_every=}, {fragments=}, {fragment_sync_delay=}, {fragment_update_alpha=}"
         with _on_the_host():
-            self._sites = SurvivingGroup(resolve_group(process_group), timedelta(seconds=timeout))
+            self._sites = SurvivingGroup(group, timedelta(seconds=timeout))
             trial = make([torch.zeros(1, requires_grad=True)])
             lines = [f"{settings}, {self._compression}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
             lines += [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.plain().items()]

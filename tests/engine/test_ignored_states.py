@@ -237,6 +237,29 @@ def test_what_could_not_be_sent_may_be_ignored(rank: int, world_size: int) -> No
     fastsync.attach(model, ignored_states=[odd])
 
 
+@on_ranks(4)
+def test_diloco_does_not_make_them_alike(rank: int, world_size: int) -> None:
+    """Between ranks of one site it is refused. Sites may average what each rank has with its like."""
+    place, first = rank % 2, rank // 2 * 2
+    sites, across = ([dist.new_group(ranks) for ranks in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    model = Mixture(place)
+    fastsync.attach(model, process_group=sites[rank // 2], ignored_states=model.own())
+    own = model.states()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = rf"model: attach\(ignored_states=\) leaves .* to each rank, and LocalSGD over ranks \[{first}, "
+    with pytest.raises(ValueError, match=message):
+        fastsync.LocalSGD(model, optimizer)
+    assert all(torch.equal(value, own[name]) for name, value in model.states().items())
+    with fastsync.LocalSGD(model, optimizer, sync_every=1, process_group=across[place]):
+        model(inputs(rank, 0)).backward()
+        optimizer.step()
+    assert_same_on_all_ranks([*model.dense.parameters()])
+    theirs = [torch.empty_like(model.scale) for _ in range(world_size)]
+    dist.all_gather(theirs, model.scale.detach())
+    assert torch.equal(theirs[place], theirs[place + 2])
+    assert not torch.equal(theirs[0], theirs[1])
+
+
 @on_ranks(1)
 def test_what_is_refused(rank: int, world_size: int) -> None:
     model = Mixture(0)
