@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ def all_reduce_gradients(
 
     A parameter without a gradient on this rank counts as zeros if another rank has one. It keeps ``grad is None`` if no
     rank has one. The ranks compare their settings at each new compression, and at each set of parameters that is not
-    among the newest 32 of the group. Residuals of error feedback stay with the set.
+    among the newest 32 of the group. Residuals of error feedback stay with the set. If no rank has any gradient in the
+    first call for a set, rank 0 warns.
 
     Args:
         params: the parameters, or their module. They may differ from call to call. Of sparse gradients only the module
@@ -53,6 +55,7 @@ def all_reduce_gradients(
     sparse = sparse_weights(params)
     known = _engines.setdefault(group, [])
     found = next((each for each in reversed(known) if each.serves(given) and each.sparse == sparse), None)
+    is_first = found is None
     if found is None:
         named = trainable_parameters(params, "params")
         engine = GradientSynchronizer(named, chosen, group, sparse=sparse)._engine
@@ -73,6 +76,13 @@ def all_reduce_gradients(
         found.engine.set_compressions(in_engine(candidates))
         found.compression = chosen
     found.engine.synchronize()
+    if is_first and group.rank() == 0 and all(parameter.grad is None for parameter in given):
+        # Later on it may be meant: a step in which no rank has used any of them.
+        warnings.warn(
+            f"fastsync.all_reduce_gradients: no rank has a gradient of any of these {len(given)} parameters, so there "
+            "was nothing to average. Call it after backward(), and before the optimizer steps and zero_grad()",
+            stacklevel=2,
+        )
     return GradStats(found.engine.grad_stats())
 
 

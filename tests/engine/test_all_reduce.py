@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -72,6 +73,23 @@ def test_what_error_feedback_has_not_sent_stays_with_the_set(rank: int, world_si
         (other,) = _parameters(128)
         other.grad = torch.full((128,), 1.0 + rank)
         fastsync.all_reduce_gradients([other], compression)
+
+
+@on_ranks(2)
+def test_a_call_before_any_backward_is_told(rank: int, world_size: int) -> None:
+    """Once, on rank 0. Ranks without a gradient, and later steps without any, are as they should be."""
+    for having in ([], [1]):
+        parameters = _parameters(4, 3)
+        if rank in having:
+            parameters[1].grad = torch.ones(3)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            fastsync.all_reduce_gradients(parameters)
+            for parameter in parameters:
+                parameter.grad = None
+            fastsync.all_reduce_gradients(parameters)
+        told = [str(each.message) for each in said if "no rank has a gradient of any of these 2" in str(each.message)]
+        assert len(told) == (rank == 0 and not having)
 
 
 # ---- register_prepared ----------------------------------------------------------------------------------------------
