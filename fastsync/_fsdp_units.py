@@ -75,6 +75,41 @@ def units_of(model: nn.Module) -> list[Unit]:
     return units
 
 
+def units_to_serve(model: nn.Module, kind: str, ours: type, way_out: str) -> list[Unit]:
+    """Finds the units of a model whose reduce-scatter or all-gather is still PyTorch's own.
+
+    Args:
+        kind: ``"reduce-scatter"`` or ``"all-gather"``.
+        ours: the class by which the engine serves a unit.
+        way_out: what else there is for a unit that is not sharded.
+
+    Raises:
+        ValueError: as ``units_of`` and ``shard_group_of``. Or one is not sharded, or has another one already. Or all
+            are served.
+    """
+    name, pytorchs = kind.replace("-", "_"), f"Default{kind.title().replace('-', '')}"
+    units = []
+    for unit in units_of(model):
+        if unit.gather_group is None:
+            raise ValueError(f"model: {unit} is replicated and not sharded, so it has no {kind}; {way_out}")
+        present = getattr(unit.group, f"_{name}_comm")
+        if isinstance(present, ours):
+            continue
+        if type(present).__name__ != pytorchs:
+            raise ValueError(
+                f"model: {unit} has another {kind} already, a {type(present).__name__}, from set_custom_{name} or a "
+                "method that chooses its memory; leave that call out"
+            )
+        units.append(unit)
+    if not units:
+        raise ValueError(
+            f"model: register_{name} serves all of its modules already; to change the compression, set .compression of "
+            "the handle that it returned"
+        )
+    shard_group_of(units)  # raises ValueError where there are several
+    return units
+
+
 def shard_group_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:
     """Returns the group that all units are sharded over; None if they are not sharded.
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._checks import resolve_group
-from ._fsdp_units import Unit, ranks_of, shard_group_of, units_of
+from ._fsdp_units import Unit, ranks_of, shard_group_of, units_of, units_to_serve
 from ._handle import GradientHandle
 from ._handles_in_use import begin_use, end_use
 from .compression import LOW_RANK, AnyCompression, Auto, Compression
@@ -156,27 +156,14 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
             differ. Or a module has several groups of parameters, or a reduce-scatter of its own. Or it is replicated
             only, or is sharded over another process group than the others.
     """
-    units = units_of(model)
-    for unit in units:
-        if unit.shard_group is None:
-            raise ValueError(
-                f"model: {unit} is replicated and not sharded, so it has no reduce-scatter; use "
-                "fastsync.register_all_reduce_hook, DistributedDataParallel with fastsync.register_comm_hook, or "
-                "fastsync.attach"
-            )
-        present = type(unit.group._reduce_scatter_comm).__name__
-        if present not in ("DefaultReduceScatter", _EngineReduceScatter.__name__):
-            raise ValueError(
-                f"model: {unit} has a reduce-scatter already, a {present}, from set_custom_reduce_scatter or "
-                "a method that chooses its memory; leave that call out"
-            )
-    units = [unit for unit in units if not isinstance(unit.group._reduce_scatter_comm, _EngineReduceScatter)]
-    if not units:
-        raise ValueError(
-            "model: register_reduce_scatter serves all of its modules already; to change the compression, set "
-            ".compression of the handle that it returned"
-        )
-    shard_group = shard_group_of(units)
+    units = units_to_serve(
+        model,
+        "reduce-scatter",
+        _EngineReduceScatter,
+        "use fastsync.register_all_reduce_hook, DistributedDataParallel with fastsync.register_comm_hook, or "
+        "fastsync.attach",
+    )
+    shard_group = units[0].shard_group
     assert shard_group is not None
     handle = ShardedGradients(units, compression, shard_group, scatters=True)
     for unit in units:

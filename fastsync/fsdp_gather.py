@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _C
-from ._fsdp_units import Unit, shard_group_of, units_of
+from ._fsdp_units import Unit, units_to_serve
 from ._handle import warn_of_generic_kernels
 from .autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression, as_compression
@@ -140,23 +140,7 @@ def register_all_gather(model: nn.Module, compression: AnyCompression = "none") 
             differ. Or a module has several groups of parameters, or an all-gather of its own. Or it is replicated only,
             or is sharded over another process group than the others.
     """
-    units = units_of(model)
-    for unit in units:
-        if unit.gather_group is None:
-            raise ValueError(f"model: {unit} is replicated and not sharded, so it has no all-gather; leave it out")
-        present = type(unit.group._all_gather_comm).__name__
-        if present not in ("DefaultAllGather", _EngineAllGather.__name__):
-            raise ValueError(
-                f"model: {unit} has an all-gather already, a {present}, from set_custom_all_gather or a method that "
-                "chooses its memory; leave that call out"
-            )
-    units = [unit for unit in units if not isinstance(unit.group._all_gather_comm, _EngineAllGather)]
-    if not units:
-        raise ValueError(
-            "model: register_all_gather serves all of its modules already; to change the compression, set "
-            ".compression of the handle that it returned"
-        )
-    shard_group_of(units)  # raises ValueError where there are several
+    units = units_to_serve(model, "all-gather", _EngineAllGather, "leave it out")
     group = units[0].gather_group
     assert group is not None
     handle = ShardedParameters(units, compression, group)

@@ -103,7 +103,7 @@ def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
         register(model)
     foreign = sharded(mesh)
     foreign.blocks[1].set_custom_reduce_scatter(Foreign())
-    with pytest.raises(ValueError, match=r"module 'blocks\.1' has a reduce-scatter already, a Foreign"):
+    with pytest.raises(ValueError, match=r"module 'blocks\.1' has another reduce-scatter already, a Foreign"):
         register(foreign)
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     mixed = Tied()

@@ -413,7 +413,7 @@ def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
         handle.compression = "auto"
     foreign = sharded(mesh)
     foreign.blocks[1].set_custom_all_gather(Foreign(foreign.blocks[1], "int8"))
-    with pytest.raises(ValueError, match=r"module 'blocks\.1' has an all-gather already, a Foreign"):
+    with pytest.raises(ValueError, match=r"module 'blocks\.1' has another all-gather already, a Foreign"):
         register(foreign)
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     mixed = Tied()
