@@ -295,12 +295,16 @@ def _launch_on_ray(options: Launch, settings: Settings, work: Callable[[Settings
 
 
 def _how_to_resume(options: Launch, settings: Settings, more: str = "") -> str:
-    """Returns the end of a message: the command that resumes the run, then ``more``; or that there is no checkpoint."""
+    """Returns the end of a message: the newest checkpoint, the command that resumes from it, and ``more``.
+
+    Or that there is no checkpoint.
+    """
     folder = Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, None))
-    if not any((folder / CHECKPOINTS).glob("step-*.pt")):
+    newest = max((folder / CHECKPOINTS).glob("step-*.pt"), default=None)
+    if newest is None:
         return f" before {folder} had a checkpoint"
     words = [*option_words(options, "settings", "config"), "--config", str(folder / SETTINGS), "--resume", "auto"]
-    return f". Resume from the last checkpoint with: fastsync train {shlex.join(words)}{more}"
+    return f". Resume from {newest} with: fastsync train {shlex.join(words)}{more}"
 
 
 def option_words(options: Any, *others: str) -> list[str]:

@@ -62,12 +62,12 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
     finally:
         process.kill()
     assert process.returncode == 143, err
+    newest, saved = find_checkpoint(folder, newest=True)
     said = err.strip().splitlines()[-1]
     assert said == (
-        "fastsync train: stopped by SIGTERM. Resume from the last checkpoint with: "
+        f"fastsync train: stopped by SIGTERM. Resume from runs/mine/checkpoints/{newest.name} with: "
         "fastsync train --nproc 2 --config runs/mine/settings.yaml --resume auto"
     )
-    _, saved = find_checkpoint(folder, newest=True)
     # Nothing that was learnt is lost.
     assert read_steps(folder)[-1] == saved.step
     assert load_settings(str(folder / "settings.yaml"), Settings) == saved.settings_as(Settings)
