@@ -161,6 +161,19 @@ def test_a_forgotten_synchronize_is_noticed(rank: int, world_size: int) -> None:
     critic.step()
 
 
+@on_ranks(2)
+def test_what_only_a_backward_inside_no_sync_has_used_is_averaged(rank: int, world_size: int) -> None:
+    everyone, means = _of_all(world_size)
+    model = Given(everyone[0])
+    sync = fastsync.attach(model)
+    for step in range(2):
+        model.zero_grad()
+        with sync.no_sync():
+            model([*everyone[rank][:2], None, None]).backward()
+        model([None, None, *everyone[rank][2:]]).backward()
+        assert_all_bitwise_equal([weight.grad for weight in model.parameters()], means, f"step {step}")
+
+
 # ---- kinds of graphs ------------------------------------------------------------------------------------------------
 
 
