@@ -28,6 +28,12 @@ def test_what_has_no_place_in_its_file_or_more_than_one_is_named():
         Mutation("bucket.cpp", "no such text", "", "an example", ()).apply()
 
 
+def test_tests_that_tell_of_what_a_mistake_breaks_come_first():
+    (mutation,) = (each for each in MUTATIONS if each.breaks == "rows are written while others read them")
+    first = mutation.likely_tests[0]
+    assert first == "tests/engine/test_shared_memory.py::test_no_row_is_read_too_early_or_written_too_soon"
+
+
 def test_commands_run_in_the_tree_of_mutants_and_import_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mutate, "TREE", tmp_path)
     monkeypatch.setattr(mutate, "LOG", tmp_path / "command.log")
