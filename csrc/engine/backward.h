@@ -41,7 +41,10 @@ class Backward {
   std::shared_ptr<void> own();
 
   // Whether the graph task that this thread is in is the owner. It takes no lock.
-  bool is_entered() const { return current_graph_task() != kNoGraphTask && owner_graph_task_ == current_graph_task(); }
+  bool is_entered() const {
+    const int graph_task = current_graph_task();
+    return graph_task != kNoGraphTask && owner_graph_task_ == graph_task;
+  }
   // Whether a sync is under way that nobody will end.
   bool is_interrupted() const;
   // Whether a sync is under way that this graph task owns.

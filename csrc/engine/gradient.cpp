@@ -56,7 +56,7 @@ bool Gradient::mark_ready() {
 }
 
 void Gradient::check() const {
-  const at::Tensor& gradient = tensor_.grad();
+  const at::Tensor& gradient = grad_of(tensor_);
   TORCH_CHECK_VALUE(
       !gradient.defined() || parameter_->is_sparse || gradient.layout() == at::kStrided, "fastsync: parameter ",
       parameter_->name, " got a sparse gradient, and sparse ones are averaged ",
@@ -80,7 +80,7 @@ void Gradient::check() const {
 }
 
 at::Tensor Gradient::to_send() {
-  const at::Tensor& gradient = tensor_.grad();
+  const at::Tensor& gradient = grad_of(tensor_);
   if (parameter_->sum.defined()) {
     parameter_->check_sum(gradient);
   }
@@ -152,11 +152,11 @@ bool Gradient::take_mean(bool exists) {
 
 void Gradient::keep() {
   parameter_->is_new = parameter_->is_left_over = false;
-  parameter_->averaged = Snapshot(tensor_.grad());
+  parameter_->averaged = Snapshot(grad_of(tensor_));
 }
 
 bool Gradient::spoil() const {
-  const at::Tensor& gradient = tensor_.grad();
+  const at::Tensor& gradient = grad_of(tensor_);
   if (!gradient.defined() || gradient.numel() == 0) {
     return false;
   }
@@ -166,14 +166,14 @@ bool Gradient::spoil() const {
 
 void Gradient::count_kept_or_zeros(bool is_kept) {
   if (is_kept) {
-    stand_in_.copy_(tensor_.grad());
+    stand_in_.copy_(grad_of(tensor_));
   } else {
     stand_in_.fill_(0.0);
   }
 }
 
 at::Tensor Gradient::counted() const {
-  const at::Tensor& counted = stand_in_.defined() ? stand_in_ : tensor_.grad();
+  const at::Tensor& counted = stand_in_.defined() ? stand_in_ : grad_of(tensor_);
   return counted.defined() ? as_reals(counted) : counted;
 }
 

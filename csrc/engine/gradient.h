@@ -28,7 +28,7 @@ class Gradient {
   // The stream on which the gradient got ready.
   const std::optional<c10::Stream>& stream() const { return stream_; }
 
-  bool is_here() const { return tensor_.grad().defined(); }
+  bool is_here() const { return grad_of(tensor_).defined(); }
   // Whether there is a gradient that no sync has averaged.
   bool is_new() const { return parameter_->is_new && is_here(); }
 

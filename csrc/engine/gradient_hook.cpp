@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "engine/parameter.h"
+
 namespace fastsync {
 
 using torch::autograd::variable_list;
@@ -145,7 +147,7 @@ void GradientHook::after(bool was_given) {
       std::swap(released, accumulator_);
     }
   }
-  calls_.after(parameter_, was_given && !parameter_.grad().defined());
+  calls_.after(parameter_, was_given && !grad_of(parameter_).defined());
 }
 
 void GradientHook::on_pre_hook_destroyed() {

@@ -84,6 +84,9 @@ void Parameter::put_sum_aside() {
 
 void Parameter::mark_new(bool left_over) {
   is_left_over = left_over;
+  if (left_over) {
+    accumulated = Snapshot(grad_of(lock()));
+  }
   is_new = op == Op::kMean || sum.defined() || !averaged.holds(lock().grad());  // else nothing has come
 }
 
@@ -112,7 +115,7 @@ void Parameter::put_sum_back() {
 }
 
 void Parameter::note_gradient(const at::Tensor& tensor) {
-  const at::Tensor& gradient = tensor.grad();
+  const at::Tensor& gradient = grad_of(tensor);
   if (!gradient.defined()) {
     put_sum_back();  // nothing has come
     return;
@@ -120,7 +123,9 @@ void Parameter::note_gradient(const at::Tensor& tensor) {
   TORCH_CHECK(sum.defined() || !is_sum(gradient) || averaged.holds(gradient), "fastsync: backward has added this ",
               "rank's gradient to the sum over the ranks that parameter ", name, " had, where a hook was put on it ",
               "since: call zero_grad() before backward()");
-  accumulated = Snapshot(gradient);
+  if (op == Op::kSum) {
+    accumulated = Snapshot(gradient);
+  }
 }
 
 }  // namespace fastsync

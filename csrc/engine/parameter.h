@@ -14,6 +14,8 @@ namespace fastsync {
 
 // These functions take a parameter's tensor.
 
+// Its gradient, maybe undefined. Tensor::grad() also looks whether it has to warn, which takes ten times as long.
+inline const at::Tensor& grad_of(const at::Tensor& parameter) { return parameter.unsafeGetTensorImpl()->grad(); }
 // The dtype of its gradients: its own, except where torch was told another one (Tensor.grad_dtype).
 at::ScalarType grad_dtype_of(const at::Tensor& parameter);
 // The dtype and the number of the values that travel. A complex value travels as a pair of reals.
@@ -69,7 +71,7 @@ struct Parameter {
   bool is_left_over = false;  // whether its gradient is of a backward inside no_sync()
   bool repeats = false;       // whether it gets several gradients in a backward, so that only the end makes them final
   Snapshot averaged;          // the gradient as the newest sync has left it
-  Snapshot accumulated;       // the gradient as the newest backward has left it
+  Snapshot accumulated;       // the gradient as the newest backward has left it: for sums, and while it is left over
   at::Tensor sum;             // the sum that was put aside, see Note [Sums]
 };
 
