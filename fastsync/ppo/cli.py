@@ -34,6 +34,7 @@ from .envs.make import make_one
 from .evaluation import Evaluator
 from .policies import try_policy
 from .ppo import Settings, train
+from .runs.checkpoints import CheckpointFolder
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
 from .settings import file_words, words_of
@@ -300,11 +301,11 @@ def _how_to_resume(options: Launch, settings: Settings, more: str = "") -> str:
     Or that there is no checkpoint.
     """
     folder = Path(settings.runs_dir) / (settings.run_name or default_run_name(settings, None))
-    newest = max((folder / CHECKPOINTS).glob("step-*.pt"), default=None)
-    if newest is None:
+    checkpoints = CheckpointFolder(folder / CHECKPOINTS).by_step()
+    if not checkpoints:
         return f" before {folder} had a checkpoint"
     words = [*option_words(options, "settings", "config"), "--config", str(folder / SETTINGS), "--resume", "auto"]
-    return f". Resume from {newest} with: fastsync train {shlex.join(words)}{more}"
+    return f". Resume from {checkpoints[-1]} with: fastsync train {shlex.join(words)}{more}"
 
 
 def option_words(options: Any, *others: str) -> list[str]:

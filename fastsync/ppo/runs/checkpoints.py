@@ -96,7 +96,7 @@ class CheckpointFolder:
             what = f"{error.strerror}: the checkpoint of step {checkpoint.step} is not saved, earlier ones are"
             raise OSError(error.errno, what, str(self.folder)) from error
         self.best_return = best_return
-        for old in self._by_step()[: -self.keep]:
+        for old in self.by_step()[: -self.keep]:
             old.unlink()
         return path
 
@@ -109,7 +109,7 @@ class CheckpointFolder:
         Raises:
             RuntimeError: all checkpoints are damaged.
         """
-        paths = self._by_step()[::-1]
+        paths = self.by_step()[::-1]
         for path in paths:
             try:
                 return path, load_checkpoint(path)
@@ -130,7 +130,8 @@ class CheckpointFolder:
             warn(str(error))
         return None
 
-    def _by_step(self) -> list[Path]:
+    def by_step(self) -> list[Path]:
+        """Returns the checkpoints' paths, oldest first."""
         return sorted(self.folder.glob("step-*.pt"), key=lambda path: int(path.stem.removeprefix("step-")))
 
 
