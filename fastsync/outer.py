@@ -254,7 +254,8 @@ class DiLoCo:
         have_moved = not self._is_resumed and any(
             bool(difference.any()) for fragment in self._fragments for difference in fragment.differences()
         )
-        reports = gather(self._sites.group, [self._is_resumed, have_moved, self._tensors.fingerprint()])
+        own_report = [self._is_resumed, have_moved, self._tensors.fingerprint()]
+        reports = gather(self._sites, own_report, begins_block=True)
         resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, reports, strict=True) if is_resumed]
         if len(resumed) not in (0, len(reports)):
             raise ValueError(
@@ -339,7 +340,7 @@ class DiLoCo:
             if number <= self._num_averaged:  # the mean came with another rank's outer state
                 return None
             self._sites.let_in()
-            return fragment.average(self._sites.group, change)
+            return fragment.average(self._sites, change)
 
         with _on_the_host():
             mean = self._with_all_sites(average, fragment)

@@ -18,10 +18,12 @@ from .attach import GradientSynchronizer
 from .compression import Auto, Compression
 from .master_weights import MergeWatch, local, samples_of_narrow
 from .model_tensors import ModelTensors, fingerprint, marks
+from .surviving_group import SurvivingGroup
 from .topk import TopK, TopKAverager
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 Averager = GradientSynchronizer | TopKAverager
+MOST_NUMBERS = 4  # of a report. All reports are of one size, as Gloo aborts a process that gets more than it expects.
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Fragment:
     """Some weights, and their outer weights in float32 or wider on the host.
 
     Note [What sites say before a mean]
-    Before each mean every site sends four numbers: whether its loop has ended, whether it counts, whether parameters
+    Before each mean every site sends a report of four numbers: whether its loop has ended, whether it counts, whether parameters
     beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes on. Once
     the loop has ended, it counts if it has moved since the previous mean.
     """
@@ -185,14 +187,15 @@ class Fragment:
             for buffer, mean in zip(buffers.values(), as_merged, strict=True)
         )
 
-    def average(self, group: dist.ProcessGroup, change: SiteChange) -> Mean:
+    def average(self, sites: SurvivingGroup, change: SiteChange) -> Mean:
         """Averages the changes of all sites. After an error it can be tried again with the same change.
 
         Raises:
-            ValueError: the sites have other parameters or buffers by now.
+            ValueError: the sites have other parameters or buffers by now. Or some of them begin a block.
         """
+        group = sites.group
         own_report = [change.has_ended, change.counts, bool(change.others), fingerprint(change.description)]
-        reports = gather(group, own_report)
+        reports = gather(sites, own_report, begins_block=False)
         if len({description for *_, description in reports}) > 1:
             _C.check_agreement(group, change.description, torch.device("cpu"), "the model's parameters and buffers")
         num_counting = sum(counts for _, counts, _, _ in reports)
@@ -287,12 +290,24 @@ class Fragment:
         return self._tensors.others() if self._is_first else {}
 
 
-def gather(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
-    """Returns the numbers of each rank of the group."""
-    mine = torch.tensor(numbers, dtype=torch.int64)
-    theirs = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather(theirs, mine).wait()
-    return [each.tolist() for each in theirs]
+def gather(sites: SurvivingGroup, report: Sequence[int], *, begins_block: bool) -> list[list[int]]:
+    """Returns the reports of all sites, before a mean, or where a block begins.
+
+    Raises:
+        ValueError: some sites begin a block, and others average. This is an error on all of them.
+    """
+    mine = torch.zeros(1 + MOST_NUMBERS, dtype=torch.int64)
+    mine[: 1 + len(report)] = torch.tensor([begins_block, *report])
+    theirs = [torch.empty_like(mine) for _ in sites.ranks]
+    sites.group.allgather(theirs, mine).wait()
+    begin = [rank for rank, (begins, *_) in zip(sites.ranks, theirs, strict=True) if begins]
+    if len(begin) not in (0, len(theirs)):
+        raise ValueError(
+            f"fastsync: ranks {begin} of {sites.ranks} begin another block, and the others are still in theirs. If a "
+            "site catches an error, every site has to end its block by an error, and to begin another one. Else let "
+            "the error end that site's process, and the others go on without it"
+        )
+    return [each[1 : 1 + len(report)].tolist() for each in theirs]
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -329,6 +329,28 @@ def test_an_error_sends_nothing_and_says_what_was_not_averaged(rank: int, world_
     assert_sites_are_equal(model, world_size)
 
 
+@on_ranks(3)
+def test_a_site_that_alone_begins_another_block_is_an_error_on_all(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = LocalSGD(model, optimizer, sync_every=2)
+
+    def train(num_steps: int, *, fails: bool = False) -> None:
+        with sync:
+            for step in range(num_steps):
+                train_step(model, optimizer, rank, step)
+            if fails:
+                raise KeyError
+
+    if rank == 1:
+        with pytest.raises(KeyError):
+            train(3, fails=True)
+    with pytest.raises(ValueError, match=r"ranks \[1\] of \[0, 1, 2\] begin another block, and the others are still"):
+        train(20)
+    train(3)  # which all begin
+    assert_sites_are_equal(model, world_size)
+
+
 @on_ranks(1)
 def test_a_block_inside_a_block_is_refused(rank: int, world_size: int) -> None:
     model = make_model()
