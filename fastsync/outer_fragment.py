@@ -69,9 +69,9 @@ class Fragment:
     """Some weights, and their outer weights in float32 or wider on the host.
 
     Note [What sites say before a mean]
-    Before each mean every site sends a report of four numbers: whether its loop has ended, whether it counts, whether parameters
-    beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes on. Once
-    the loop has ended, it counts if it has moved since the previous mean.
+    Before each mean every site sends a report of four numbers: whether its loop has ended, whether it counts, whether
+    parameters beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes
+    on. Once the loop has ended, it counts if it has moved since the previous mean.
     """
 
     averager: Averager

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -205,6 +206,37 @@ def test_a_new_rank_joins(store: TCPStore, lost: dict[int, Moment]) -> None:
     ran = run_ranks(go_on, 4, store.port, "none", lost, [3], lost=list(lost))
     changes = check(ran, [0, 1, 2], "none")
     assert list(changes[-1][1]) == [each for each in range(4) if each not in lost]
+
+
+def save_a_checkpoint(rank: int, world_size: int, folder: str) -> None:
+    training = Training(range(world_size), "int8+ef")
+    for index in range(3):
+        training.step(index)
+    parts = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
+    states = {name: part.state_dict() for name, part in (parts | {"sync": training.sync}).items()}
+    torch.save(states, f"{folder}/{rank}")
+
+
+def resumed(folder: str, make: type[Training], *given: Any) -> Training:
+    """Makes a training that goes on from this rank's checkpoint, if there is one."""
+    training = make(*given)
+    if os.path.exists(file := f"{folder}/{dist.get_rank()}"):
+        for name, state in torch.load(file, weights_only=False).items():
+            getattr(training, name).load_state_dict(state)
+    return training
+
+
+def with_checkpoint(rank: int, world_size: int, folder: str, fn: Callable[..., Any], *given: Any) -> Any:
+    with patch(f"{__name__}.Training", partial(resumed, folder, Training)):
+        return fn(rank, world_size, *given)
+
+
+def test_a_new_rank_joins_a_training_that_was_resumed(store: TCPStore, tmp_path: Path) -> None:
+    run_ranks(save_a_checkpoint, 2, str(tmp_path))
+    run = partial(run_ranks, with_checkpoint)
+    ran = run(3, str(tmp_path), go_on, store.port, "int8+ef", {}, [2])
+    changes = check(ran, [0, 1], "int8+ef", lambda fn, size, *given: run(size, str(tmp_path), fn, *given))
+    assert list(changes[-1][1]) == [0, 1, 2]
 
 
 def finish_apart(
