@@ -60,6 +60,8 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
             torch.set_num_threads(1)
         chosen = stack.enter_context(process_group(settings.timeout, backend=settings.backend))
         survivors = survivors_of(settings, device or chosen)
+        if survivors is not None:
+            stack.enter_context(survivors.starting())
         opened = [stack.enter_context(open_run(settings, dist.get_world_size())) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(opened)
         assert opened[0] is not None
@@ -119,7 +121,8 @@ class Session:
             for sentence in self.environments.notes:
                 self._console.warn(sentence)
         gc.collect()  # in the loop, collecting the garbage of the start would take longer than an update
-        dist.barrier()  # rank 0 has taken time to open the logs
+        # Rank 0 has taken time to open the logs. From here on the others go on if a rank is lost.
+        self._on_all_ranks(lambda: ppo.exchange.all_gather([]))
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()
         self._before = ppo.sync_stats(), 0.0

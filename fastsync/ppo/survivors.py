@@ -6,6 +6,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -73,7 +74,7 @@ class Survivors:
         """The group of the ranks that are left. Call its own methods, because torch does not list it."""
         self._num_done = 0
         self._newest: Any = None
-        self._has_ended = False
+        self._has_ended = self._is_served = False
         on_death = weakref.WeakMethod(self._on_death)
         self._watch = PeerWatch(
             host_of(store),
@@ -85,6 +86,29 @@ class Survivors:
         self._members = Members(store, dist.get_rank(), self._watch, timeout, **told)
         self._members.begin(list(range(self.group.size())))
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Says which rank is lost, if one is before ``serve``. Then the others end, because no part could run again.
+
+        Raises:
+            RuntimeError: another rank is lost.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._is_served or not self._members.may_have_caused(error):
+                raise
+            self._close_group()  # another rank may wait in it for this one
+            before = self.ranks
+            left = self._members.agree(self._num_done, has_ended=False).members  # else they may take this one for lost
+            lost = sorted({*before} - {*left})
+            if not lost:
+                raise
+            raise RuntimeError(
+                f"fastsync train: ranks {lost} were lost before the training had begun, so ranks {left} end, too. "
+                "Nothing was learned yet: start the run again"
+            ) from error
+
     def serve(self, use_group: Callable[[], None], has_failed: Callable[[], bool]) -> None:
         """Tells what a training does with another group, and how it knows of a failure.
 
@@ -92,7 +116,7 @@ class Survivors:
             use_group: goes over to ``group``. All ranks of the group call it, and a rank may be lost meanwhile.
             has_failed: tells whether the newest error is one of averaging gradients.
         """
-        self._use_group, self._has_failed = use_group, has_failed
+        self._use_group, self._has_failed, self._is_served = use_group, has_failed, True
 
     @property
     def ranks(self) -> list[int]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastsync.cli import main
 from fastsync.elastic import JOINS, STORE
+from fastsync.ppo import ppo, session
 from fastsync.ppo.cli import Launch, option_words
 from fastsync.ppo.evaluation import Evaluator
 from fastsync.ppo.exchange import Exchange
@@ -167,6 +168,39 @@ def test_the_first_of_the_others_goes_on_for_rank_0(tmp_path: Path) -> None:
     expected = outcome(tmp_path, {0: BETWEEN})
     for moment in (LEARNING["reports"], *AFTERWARDS.values(), FILE):
         assert_same(outcome(tmp_path, {0: moment}), expected)
+
+
+START: dict[str, Moment] = {
+    "environments": (session, "make_environments", 0),
+    "attach": (ppo, "attach", 0),
+    "begin": (Session, "begin", 0),
+}
+
+
+def fail_to_start(rank: int, world_size: int, port: int, settings: Settings, moment: str) -> str:
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    with ExitStack() as stack:
+        if rank == 1:
+            stack.enter_context(at(START[moment], end_now))
+        with pytest.raises(RuntimeError) as ended:
+            train(settings, torch.device("cpu"))
+    return str(ended.value)
+
+
+@pytest.mark.parametrize("moment", ["environments", "attach"])
+def test_a_rank_that_is_lost_before_the_training_is_named(tmp_path: Path, moment: str) -> None:
+    settings, store = replace(FULL, runs_dir=str(tmp_path), run_name="run"), new_store()
+    for said in run_ranks(fail_to_start, 3, store.port, settings, moment, lost=[1], timeout=200)[::2]:
+        assert "ranks [1] were lost before the training had begun" in said
+        assert "start the run again" in said
+
+
+def test_the_first_update_needs_no_update_before_it(tmp_path: Path) -> None:
+    """Whether a rank is lost before its first rollout, in it, or in what follows."""
+    expected = outcome(tmp_path, {1: START["begin"]})
+    for moment in ((Collector, "collect", 0), (PPO, "_moments", 1), (PPO, "_take_step", 2)):
+        assert_same(outcome(tmp_path, {1: moment}), expected)
+    outcome(tmp_path, {0: (Session, "_open_console_and_logs", 0)})
 
 
 def test_a_rank_that_missed_the_end_of_an_update_gets_it_from_another(tmp_path: Path) -> None:
