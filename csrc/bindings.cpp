@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/before_step.h"
 #include "engine/bucket.h"
 #include "engine/ddp_hook.h"
 #include "engine/parameter_gather.h"
@@ -38,6 +39,7 @@ namespace {
 namespace py = pybind11;
 using c10::ivalue::Future;
 using fastsync::Algorithm;
+using fastsync::BeforeStep;
 using fastsync::BucketTotals;
 using fastsync::Compression;
 using fastsync::CompressionTable;
@@ -259,6 +261,11 @@ PYBIND11_MODULE(_C, m) {
       .def("tensor", &SharedTensors::tensor, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"))
       .def("ranks", &SharedTensors::ranks)
       .def("give_up", &SharedTensors::give_up, no_gil);
+
+  py::class_<BeforeStep>(m, "BeforeStep")
+      .def(py::init<>())
+      .def("keep", &BeforeStep::keep, py::arg("buffers"))
+      .def("put_back", &BeforeStep::put_back);
 
   py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")
       .def("set_compressions", between_steps(&EngineState::set_compressions), py::arg("compressions"), no_gil)

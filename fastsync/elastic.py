@@ -139,8 +139,8 @@ class Elastic:
         self._wants_change = False  # set by the watching thread
         self._newest_failure: Exception | None = None
         self._engine_step = 0
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
-        self._random_state = torch.get_rng_state()
+        self._before = _C.BeforeStep()
+        self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
         inner = innermost(optimizer)
         self._optimizers = (optimizer, inner)
         inner.register_step_pre_hook(self._before_optimizer)
@@ -276,13 +276,8 @@ class Elastic:
     def _enter(self) -> None:
         self._has_stepped = self._has_idled = False
         self._is_inside = True
-        self._random_state = torch.get_rng_state()
-        self._buffers = [
-            (module, name, buffer, buffer.clone())
-            for module in self._with_buffers
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self._buffers = [module._buffers.copy() for module in self._with_buffers]
+        self._before.keep([buffer for each in self._buffers for buffer in each.values() if buffer is not None])
         self._engine_step = self._sync._engine.set_signal(float(self._wants_change))
 
     def _exit(self, error: BaseException | None) -> bool:
@@ -352,10 +347,9 @@ class Elastic:
         undone = _Undone(torch.get_rng_state(), residuals, self._sync._group.size())
         if engine.step() != self._engine_step:
             engine.take_back_step()
-        torch.set_rng_state(self._random_state)
-        for module, name, buffer, before in self._buffers:
-            buffer.copy_(before)
-            module._buffers[name] = buffer  # a forward may have put another one there
+        self._before.put_back()
+        for module, buffers in zip(self._with_buffers, self._buffers, strict=True):
+            module._buffers.update(buffers)  # a forward may have put others there
         return undone
 
     def _redo(self, undone: _Undone) -> None:

@@ -48,6 +48,12 @@ void SideValues::arrive(const at::Tensor& sums, bool is_captured) {
   flags.arrive(sums, is_captured);
 }
 
+double SideValues::signals() const {
+  const int64_t at = num_fixed() - 1;
+  // Without torch's operations it takes a nanosecond, in place of microseconds.
+  return sums_.is_cpu() && sums_.is_contiguous() ? sums_.const_data_ptr<float>()[at] : sums_[at].item<double>();
+}
+
 at::Tensor SideValues::stamps() const {
   const auto size = static_cast<int64_t>(stamp_.size());
   return has_new_stamp_ ? sums_.narrow(0, num_flags(), size) : at::Tensor();

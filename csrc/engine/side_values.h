@@ -33,7 +33,7 @@ class SideValues {
   // The sums of the stamps; undefined if no new ones were sent.
   at::Tensor stamps() const;
   // The sum of the signals, which must be set. Waits for the device.
-  double signals() const { return sums_[num_fixed() - 1].item<double>(); }
+  double signals() const;
   // The sums of the flags and, by flag, of the weights of the ranks with a new gradient.
   at::Tensor flag_sums() const { return sums_.narrow(0, 0, num_flags()); }
   at::Tensor user_sums() const { return sums_.narrow(0, num_fixed(), num_users()); }

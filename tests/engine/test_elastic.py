@@ -24,6 +24,7 @@ from torch.distributed import TCPStore
 from torch.optim import Optimizer
 
 import fastsync
+from fastsync import _C
 from fastsync.elastic import JOINS, STORE, Elastic, RankLostError
 from fastsync.training_state import TrainingState
 from tests.engine.wrappers import OptimizerWrapper
@@ -663,6 +664,36 @@ def test_the_scalers_other_optimizers_keep_their_stage(alone: Training) -> None:
         raise RankLostError("as if a rank had been lost")
     scaler.step(of_critic)
     assert torch.equal(critic.weight, before - 1.0), "unscaled once"
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1, 2])
+def test_what_a_step_changes_is_put_back(num_drawn: int) -> None:
+    """Random numbers go on as before, also where half of a pair of normal ones is left, and buffers of any kind."""
+    torch.randn(num_drawn)
+    buffers = [torch.arange(6.0).view(2, 3).t(), torch.tensor(3), torch.empty(0), torch.ones(2, dtype=torch.bool)]
+    before = _C.BeforeStep()
+    for _ in range(2):  # the second time in the memory of the first
+        expected, state = [each.clone() for each in buffers], torch.get_rng_state()
+        before.keep(buffers)
+        torch.randn(1), torch.randn(1, dtype=torch.float64), torch.rand(700)
+        for each in buffers:
+            each.fill_(0)
+        before.put_back()
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.testing.assert_close(buffers, expected, rtol=0, atol=0)
+        buffers[1] += 1
+        buffers.reverse()
+
+
+def test_a_buffer_that_a_failed_step_made_is_gone(alone: Training) -> None:
+    alone.model.register_buffer("cache", None)
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    steps = elastic.steps(1)
+    with next(steps):
+        alone.model.cache = torch.ones(2)
+        raise RankLostError("as if a rank had been lost")
+    next(steps)
+    assert alone.model.cache is None
 
 
 def test_where_it_is_shows_in_its_text(alone: Training) -> None:
