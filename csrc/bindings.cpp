@@ -28,6 +28,7 @@
 #include "passes/backend.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
+#include "transport/shared_tensors.h"
 #include "transport/waiting.h"
 
 namespace fastsync {
@@ -335,13 +336,19 @@ PYBIND11_MODULE(_C, m) {
           [](Synchronizer& self, Synchronizer& other) { self.locked([&] { self.sync().take_over(other.sync()); }); },
           py::arg("other"), no_gil)
       .def("set_optimizer", locked<Synchronizer>(&ParameterSync::set_optimizer), py::arg("description"), no_gil)
-      .def("set_shards", locked<Synchronizer>(&ParameterSync::set_shards), py::arg("shards"), no_gil)
+      .def(
+          "set_shards",
+          [](Synchronizer& self, std::shared_ptr<SharedTensors> shards) {
+            self.locked([&] { self.sync().set_shards(std::move(shards)); });
+          },
+          py::arg("shards"), no_gil)
       .def("pieces", locked<Synchronizer>(&ParameterSync::pieces), no_gil)
+      .def("set_shards_apart", locked<Synchronizer>(&ParameterSync::set_shards_apart), no_gil)
+      .def("places", locked<Synchronizer>(&ParameterSync::places), no_gil)
       .def("pieces_number", locked<Synchronizer>(&ParameterSync::pieces_number), no_gil)
       .def("have_means", locked<Synchronizer>(&ParameterSync::have_means), no_gil)
       .def("num_writes", locked<Synchronizer>(&ParameterSync::num_writes), no_gil)
-      .def("begin_optimizer_step", locked<Synchronizer>(&ParameterSync::begin_optimizer_step), py::arg("numbers"),
-           no_gil)
+      .def("compare", locked<Synchronizer>(&ParameterSync::compare), py::arg("numbers"), py::arg("what"), no_gil)
       .def("meet", locked<Synchronizer>(&ParameterSync::meet), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil)
       .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
@@ -354,8 +361,8 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<GatherWork, std::shared_ptr<GatherWork>>(m, "GatherWork").def("wait", &GatherWork::wait, no_gil);
   py::class_<ParameterGather, EngineState, std::shared_ptr<ParameterGather>>(m, "ParameterGather")
-      .def(py::init(&make_shared<ParameterGather, Group, std::vector<std::string>>), py::arg("process_group"),
-           py::arg("names"))
+      .def(py::init(&make_shared<ParameterGather, Group, std::vector<std::string>, std::string>),
+           py::arg("process_group"), py::arg("names"), py::arg("what") = "fully_shard's all-gathers")
       .def("all_gather", &ParameterGather::all_gather, py::arg("module"), py::arg("output"), py::arg("numels"), no_gil)
       .def("module_stats", [](ParameterGather& engine) {
         const auto totals = [&engine] {

@@ -41,6 +41,7 @@ def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
             raise ValueError(f"optimizer: {flag}=True does not go with shards. {WAY_OUT}")
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owner_of: dict[int, str] = {}
+    device_of: dict[torch.device, str] = {}
     for name, parameter in named.items():
         if parameter.numel() == 0:
             continue
@@ -53,9 +54,13 @@ def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
             continue
         if obstacle := _obstacle(parameter):
             raise ValueError(f"optimizer: parameter {name} {obstacle}. {WAY_OUT}")
+        device_of.setdefault(parameter.device, name)
         other = owner_of.setdefault(parameter.untyped_storage().data_ptr(), name)
         if other != name:
             raise ValueError(f"optimizer: parameters {other} and {name} are views of one tensor. {WAY_OUT}")
+    if len(device_of) > 1:
+        where = ", ".join(f"{name} is on {device}" for device, name in device_of.items())
+        raise ValueError(f"optimizer: its parameters have to be on one device, and {where}. {WAY_OUT}")
     return optimizer
 
 
@@ -69,9 +74,7 @@ def check_compression(compression: Compression | Auto) -> None:
 
 
 def _obstacle(parameter: Tensor) -> str:
-    """Tells why a parameter cannot lie in memory that ranks share; empty if it can."""
-    if parameter.device.type != "cpu":
-        return f"is on {parameter.device}, and only CPU ranks of one host have one copy of the parameters"
+    """Tells why ranks cannot step pieces of a parameter; empty if they can."""
     if type(parameter) not in (nn.Parameter, Tensor) or parameter.layout != torch.strided:
         return f"is a {type(parameter).__name__} of layout {parameter.layout}, and no plain dense tensor"
     if not parameter.is_floating_point() or parameter.grad_dtype not in (None, parameter.dtype):

@@ -1,38 +1,42 @@
-"""One copy of the parameters and of an optimizer's state for all ranks of a host: each rank steps its own shard."""
+"""``attach(optimizer=)``: each rank steps its own shard of the parameters, with the user's optimizer."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _C
 from ._host_checks import WAY_OUT, has_count, state_names
+from ._host_memory import HostMemory
 from ._optimizer_steps import is_training_step
+from ._own_shards import OwnShards
+from ._shard_home import Piece, ShardHome, StatePart
 
 if TYPE_CHECKING:
     from .attach import GradientSynchronizer
 
-ALIGNMENT = 128
-"""Of a tensor in shared memory, in bytes."""
-STATISTICS = 4
-"""How many numbers the ranks tell each other of each bucket. There are no more buckets than parameters."""
-PARAMETERS = "parameters"
+
+STEP = "the step of the optimizer"
+"""What ranks wait for, for errors."""
 
 
 class HostOptimizer:
-    """Lets a user's optimizer step one copy of the parameters, with a shard on each rank of a host.
+    """Lets the ranks step the parameters of a user's optimizer together, each of them a shard.
 
     Before the optimizer's own step, another one of its class steps this rank's pieces of the parameters with the means.
     Then the optimizer's own step finds no gradients of these parameters. So torch does all arithmetic, and
     ``param_groups`` and ``state`` are the user's, as without shards.
 
-    All ranks come together before a step, because another rank may still read the parameters, and after it.
+    All ranks come together before a step, because another rank may still read the parameters, and after it. Where
+    parameters and state are, the home knows.
     """
 
     def __init__(self, sync: GradientSynchronizer, optimizer: Optimizer) -> None:
@@ -46,14 +50,10 @@ class HostOptimizer:
             for index, parameter in enumerate(sync._named.values())
             if index in self._group_of and parameter.numel() > 0
         }
-        self._offsets, self._num_bytes = {}, 0
-        for index, parameter in self._parameters.items():
-            self._offsets[index] = self._num_bytes
-            self._num_bytes += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
-        self._memory: dict[str, _C.SharedTensors] = {}  # of the parameters, and of each part of the state
-        self._views: dict[tuple[int, str], Tensor] = {}  # parts of the state, of whole parameters
+        self._home: ShardHome
+        self._stand_ins: dict[StatePart, Tensor] = {}  # for parts of the state of whole parameters
         self._addresses: dict[int, int] = {}
-        self._pieces: list[_Piece] = []
+        self._pieces: list[Piece] = []
         self._pieces_number = -1
         self._inner: Optimizer | None = None  # steps the pieces
         self._handed: dict[int, Tensor | None] = {}  # whose state the pieces have, with the step's number if it counts
@@ -69,52 +69,66 @@ class HostOptimizer:
     def _engine(self) -> _C.Synchronizer:
         return self._sync._engine
 
-    # ---- the memory -------------------------------------------------------------------------------------------------
+    # ---- begin and end ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Puts the parameters into the host's memory, with the values of its first rank. Every rank must call it.
-
-        Raises:
-            ValueError: the ranks cannot share memory.
-        """
-        memory = self._memory_of(PARAMETERS)
-        self._engine.set_shards(memory)
-        views = {index: self._view(index, memory) for index in self._parameters}
-        if self._sync._group.rank() == memory.ranks()[0]:
-            for index, view in views.items():
-                view.copy_(self._parameters[index].detach())
-        self._engine.meet()
-        for index, view in views.items():
-            self._parameters[index].data = view
-            self._addresses[index] = view.data_ptr()
+        """Gives the parameters and the state a home. Every rank must call it."""
+        self._home = self._find_home()
+        self._addresses = {index: parameter.data_ptr() for index, parameter in self._parameters.items()}
         self._hooks = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
+            self._optimizer.register_state_dict_post_hook(self._put_whole_state),
         )
 
+    def _find_home(self) -> ShardHome:
+        if all(parameter.is_cpu for parameter in self._parameters.values()):
+            with suppress(ValueError):  # then the ranks cannot share memory
+                return HostMemory(self._sync, self._parameters)
+        return OwnShards(self._sync, self._parameters)
+
     def end(self) -> None:
-        """Gives this rank its own copy of the parameters and of the state."""
+        """Gives this rank its own copy of the parameters and of the state.
+
+        Raises:
+            RuntimeError: this rank could not gather the state. The optimizer has none afterwards.
+        """
         for hook in self._hooks:
             hook.remove()
-        for index, parameter in self._parameters.items():
-            if parameter.data_ptr() == self._addresses[index]:
-                parameter.data = parameter.detach().clone()
-            state = self._state(index)
-            for name in self._parts(index):
-                if name in state and state[name] is self._views.get((index, name)):
-                    state[name] = state[name].clone()
+        self._home.end()
+        try:
+            self._give_whole_state()
+        except RuntimeError as error:
+            for parameter in self._parameters.values():
+                self._optimizer.state.pop(parameter, None)
+            raise RuntimeError(
+                "fastsync: detach() has not gathered all ranks' shards, so the optimizer's state is lost: go on from a "
+                f"checkpoint. {error}"
+            ) from error
 
-    def _memory_of(self, what: str) -> _C.SharedTensors:
-        """Returns memory as large as the parameters. The first call waits for all ranks."""
-        if what not in self._memory:
-            self._memory[what] = _C.SharedTensors(
-                self._sync._group, self._num_bytes, STATISTICS * max(1, len(self._names))
-            )
-        return self._memory[what]
+    def _give_whole_state(self) -> None:
+        """Gives the optimizer the state of whole parameters, in memory of its own."""
+        for (index, part), copy in self._whole_state().items():
+            self._state(index)[part] = copy
 
-    def _view(self, index: int, memory: _C.SharedTensors) -> Tensor:
-        parameter = self._parameters[index]
-        return memory.tensor(self._offsets[index], parameter.shape, parameter.stride(), parameter.dtype)
+    def _whole_state(self) -> dict[StatePart, Tensor]:
+        """Returns copies of the state that is at home."""
+        parts = [
+            (index, part)
+            for index in self._parameters
+            for part in self._parts(index)
+            if self._is_at_home(index, part, self._state(index))
+        ]
+        return self._home.copies(parts) if parts else {}
+
+    def _put_whole_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Puts the state of whole parameters into ``state_dict()``, where each rank has that of its pieces alone."""
+        if not self._home.are_pieces_alone:
+            return
+        indices = list(chain.from_iterable(self._groups))
+        for (index, part), copy in self._whole_state().items():
+            position = indices.index(index)
+            state_dict["state"][position] = {**state_dict["state"][position], part: copy}
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -129,12 +143,14 @@ class HostOptimizer:
         self._check()
         stepped = self._stepped()
         self._meet(stepped)
+        if hasattr(self._optimizer, "found_inf") and self._sync.grad_stats().num_nonfinite > 0:
+            stepped = []  # all ranks' GradScalers skip this step
         try:
             self._step(stepped)
         except BaseException:
-            self._memory[PARAMETERS].give_up()
+            self._home.fail(stepped)
             raise
-        self._engine.meet()
+        self._home.share(stepped)
         self._hidden = [(p, p.grad) for p in self._parameters.values() if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None
@@ -148,8 +164,8 @@ class HostOptimizer:
         """Raises RuntimeError if the step would not be that of the parameters that the ranks have."""
         if not self._sync._is_enabled:
             raise RuntimeError(
-                "fastsync: with attach(optimizer=) the ranks have one copy of the parameters, so a rank cannot take a "
-                f"step of its own inside no_sync(): step outside. {WAY_OUT}"
+                "fastsync: with attach(optimizer=) the ranks step together, so a rank cannot take a step of its own "
+                f"inside no_sync(): step outside. {WAY_OUT}"
             )
         if [len(group["params"]) for group in self._optimizer.param_groups] != [len(each) for each in self._groups]:
             raise RuntimeError(
@@ -195,9 +211,9 @@ class HostOptimizer:
             "parameters that have gradients": repr(stepped),
             "state, as after a load_state_dict() on some": repr((with_state, [*map(self._is_foreign, with_state)])),
         }
-        told = self._engine.begin_optimizer_step([float(zlib.crc32(text.encode())) for text in own.values()])
+        told = self._engine.compare([float(zlib.crc32(text.encode())) for text in own.values()], STEP)
         for number, what in enumerate(own):
-            ranks = self._memory[PARAMETERS].ranks()
+            ranks = self._home.ranks()
             others = [rank for rank, theirs in zip(ranks, told, strict=True) if theirs[number] != told[0][number]]
             if others:
                 raise RuntimeError(
@@ -211,8 +227,8 @@ class HostOptimizer:
         clipped_step, self._sync._deferred_clip_step = self._sync._deferred_clip_step, -1
         divisor = self._divisor if clipped_step == self._engine.num_steps() else None
         self._divisor = None
-        if hasattr(self._optimizer, "found_inf") and self._sync.grad_stats().num_nonfinite > 0:
-            return  # all ranks' GradScalers skip this step
+        if not stepped:
+            return
         scale = getattr(self._optimizer, "grad_scale", None)  # a GradScaler's
         scale = divisor if scale is None else scale if divisor is None else scale * divisor
         vars(inner)["grad_scale"] = scale
@@ -233,8 +249,11 @@ class HostOptimizer:
         """Returns the optimizer of this rank's pieces. Makes pieces anew if this rank has other shards now."""
         number = self._engine.pieces_number()
         if self._inner is None or number != self._pieces_number:
+            if self._home.are_pieces_alone:
+                self._give_whole_state()
+            self._home.renew()
             self._pieces = [
-                _Piece(index, begin, self._parameters[index], means) for index, begin, means in self._engine.pieces()
+                Piece(index, begin, self._parameters[index], means) for index, begin, means in self._engine.pieces()
             ]
             of_same_class: Any = type(self._optimizer)
             self._inner = of_same_class([{**group, "params": []} for group in self._optimizer.param_groups])
@@ -254,21 +273,26 @@ class HostOptimizer:
         return state_names(self._optimizer, self._group(index))
 
     def _is_foreign(self, index: int) -> bool:
-        """Tells whether a parameter has state that is not in the host's memory, as after ``load_state_dict``."""
+        """Tells whether a parameter has state that is not at home, as after ``load_state_dict``."""
         state = self._state(index)
-        return any(state.get(part) is not self._views.get((index, part)) for part in self._parts(index))
+        return any(state.get(part) is not self._stand_ins.get((index, part)) for part in self._parts(index))
 
-    def _shared(self, index: int, part: str) -> Tensor:
-        if (index, part) not in self._views:
-            self._views[index, part] = self._view(index, self._memory_of(part))
-        return self._views[index, part]
+    def _is_at_home(self, index: int, part: str, state: Mapping[str, Any]) -> bool:
+        return part in state and state[part] is self._stand_ins.get((index, part))
+
+    def _stand_in(self, index: int, part: str) -> Tensor:
+        if (index, part) not in self._stand_ins:
+            self._stand_ins[index, part] = self._home.stand_for((index, part))
+        return self._stand_ins[index, part]
 
     def _new_count(self, index: int) -> Tensor:
-        is_wide = torch.get_default_dtype() == torch.float64 and not self._group(index)["fused"]
-        return torch.zeros((), dtype=torch.float64 if is_wide else torch.float32)
+        is_fused = self._group(index)["fused"]
+        is_wide = torch.get_default_dtype() == torch.float64 and not is_fused
+        device = self._parameters[index].device if is_fused else "cpu"
+        return torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device)
 
     def _hand_state_to_pieces(self, inner: Optimizer, stepped: Sequence[int]) -> None:
-        """Gives the pieces the state that their parameters have. If it is a loaded one, the host's memory takes it.
+        """Gives the pieces the state that their parameters have. If it is a loaded one, it moves home.
 
         Each rank writes its own pieces alone, from what it has loaded itself.
         """
@@ -286,38 +310,38 @@ class HostOptimizer:
                 self._optimizer.state[self._parameters[index]]["step"] = self._new_count(index)
             self._handed[index] = self._state(index).get("step")
             for part in self._parts(index):
-                self._shared(index, part)
+                self._stand_in(index, part)
         for piece in self._pieces:
             if piece.index not in changed:
                 continue
             own: dict[str, Any] = dict(self._state(piece.index))
             for part in self._parts(piece.index):
-                shared = piece.of(self._shared(piece.index, part))
                 if piece.index in new:
-                    own[part] = shared.zero_()
+                    own[part] = self._home.hold(piece, part, None)
+                elif self._is_at_home(piece.index, part, own):
+                    own[part] = self._home.held(piece, part)
                 elif (loaded := own.get(part)) is not None:
-                    own[part] = shared.copy_(piece.of(_laid_out_as(self._parameters[piece.index], loaded)))
+                    loaded = _laid_out_as(self._parameters[piece.index], loaded)
+                    own[part] = self._home.hold(piece, part, piece.of(loaded))
             if "step" in own:
                 own["step"] = own["step"].clone()
             inner.state[piece.parameter] = own
         for index in changed:
             state = self._state(index)
-            of_index = {part: self._shared(index, part) for part in self._parts(index)}
+            of_index = {part: self._stand_in(index, part) for part in self._parts(index)}
             state.update({part: of_index[part] for part in of_index if part in state or index in new})
 
     def _take_state_from_pieces(self, inner: Optimizer, stepped: Sequence[int]) -> None:
-        """Puts momentum that a first step has made into the host's memory, and makes it the optimizer's."""
+        """Moves momentum that a first step has made home, and makes it the optimizer's."""
         new = {index for index in stepped if self._parts(index) and self._is_foreign(index)}
+        stand_ins = {index: {part: self._stand_in(index, part) for part in self._parts(index)} for index in sorted(new)}
         for piece in self._pieces:
             if piece.index in new:
                 own = inner.state[piece.parameter]
                 for part in self._parts(piece.index):
-                    shared = piece.of(self._shared(piece.index, part))
-                    shared.copy_(own[part])
-                    own[part] = shared
-        for index in sorted(new):
-            state = self._optimizer.state[self._parameters[index]]
-            state.update({part: self._shared(index, part) for part in self._parts(index)})
+                    own[part] = self._home.hold(piece, part, own[part])
+        for index, of_index in stand_ins.items():
+            self._optimizer.state[self._parameters[index]].update(of_index)
 
     # ---- clipping and the means -------------------------------------------------------------------------------------
 
@@ -336,24 +360,11 @@ class HostOptimizer:
         have_means = self._engine.have_means()
         means = {i: torch.zeros_like(p.detach()) for i, p in self._parameters.items() if have_means and have_means[i]}
         for piece in self._pieces:
-            if piece.index in means and 0 in self._memory[PARAMETERS].ranks():  # each host has all means
+            if piece.index in means and 0 in self._home.ranks():  # each host has all means
                 piece.of(means[piece.index]).copy_(piece.means)
         for mean in means.values():
             dist.all_reduce(mean, group=self._sync._group)
         return {self._names[index]: mean for index, mean in means.items()}
-
-
-class _Piece:
-    """Values of a parameter that this rank steps, one after the other in memory, and their means."""
-
-    def __init__(self, index: int, begin: int, parameter: Tensor, means: Tensor) -> None:
-        self.index, self.means, self._begin = index, means, begin
-        self.parameter = nn.Parameter(self.of(parameter.detach()))
-        self.parameter.grad = means
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Returns the same values of a tensor that lies in memory as the parameter does."""
-        return whole.as_strided((self.means.numel(),), (1,), whole.storage_offset() + self._begin)
 
 
 def _laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:

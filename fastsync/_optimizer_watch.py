@@ -83,8 +83,8 @@ def check_not_shared(named: Mapping[str, Tensor], argument: str) -> None:
         for name, parameter in named.items():
             if handle._host_optimizer is not None and id(parameter) in handle._ids:
                 raise ValueError(
-                    f"{argument}: the ranks of this host have one copy of parameter {name}, and each would change it; "
-                    "leave optimizer= out of attach()"
+                    f"{argument}: ranks have one copy of parameter {name}, or of its optimizer's state, and each would "
+                    "change it; leave optimizer= out of attach()"
                 )
 
 

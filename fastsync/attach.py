@@ -342,14 +342,19 @@ class GradientSynchronizer(WatchedHandle):
     def detach(self) -> None:
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before.
 
+        With ``attach(optimizer=)`` every rank must call it, because where ranks share no memory they then gather the
+        optimizer's state.
+
         Raises:
-            RuntimeError: it was called inside a backward.
+            RuntimeError: it was called inside a backward. Or the optimizer's state could not be gathered.
         """
         self._engine.detach()
-        if self._host_optimizer is not None and self._is_attached:
-            self._host_optimizer.end()
-        self._is_attached = False
-        end_use(self)
+        try:
+            if self._host_optimizer is not None and self._is_attached:
+                self._host_optimizer.end()
+        finally:
+            self._is_attached = False
+            end_use(self)
 
     def _init_sync(self, root: int = 0) -> None:
         """Gives all ranks of the group the parameters and buffers of one. Every rank must call it."""
@@ -513,9 +518,10 @@ def attach(
             start.
         ignored_states: modules, parameters and buffers of the model that are left to each rank, such as experts. They
             are not averaged, broadcast, clipped or compared, and ranks may have different ones.
-        optimizer: torch's AdamW, Adam or SGD of these parameters, which must be on a CPU. The ranks of each host then
-            have one copy of parameters and state, and each steps its own shard. ``.grad`` stays this rank's own; for
-            the means there is ``averaged_gradients()``. What one rank writes to a parameter, all ranks see.
+        optimizer: torch's AdamW, Adam or SGD of these parameters. Each rank then steps its own shard. CPU ranks of a
+            host have one copy of parameters and state: what one rank writes to a parameter, all see. Ranks that share
+            no memory, and those on GPUs, have all parameters, and the state of their own shard. ``.grad`` stays this
+            rank's own; for the means there is ``averaged_gradients()``.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is

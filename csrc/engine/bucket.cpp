@@ -5,6 +5,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <utility>
 
@@ -32,7 +33,7 @@ int64_t numel_of(const std::vector<at::Tensor>& tensors) {
 bool uses_shared_memory(const Teams& teams, const SendOptions& options) {
   const int64_t ranks_per_node = options.compression.ranks_per_node;
   const bool is_across_hosts = teams.num_hosts() > 1;
-  return teams.can_share() && !(options.scatter && is_across_hosts) &&
+  return options.may_share_memory && teams.can_share() && !(options.scatter && is_across_hosts) &&
          (ranks_per_node == 1 || teams.hosts_have(ranks_per_node));
 }
 
@@ -254,10 +255,10 @@ PlanKey Bucket::plan_key(const FlatGradients& gradients, const SendOptions& opti
   const int64_t numel = numel_of(gradients.grads);
   const bool is_shared = uses_shared_memory(teams, options);
   const bool is_across_hosts = is_shared && teams.num_hosts() > 1;
-  return {.algorithm = options.scatter ? Algorithm::kReduceScatter
-                       : is_across_hosts
-                           ? Algorithm::kTwoLevel
-                           : algorithm_for(compression, gradients.grad_dtype, numel, *teams.all(), is_shared),
+  return {.algorithm = options.scatter   ? Algorithm::kReduceScatter
+                       : is_across_hosts ? Algorithm::kTwoLevel
+                                         : algorithm_for(compression, gradients.grad_dtype, numel, *teams.all(),
+                                                         is_shared, /*ranks_add=*/options.keeps_shard),
           .between_nodes = is_across_hosts ? rank_sum_for(compression, gradients.grad_dtype, numel, teams.num_hosts())
                                            : Algorithm::kTwoShot,
           .ranks_per_node = compression.ranks_per_node,
@@ -290,7 +291,7 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
     memory.plan = has_plan ? std::make_shared<const Plan>(plan_for(key, teams)) : nullptr;
     memory.key = key;
     if (options.keeps_shard) {
-      make_shard(gradients);
+      make_shards(gradients, options);
     }
     if (!options.scatter) {
       memory.buffer.reset();  // because another plan has left bytes where gaps between gradients must be zero
@@ -306,29 +307,42 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
       options.scatter && num_hosts > 1 ? c10::str("its ranks are on ", num_hosts, " hosts") : teams.why_not_shared();
 }
 
-void Bucket::make_shard(const FlatGradients& gradients) {
+void Bucket::make_shards(const FlatGradients& gradients, const SendOptions& options) {
   static std::atomic<int64_t> number = 0;
   TORCH_CHECK(
       memory_.key->shares_memory || memory_.key->algorithm != Algorithm::kTwoLevel,
       "attach(optimizer=) takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
-  TORCH_CHECK(memory_.key->shares_memory, "attach(optimizer=) needs sums in shared memory, and there are none any more",
+  TORCH_CHECK(memory_.key->shares_memory == options.may_share_memory,
+              "attach(optimizer=) needs sums in shared memory, and there are none any more",
               teams_.why_not_shared().empty() ? "" : ", because " + teams_.why_not_shared());
-  const std::vector<Range>& ranges = memory_.plan->shard;
-  const int64_t numel = ranges.empty() ? 0 : ranges.back().offset + ranges.back().end - ranges.back().begin;
-  shard_means_ = at::zeros({numel}, gradients.grads.front().options());
-  shard_.clear();
+  const Plan& plan = *memory_.plan;
+  shards_.assign(plan.shards.size(), {});
   shard_number_ = ++number;
-  for (const Range& range : ranges) {
-    for (size_t i = 0; i < gradients.segments.size(); ++i) {
-      const Segment& segment = gradients.segments[i];
-      const int64_t begin = std::max(range.begin, segment.offset);
-      const int64_t end = std::min(range.end, segment.offset + segment.numel);
-      if (begin < end) {
-        shard_.push_back(
-            {i, begin - segment.offset, shard_means_.narrow(0, range.offset + begin - range.begin, end - begin)});
+  for (int64_t rank = 0; rank < static_cast<int64_t>(shards_.size()); ++rank) {
+    const std::vector<Range>& ranges = plan.shards[rank];
+    const bool is_own = rank == plan.team->rank();
+    if (is_own) {
+      const int64_t numel = ranges.empty() ? 0 : ranges.back().offset + ranges.back().end - ranges.back().begin;
+      shard_means_ = at::zeros({numel}, gradients.grads.front().options());
+    }
+    for (const Range& range : ranges) {
+      for (size_t i = 0; i < gradients.segments.size(); ++i) {
+        const Segment& segment = gradients.segments[i];
+        const int64_t begin = std::max(range.begin, segment.offset);
+        const int64_t end = std::min(range.end, segment.offset + segment.numel);
+        if (begin < end) {
+          const int64_t offset = range.offset + begin - range.begin;
+          shards_[rank].push_back({i, begin - segment.offset, end - begin,
+                                   is_own ? shard_means_.narrow(0, offset, end - begin) : at::Tensor()});
+        }
       }
     }
   }
+}
+
+const std::vector<ShardPiece>& Bucket::shard() const {
+  static const std::vector<ShardPiece> none;
+  return shards_.empty() ? none : shards_[memory_.plan->team->rank()];
 }
 
 std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOptions& options) {
@@ -409,7 +423,7 @@ void Bucket::take_back(int64_t step) {
 
 void Bucket::drop_from_shard(size_t gradient) {
   bool has_values = false;
-  for (const ShardPiece& piece : shard_) {
+  for (const ShardPiece& piece : shard()) {
     if (piece.gradient == gradient && piece.means.any().item<bool>()) {
       piece.means.zero_();
       has_values = true;
@@ -421,17 +435,16 @@ void Bucket::drop_from_shard(size_t gradient) {
 }
 
 void Bucket::take_stats(const std::vector<const double*>& all) {
-  auto* const stats = stats_.data_ptr<double>();
-  std::fill_n(stats, kNumStats, 0.0);
+  std::array<double, kNumStats> stats{};
   for (const double* const theirs : all) {
     for (const Stat stat : {kSumOfSquares, kNumNonfinite, kNumSaturated}) {
       stats[stat] += theirs[stat];
     }
     stats[kMaxMagnitude] = std::max(stats[kMaxMagnitude], theirs[kMaxMagnitude]);
   }
+  stats_.copy_(at::from_blob(stats.data(), {kNumStats}, at::kDouble));
   if (scale_sent_.defined() && has_scale_) {
-    *scale_.data_ptr<float>() =
-        next_bucket_scale(*scale_sent_.const_data_ptr<float>(), stats[kMaxMagnitude] / mean_factor_);
+    scale_.fill_(next_bucket_scale(scale_sent_.item<float>(), stats[kMaxMagnitude] / mean_factor_));
   }
 }
 

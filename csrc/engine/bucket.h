@@ -31,11 +31,12 @@ namespace fastsync {
 
 class Bucket;
 
-// Values of one gradient whose means this rank keeps.
+// Values of one gradient whose means a rank keeps.
 struct ShardPiece {
   size_t gradient;  // its index in the bucket
   int64_t begin;    // the index of the first value, in the order of the gradient's memory
-  at::Tensor means;
+  int64_t numel;
+  at::Tensor means;  // undefined if another rank keeps them
 };
 // Pieces begin and end at multiples of so many values, or where their gradient ends. torch's vectorised kernels then
 // give each value the same bits in a piece as in the whole gradient.
@@ -83,6 +84,7 @@ struct SendOptions {
   const Scatter* scatter = nullptr;  // null for an all-reduce
   bool may_be_taken_back = false;    // see Bucket::take_back
   bool keeps_shard = false;          // whether the gradients stay what they are, and Bucket::shard takes the means
+  bool may_share_memory = true;      // whether ranks of a host may add up in memory that they share
   bool has_failed = false;           // whether this rank sends nan in place of gradients
 };
 constexpr int kTagsPerBucket = 4;
@@ -211,7 +213,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
 
   // With keeps_shard: which means this rank keeps, in the memory that each sum writes to. It is made anew if the plan
   // changes. Then it has another number, and no two shards of the process have the same.
-  const std::vector<ShardPiece>& shard() const { return shard_; }
+  const std::vector<ShardPiece>& shard() const;
+  // Which means each rank keeps, in the order of the ranks that Meeting::ranks has.
+  const std::vector<std::vector<ShardPiece>>& shards() const { return shards_; }
   int64_t shard_number() const { return shard_number_; }
   // Makes the means of a gradient zeros, also in the statistics.
   void drop_from_shard(size_t gradient);
@@ -248,7 +252,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   FlatGradients flatten(std::vector<at::Tensor> grads, const SendOptions& options, const at::Tensor& side_values);
   PlanKey plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const;
   void choose_plan(const FlatGradients& gradients, const SendOptions& options, SumMemory& memory);
-  void make_shard(const FlatGradients& gradients);
+  void make_shards(const FlatGradients& gradients, const SendOptions& options);
   std::unique_ptr<SumWork> make_dense_sum(std::vector<at::Tensor> grads, const SendOptions& options,
                                           Stopwatch& stopwatch, const at::Tensor& side_values,
                                           const std::vector<bool>& stand_in);
@@ -276,7 +280,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   std::optional<Before> before_;  // the newest step that may be taken back
   at::Tensor stats_;
   at::Tensor shard_means_;
-  std::vector<ShardPiece> shard_;
+  std::vector<std::vector<ShardPiece>> shards_;
   int64_t shard_number_ = 0;
   at::Tensor scale_sent_;  // the scale of the newest sum, if that keeps a shard and has one
   std::shared_ptr<Workspace> workspace_;

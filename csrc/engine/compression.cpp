@@ -20,8 +20,8 @@ constexpr int64_t kOneShotBytesOfTwo = 1 << 22;
 // A sum of two float32 values is the same in either order. So two ranks may add uncompressed gradients themselves,
 // which takes less time than Gloo's all_reduce. For large buckets only bandwidth counts: there all_reduce is as fast,
 // and needs less memory.
-Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& ranks,
-                        bool share_memory) {
+Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& ranks, bool share_memory,
+                        bool ranks_add) {
   const int64_t world_size = ranks.size();
   if (compression.ranks_per_node > 1) {
     return Algorithm::kTwoLevel;
@@ -31,7 +31,7 @@ Algorithm algorithm_for(const Compression& compression, DType grad, int64_t nume
     const bool one_shot_is_faster = world_size == 2 || bytes <= kOneShotBytesInMemory;
     return compression.algorithm.value_or(one_shot_is_faster ? Algorithm::kOneShot : Algorithm::kTwoShot);
   }
-  if (!compression.sums_in_float32) {
+  if (!compression.sums_in_float32 && !ranks_add) {
     const bool is_exact = !compression.wire && (grad == DType::kFloat32 || grad == DType::kFloat64);
     const bool is_small = bytes_of(numel, grad) <= kOneShotBytesOfTwo;
     return is_exact && is_small && world_size == 2 && ranks.messages_are_fast() ? Algorithm::kOneShot

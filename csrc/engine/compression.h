@@ -27,9 +27,9 @@ struct Compression {
 };
 
 // Returns the algorithm that adds up a bucket of so many values. Ranks that share memory never leave the sum to the
-// process group.
-Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& ranks,
-                        bool share_memory);
+// process group, nor do they with ranks_add.
+Algorithm algorithm_for(const Compression& compression, DType grad, int64_t numel, const Team& ranks, bool share_memory,
+                        bool ranks_add);
 // Returns one of the algorithms by which the members, which are ranks or nodes, add in float32 themselves.
 Algorithm rank_sum_for(const Compression& compression, DType grad, int64_t numel, int64_t num_members);
 

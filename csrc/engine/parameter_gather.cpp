@@ -154,8 +154,9 @@ void GatherWork::let_go() {
 
 // ---- the engine -----------------------------------------------------------------------------------------------------
 
-ParameterGather::ParameterGather(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<std::string> names)
-    : EngineState(std::move(group), "fully_shard's all-gathers"), agreement_(*group_, "fully_shard's all-gathers") {
+ParameterGather::ParameterGather(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<std::string> names,
+                                 const std::string& what)
+    : EngineState(std::move(group), what), agreement_(*group_, what) {
   for (std::string& name : names) {
     modules_.push_back({std::move(name)});
   }

@@ -1,6 +1,6 @@
 // The entry point for FSDP2's all-gathers: each rank sends its shards of a module's parameters to all ranks, in the
 // wire's dtype. A rank takes its own shards, too, as the wire has carried them. So all ranks compute with the same
-// bits.
+// bits. With attach(optimizer=) ranks without shared memory gather new parameters, and the optimizer's state, by it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -94,8 +94,9 @@ class GatherWork {
 // Thread-safe. Each gather is a step of this engine.
 class ParameterGather : public EngineState, public std::enable_shared_from_this<ParameterGather> {
  public:
-  // The names are those of the modules, for errors.
-  ParameterGather(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<std::string> names);
+  // The names are those of the modules, and `what` gathers them, for errors.
+  ParameterGather(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<std::string> names,
+                  const std::string& what);
 
   // Begins to gather the parameters of the module with this index. The output has one shard of all of them for each
   // rank, one after the other, and this rank's shard is there already. `numels` are the sizes of the parameters in a

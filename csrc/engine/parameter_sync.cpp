@@ -121,6 +121,33 @@ int64_t ParameterSync::pieces_number() {
   return newest;
 }
 
+void ParameterSync::meet() {
+  context_.engine.wait_for_ranks("the step of the optimizer", [&] { context_.shards->meet(); });
+}
+
+std::vector<std::vector<std::vector<ParameterSync::Place>>> ParameterSync::places() {
+  std::vector<std::vector<std::vector<Place>>> places;
+  for (const LayoutBucket& each : context_.layout.buckets) {
+    auto& of_bucket = places.emplace_back();
+    for (const auto& shard : each.bucket->shards()) {
+      auto& of_rank = of_bucket.emplace_back();
+      for (const ShardPiece& piece : shard) {
+        of_rank.emplace_back(each.parameters[piece.gradient], piece.begin, piece.numel);
+      }
+    }
+  }
+  return places;
+}
+
+// Of the last bucket's tags the last one is free: a plan that keeps shards without shared memory has at most two
+// phases.
+void ParameterSync::set_shards_apart() {
+  const int tag = first_tag(context_.agreement->number) + kMaxBuckets * kTagsPerBucket - 1;
+  const auto most_buckets = std::min<int64_t>(kMaxBuckets, static_cast<int64_t>(context_.parameters.size()));
+  set_shards(std::make_shared<MeetingByMessages>(context_.engine.group(), device_to_agree_on(),
+                                                 kNumStats * most_buckets, tag));
+}
+
 std::vector<int64_t> ParameterSync::num_writes() {
   std::vector<int64_t> all;
   for (const Parameter& parameter : context_.parameters) {
@@ -129,22 +156,19 @@ std::vector<int64_t> ParameterSync::num_writes() {
   return all;
 }
 
-std::vector<std::vector<double>> ParameterSync::begin_optimizer_step(const std::vector<double>& numbers) {
+std::vector<std::vector<double>> ParameterSync::compare(const std::vector<double>& numbers, const std::string& what) {
   context_.engine.check_not_forked("step in the process that attached it, or call detach() in the child");
   std::vector<std::vector<double>> all;
-  context_.engine.wait_for_ranks("the step of the optimizer", [&] {
+  context_.engine.wait_for_ranks(what, [&] {
     context_.shards->tell(numbers);
     all = context_.shards->hear();
     for (const auto& theirs : all) {
-      TORCH_CHECK(theirs.size() == numbers.size(), "another rank averages gradients, where this rank steps with the ",
-                  "optimizer: every rank has to call optimizer.step() after the same backwards");
+      TORCH_CHECK(theirs.size() == numbers.size(), "another rank is not there, but averages gradients or is elsewhere ",
+                  "in the optimizer: every rank has to call optimizer.step() after the same backwards, and its ",
+                  "state_dict() too where ranks share no memory");
     }
   });
   return all;
-}
-
-void ParameterSync::meet() {
-  context_.engine.wait_for_ranks("the step of the optimizer", [&] { context_.shards->meet(); });
 }
 
 void ParameterSync::put_sums_back(bool only_lone_ones) {

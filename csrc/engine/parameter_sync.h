@@ -71,20 +71,25 @@ class ParameterSync {
 
   // Has ranks keep shards of the means from the next step on. The description of what they do with them has to be equal
   // on all ranks.
-  void set_shards(std::shared_ptr<SharedTensors> shards) { context_.shards = std::move(shards); }
+  void set_shards(std::shared_ptr<Meeting> shards) { context_.shards = std::move(shards); }
+  // Does so for ranks that share no memory. The ranks must have agreed.
+  void set_shards_apart();
   void set_optimizer(std::string description) { optimizer_ = std::move(description); }
   // A piece of a parameter's means: the parameter's index, the piece's first value, and the means.
   using Piece = std::tuple<size_t, int64_t, at::Tensor>;
   // This rank's pieces. They stay in the same memory from step to step, until their number is another.
   std::vector<Piece> pieces();
   int64_t pieces_number();
+  // Which values each rank has: a parameter's index, the first value, and how many. By bucket, and by rank.
+  using Place = std::tuple<size_t, int64_t, int64_t>;
+  std::vector<std::vector<std::vector<Place>>> places();
   // Which parameters have means of the newest step, by parameter.
   std::vector<bool> have_means() { return context_.have_means; }
   // How often each parameter's gradient was written to since the newest step, see Snapshot::num_writes.
   std::vector<int64_t> num_writes();
-  // Waits until all ranks are about to step. Returns the numbers that each of them gives, by rank.
-  std::vector<std::vector<double>> begin_optimizer_step(const std::vector<double>& numbers);
-  // Waits until all ranks have written to what they share.
+  // Waits until all ranks are here. Returns the numbers that each of them gives, by rank. `what` is for errors.
+  std::vector<std::vector<double>> compare(const std::vector<double>& numbers, const std::string& what);
+  // Waits until all ranks have come here.
   void meet();
 
   // Takes over the state of the gradients from another engine of the same parameters.

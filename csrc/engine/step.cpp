@@ -215,6 +215,7 @@ void Step::send_next() {
                             /*scatter=*/nullptr,
                             /*may_be_taken_back=*/engine().is_revocable(),
                             /*keeps_shard=*/context_.shards != nullptr,
+                            /*may_share_memory=*/!context_.shards || context_.shards->shares_memory(),
                             /*has_failed=*/has_failed()};
   works_.push_back(bucket.send(std::move(grads), options, engine().start_bucket(bucket), side_values, stand_in));
   if (is_last) {
@@ -375,7 +376,8 @@ void Step::tell_stats() {
   }
   std::vector<double> numbers;
   for (const LayoutBucket& each : layout().buckets) {
-    const double* const stats = readable(each.bucket->stats());
+    const at::Tensor on_host = each.bucket->stats().cpu();
+    const auto* const stats = on_host.const_data_ptr<double>();
     numbers.insert(numbers.end(), stats, stats + kNumStats);
     if (has_failed()) {
       numbers[numbers.size() - kNumStats + kNumNonfinite] = 1.0;
@@ -422,8 +424,9 @@ void Step::find_means() {
 }
 
 void Step::keep_gradients() {
-  const bool is_finite = std::ranges::all_of(
-      layout().buckets, [](const LayoutBucket& each) { return readable(each.bucket->stats())[kNumNonfinite] == 0.0; });
+  const bool is_finite = std::ranges::all_of(layout().buckets, [](const LayoutBucket& each) {
+    return each.bucket->stats()[kNumNonfinite].item<double>() == 0.0;
+  });
   if (!is_finite && std::ranges::none_of(gradients_, [](const Gradient& gradient) { return gradient.spoil(); })) {
     const auto with_means = std::ranges::find(context_.have_means, true) - context_.have_means.begin();
     gradients_.at(with_means).make_spoiled();

@@ -17,7 +17,7 @@
 #include "engine/parameter.h"
 #include "engine/side_values.h"
 #include "engine/weight.h"
-#include "transport/shared_tensors.h"
+#include "transport/meeting.h"
 
 namespace fastsync {
 
@@ -33,7 +33,7 @@ struct StepContext {
   ModelBuffers buffers = {};
   // Null unless ranks keep shards of the means. Then the gradients stay this rank's own, and the ranks tell each other
   // the statistics of their shards.
-  std::shared_ptr<SharedTensors> shards = nullptr;
+  std::shared_ptr<Meeting> shards = nullptr;
 
   // The results of the newest step.
   NamedValues::Tensors means = {};     // the means of what was piggybacked

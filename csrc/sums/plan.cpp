@@ -173,13 +173,19 @@ class Planner {
 
   // Unpacks only this rank's shard of the chunk, which begins so many values behind the beginning of the rows.
   void keep_shard(Chunk& chunk, int64_t length, const Rows& rows, int64_t skipped) {
-    const int64_t begin = std::min(chunk.begin + plan_.team->rank() * length, chunk.end);
-    const int64_t end = std::min(begin + length, chunk.end);
-    const int64_t kept = plan_.shard.empty() ? 0 : plan_.shard.back().offset + length_of(plan_.shard.back());
     chunk.unpacked_from = rows;
-    if (begin < end) {
-      chunk.unpacked = {{kept, kept + end - begin, skipped}};
-      plan_.shard.push_back({begin, end, kept});
+    plan_.shards.resize(plan_.team->size());
+    for (int64_t member = 0; member < plan_.team->size(); ++member) {
+      std::vector<Range>& shard = plan_.shards[member];
+      const int64_t begin = std::min(chunk.begin + member * length, chunk.end);
+      const int64_t end = std::min(begin + length, chunk.end);
+      const int64_t kept = shard.empty() ? 0 : shard.back().offset + length_of(shard.back());
+      if (begin < end) {
+        shard.push_back({begin, end, kept});
+        if (member == plan_.team->rank()) {
+          chunk.unpacked = {{kept, kept + end - begin, skipped}};
+        }
+      }
     }
   }
 
@@ -237,7 +243,8 @@ Plan two_shot(const PlanKey& key, const std::shared_ptr<Team>& team) {
       key.keeps_shard
           ? std::make_shared<Team>(team->group(), team->device(), std::vector<int64_t>{team->group()->getRank()})
           : nullptr;
-  const bool adds_while_unpacking = key.keeps_shard && key.wire_dtype == key.grad_dtype;
+  const bool adds_while_unpacking =
+      key.keeps_shard && (key.wire_dtype == key.grad_dtype || key.algorithm == Algorithm::kOneShot);
   Planner planner(key, team, key.wire_dtype, /*num_shards=*/size,
                   adds_while_unpacking ? key.factor * key.row_factor(size) : key.factor);
   for (Chunk& chunk : planner.cut(key.num_values, planner.chunk_length(key.num_values))) {
@@ -433,7 +440,7 @@ std::unique_ptr<Transfer> Phase::expect(const at::Tensor& memory) const {
 Plan make_plan(const PlanKey& key, const std::shared_ptr<Team>& team) {
   switch (key.algorithm) {
     case Algorithm::kOneShot:
-      return one_shot(key, team);
+      return key.keeps_shard && !key.shares_memory ? two_shot(key, team) : one_shot(key, team);
     case Algorithm::kTwoShot:
       return two_shot(key, team);
     case Algorithm::kReduceScatter:

@@ -15,7 +15,8 @@
 //   two_level       See TwoLevelPlanner.
 //
 // With keeps_shard, each rank takes only its own shard of each chunk, and gets the same bits as without. A two_shot
-// then has no gather, unless its wire rounds the means. On two levels the ranks of each host take all shards.
+// then has no gather, unless its wire rounds the means. Without shared memory a one_shot becomes an exchange, because a
+// rank needs no other shard. On two levels the ranks of each host take all shards.
 //
 // Ranks add in float32 (float64 for float64 gradients) and in rank order, whatever the wire is. So values are rounded
 // once when they are packed, and once for each sum that travels on, however many ranks there are.
@@ -103,8 +104,9 @@ struct Plan {
   DType packed_as;             // the dtype that packing encodes to
   double factor;               // multiplies each row that is unpacked
   std::vector<Chunk> chunks = {};
-  // With keeps_shard: which of the bucket's values this rank takes. The offsets count from the first of them.
-  std::vector<Range> shard = {};
+  // With keeps_shard: which of the bucket's values each of the team's ranks takes. The offsets count from the first of
+  // them. Empty without.
+  std::vector<std::vector<Range>> shards = {};
   int64_t bytes = 0;  // how much memory this rank needs for rows, whatever the key's region_bytes
 
   size_t num_phases() const { return chunks.empty() ? 0 : chunks.front().phases.size(); }

@@ -7,11 +7,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "transport/meeting.h"
 #include "transport/teams.h"
 
 namespace fastsync {
 
-class SharedTensors {
+class SharedTensors final : public Meeting {
  public:
   // Makes memory for tensors of so many bytes on each host, of zeros. All ranks of the group call it together. A host's
   // ranks can tell each other so many numbers at once. Throws c10::ValueError if ranks cannot share memory.
@@ -21,15 +22,13 @@ class SharedTensors {
   // does not save all of the memory.
   at::Tensor tensor(int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) const;
 
-  // The ranks of this host, as the group numbers them.
-  const std::vector<int64_t>& ranks() const { return ranks_; }
+  bool shares_memory() const override { return true; }
+  // The ranks of this host.
+  const std::vector<int64_t>& ranks() const override { return ranks_; }
 
-  // Each rank tells its numbers, of which it may have fewer than the others, and then hears those of all ranks. `tell`
-  // does not wait.
-  void tell(const std::vector<double>& numbers);
-  std::vector<std::vector<double>> hear();
-  // Waits until all ranks have come here.
-  void meet();
+  void tell(const std::vector<double>& numbers) override;
+  std::vector<std::vector<double>> hear() override;
+  void meet() override;
   // Tells the other ranks that this rank does not come, so that nobody waits for it until the time-out.
   void give_up() { team_->give_up(); }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -95,7 +95,9 @@ class Training:
         self.model = Weights(case.shapes, case.dtype)
         self.optimizer: Optimizer = OPTIMIZERS[case.optimizer](self.model.groups())
         options = {"optimizer": self.optimizer} if self.is_shared else {}
-        self.sync = fastsync.attach(self.model, case.compression, bucket_cap_mb=case.cap, **options)
+        # Ranks that keep shards add up by themselves, whatever `reduce` says.
+        compression = case.compression if self.is_shared else replace(case.compression, reduce="fp32")
+        self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=case.cap, **options)
         self.scheduler = ExponentialLR(self.optimizer, 0.9)
         self.scaler = GradScaler("cpu", init_scale=2.0**6, growth_interval=3, enabled=case.scales)
 

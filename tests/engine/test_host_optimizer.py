@@ -1,10 +1,15 @@
-"""``attach(optimizer=)``: the bits of attach and torch's own step on every rank, with one copy of everything."""
+"""``attach(optimizer=)``: the bits of attach and torch's own step on every rank, in both of its ways.
+
+Ranks that share memory have one copy of everything. Others have all parameters, and the state of their own shard.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
 import os
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,6 +28,31 @@ from tests.ranks import on_ranks, run_ranks
 @pytest.mark.parametrize("seed", range(24))
 def test_steps_are_those_of_every_rank(seed: int) -> None:
     run_ranks(train_both, 2 + seed % 4, seed, 10, timeout=60)
+
+
+@pytest.mark.parametrize("seed", range(100, 124))
+def test_steps_without_shared_memory_are_those_of_every_rank(seed: int) -> None:
+    run_ranks(train_both, 2 + seed % 3, seed, 10, timeout=60, shared_memory=False)
+
+
+def in_both_ways(body: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of what each of two ranks does that share memory, and of what two do that do not."""
+    given = pytest.mark.parametrize("shared_memory", [True, False], ids=["in_memory", "by_messages"])
+    return given(on_ranks(2, parametrized=["shared_memory"])(body))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_hosts_of_one_rank_each(num_hosts: int, seed: int) -> None:
+    run_on_hosts(train_apart, [[rank] for rank in range(num_hosts)], seed)
+
+
+def train_apart(rank: int, world_size: int, nodes: Nodes, seed: int) -> None:
+    train_both(rank, world_size, seed, 5)
+    model, optimizer, sync = attached()
+    step(model, optimizer, rank)
+    assert_same_on_all_ranks(values(model))
+    assert sync.stats().transport == "process_group"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -88,7 +118,7 @@ def test_parameters_and_state_are_in_one_memory(rank: int, world_size: int) -> N
     assert optimizer.state[weight]["exp_avg"].eq(7.0).all()
 
 
-@on_ranks(2)
+@in_both_ways
 def test_gradients_stay_this_rank_s_own(rank: int, world_size: int) -> None:
     model, optimizer, sync = attached()
     plain, _, _ = attached(shared=False)
@@ -109,7 +139,7 @@ def test_gradients_stay_this_rank_s_own(rank: int, world_size: int) -> None:
     same(kept, own)
 
 
-@on_ranks(2)
+@in_both_ways
 def test_kept_gradients_count_again(rank: int, world_size: int) -> None:
     """Without zero_grad a backward adds to ``.grad``, and so do the means; what it does not reach counts as it was."""
     model, plain = (nn.ParameterList(torch.zeros(3) for _ in range(2)) for _ in range(2))
@@ -137,7 +167,7 @@ def test_what_no_rank_has_is_not_stepped(rank: int, world_size: int) -> None:
     assert len(optimizer.state_dict()["state"]) == 2
 
 
-@on_ranks(2)
+@in_both_ways
 def test_a_gradient_that_all_ranks_drop_is_not_stepped(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
     before = values(model)
@@ -148,7 +178,7 @@ def test_a_gradient_that_all_ranks_drop_is_not_stepped(rank: int, world_size: in
     assert not torch.equal(model[2].weight, before[2])
 
 
-@on_ranks(2)
+@in_both_ways
 def test_other_parameters_of_the_optimizer_are_stepped_as_ever(rank: int, world_size: int) -> None:
     model, own, empty = two_layers(), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
     model.register_parameter("empty", empty)
@@ -170,10 +200,43 @@ def test_a_single_rank_steps_as_ever(rank: int, world_size: int) -> None:
     assert sync.averaged_gradients().keys() == dict(model.named_parameters()).keys()
 
 
+def held_bytes(optimizer: Optimizer) -> int:
+    """The bytes of state that this rank has for itself."""
+    tensors = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+    return sum(each.nbytes for each in tensors if not each.is_meta and each.dim() > 0)
+
+
+@on_ranks(3, shared_memory=False)
+def test_without_shared_memory_a_rank_has_the_state_of_its_shard(rank: int, world_size: int) -> None:
+    model = nn.Linear(300, 100)
+    optimizer = AdamW(model.parameters())
+    sync = fastsync.attach(model, "bf16", optimizer=optimizer)
+    model(torch.full((1, 300), 1.0 + rank)).sum().backward()
+    optimizer.step()
+    assert held_bytes(optimizer) == 0
+    in_pieces = held_bytes(sync._host_optimizer._inner)
+    whole = 8 * (300 * 100 + 100)
+    assert abs(in_pieces / whole - 1 / 3) < 0.02
+    assert held_bytes(AdamW(model.parameters())) == 0
+    assert sum(each.nbytes for each in optimizer.state_dict()["state"][0].values()) == 8 * 300 * 100 + 4
+    assert optimizer.state[model.weight]["exp_avg"].is_meta
+
+
+@on_ranks(2, shared_memory=False)
+def test_a_rank_that_asks_alone_for_the_state_is_told(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model, optimizer, _ = attached(process_group=group)
+    step(model, optimizer, rank)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"as state_dict\(\) and detach\(\) do on every rank, failed on rank 0"):
+            optimizer.state_dict()
+    dist.barrier()
+
+
 # ---- freezing, and other shards -------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
+@in_both_ways
 def test_frozen_parameters_and_another_compression(rank: int, world_size: int) -> None:
     """The shards are others afterwards, and the state is not lost."""
     (model, optimizer, sync), (plain, own, other) = attached(), attached(shared=False)
@@ -189,7 +252,7 @@ def test_frozen_parameters_and_another_compression(rank: int, world_size: int) -
     same(optimizer.state_dict()["state"], own.state_dict()["state"])
 
 
-@on_ranks(2)
+@in_both_ways
 def test_synchronize_without_overlap(rank: int, world_size: int) -> None:
     (model, optimizer, sync), (plain, own, other) = attached(overlap=False), attached(shared=False, overlap=False)
     for each, of_each, handle in ((model, optimizer, sync), (plain, own, other)):
@@ -204,7 +267,7 @@ def test_synchronize_without_overlap(rank: int, world_size: int) -> None:
 # ---- saved and loaded -----------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
+@in_both_ways
 def test_a_resumed_training_has_the_same_bits(rank: int, world_size: int) -> None:
     """The files are those of a plain training: each of the two resumes the other's."""
     saved: dict[bool, bytes] = {}
@@ -233,7 +296,7 @@ def test_a_resumed_training_has_the_same_bits(rank: int, world_size: int) -> Non
         same(values(model), ends[0])
 
 
-@on_ranks(2)
+@in_both_ways
 def test_state_that_was_loaded_before_attach(rank: int, world_size: int) -> None:
     plain, own, _ = attached(shared=False)
     for number in range(2):
@@ -249,7 +312,7 @@ def test_state_that_was_loaded_before_attach(rank: int, world_size: int) -> None
     same(values(model), values(plain))
 
 
-@on_ranks(2)
+@in_both_ways
 def test_distributed_checkpoint_makes_the_state(rank: int, world_size: int) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -264,7 +327,7 @@ def test_distributed_checkpoint_makes_the_state(rank: int, world_size: int) -> N
     same(values(fresh), end)
 
 
-@on_ranks(2)
+@in_both_ways
 def test_copies_have_memory_of_their_own(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
     step(model, optimizer, rank)
@@ -286,7 +349,7 @@ def _saved(model: nn.Module) -> io.BytesIO:
     return file
 
 
-@on_ranks(2)
+@in_both_ways
 def test_a_forked_child_reads_the_parameters(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
     step(model, optimizer, rank)
@@ -302,7 +365,7 @@ def test_a_forked_child_reads_the_parameters(rank: int, world_size: int) -> None
     step(model, optimizer, rank)
 
 
-@on_ranks(2)
+@in_both_ways
 def test_detach_gives_each_rank_its_own_copy(rank: int, world_size: int) -> None:
     (model, optimizer, sync), (plain, own, _) = attached(), attached(shared=False)
     step(model, optimizer, rank)
@@ -357,17 +420,7 @@ def test_parameters_that_are_refused(rank: int, world_size: int) -> None:
             fastsync.attach(parameters, optimizer=SGD(parameters, 0.1))
 
 
-@on_ranks(2, shared_memory=False)
-def test_ranks_that_share_no_memory(rank: int, world_size: int) -> None:
-    model = two_layers()
-    with pytest.raises(
-        ValueError, match=r"the ranks cannot have one copy .* FASTSYNC_SHARED_MEMORY=0.* Leave optimizer"
-    ):
-        fastsync.attach(model, optimizer=SGD(model.parameters(), 0.1))
-    fastsync.attach(model)
-
-
-@on_ranks(2)
+@in_both_ways
 def test_a_rank_without_the_optimizer_is_named(rank: int, world_size: int) -> None:
     model = two_layers()
     options = {"optimizer": SGD(model.parameters(), 0.1)} if rank == 0 else {}
@@ -375,7 +428,7 @@ def test_a_rank_without_the_optimizer_is_named(rank: int, world_size: int) -> No
         fastsync.attach(model, **options)
 
 
-@on_ranks(2)
+@in_both_ways
 def test_calls_that_are_refused(rank: int, world_size: int) -> None:
     model, optimizer, sync = attached()
     with pytest.raises(RuntimeError, match=r"join\(\) does not work with attach\(optimizer=\)"), sync.join():
@@ -401,7 +454,7 @@ def test_calls_that_are_refused(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-@on_ranks(2)
+@in_both_ways
 def test_outer_steps_are_refused(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
     with pytest.raises(ValueError, match=r"one copy of parameter 0\.weight"):
@@ -415,7 +468,17 @@ def test_two_levels_are_refused(rank: int, world_size: int) -> None:
         model(torch.full((1, 5), 1.0 + rank)).sum().backward()
 
 
-@on_ranks(2)
+@on_ranks(2, shared_memory=False)
+def test_ranks_that_ask_for_the_state_of_different_parameters(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    step(model, optimizer, rank)
+    if rank == 1:
+        del optimizer.state[model[0].weight]
+    with pytest.raises(RuntimeError, match="ranks have state of different parameters"):
+        optimizer.state_dict()
+
+
+@in_both_ways
 def test_an_optimizer_with_other_parameters_is_told(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
@@ -425,25 +488,26 @@ def test_an_optimizer_with_other_parameters_is_told(rank: int, world_size: int) 
 
 
 @pytest.mark.parametrize("what", ["settings", "gradients", "state"])
-@on_ranks(2)
+@in_both_ways
 def test_ranks_that_would_step_in_different_ways(rank: int, world_size: int, what: str) -> None:
     model, optimizer, _ = attached()
     step(model, optimizer, rank)
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
+    saved = copy.deepcopy(optimizer.state_dict())
     if rank == 1:
         if what == "settings":
             optimizer.param_groups[0]["lr"] = 0.2
         elif what == "gradients":
             model[0].bias.grad = None
         else:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.load_state_dict(saved)
     before = values(model)
     with pytest.raises(RuntimeError, match=f"different .*{what}.*: rank 1 is not as rank 0"):
         optimizer.step()
     same(values(model), before)
 
 
-@on_ranks(2)
+@in_both_ways
 def test_a_second_clip_is_told_and_an_old_one_forgotten(rank: int, world_size: int) -> None:
     (model, optimizer, sync), (plain, own, _) = attached(), attached(shared=False)
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
@@ -456,7 +520,7 @@ def test_a_second_clip_is_told_and_an_old_one_forgotten(rank: int, world_size: i
     same(values(model), values(plain))
 
 
-@on_ranks(2)
+@in_both_ways
 def test_scalers_agree_even_without_gradients(rank: int, world_size: int) -> None:
     model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))])
     optimizer = AdamW(model.parameters(), fused=True)
@@ -473,7 +537,7 @@ def test_scalers_agree_even_without_gradients(rank: int, world_size: int) -> Non
     assert model[0].tolist() == [1.0] * 3
 
 
-@on_ranks(2)
+@in_both_ways
 def test_the_norm_must_be_finite_if_one_asks(rank: int, world_size: int) -> None:
     model, _, sync = attached()
     model(torch.full((1, 5), torch.inf if rank == 0 else 1.0)).sum().backward()
@@ -505,7 +569,32 @@ def test_a_lost_rank_is_named_and_takes_nothing_with_it() -> None:
     assert "the step of the optimizer failed on rank 0 of 2: rank 1 has ended" in told
 
 
-@on_ranks(2)
+def step_by_messages_without_rank_1(rank: int, world_size: int) -> list[str]:
+    model, optimizer, sync = attached()
+    step(model, optimizer, rank)
+    before = values(model)
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    with pytest.raises(RuntimeError) as of_step:
+        optimizer.step()
+    same(values(model), before)
+    with pytest.raises(RuntimeError) as of_detach:
+        sync.detach()
+    assert not optimizer.state
+    step(model, optimizer, rank)
+    assert not torch.equal(model[0].weight, before[0])
+    return [str(of_step.value), str(of_detach.value)]
+
+
+def test_a_rank_lost_from_another_host_is_named_and_takes_its_state_with_it() -> None:
+    of_step, of_detach = run_ranks(step_by_messages_without_rank_1, 2, lost=(1,), shared_memory=False)[0]
+    assert "the step of the optimizer failed on rank 0 of 2: " in of_step
+    assert "rank 1: no answer" in of_step
+    assert "so the optimizer's state is lost: go on from a checkpoint" in of_detach
+
+
+@in_both_ways
 def test_a_step_that_fails_on_one_rank_is_told(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
     step(model, optimizer, rank)
@@ -520,7 +609,7 @@ def test_a_step_that_fails_on_one_rank_is_told(rank: int, world_size: int) -> No
     dist.barrier()
 
 
-@on_ranks(2)
+@in_both_ways
 def test_a_backward_that_fails_on_one_rank_holds_nobody_up(rank: int, world_size: int) -> None:
     model, optimizer, sync = attached()
     step(model, optimizer, rank)
@@ -539,7 +628,7 @@ def test_a_backward_that_fails_on_one_rank_holds_nobody_up(rank: int, world_size
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@on_ranks(2)
+@in_both_ways
 def test_adam_counts_in_the_default_dtype(rank: int, world_size: int) -> None:
     torch.set_default_dtype(torch.float64)
     try:
@@ -553,7 +642,7 @@ def test_adam_counts_in_the_default_dtype(rank: int, world_size: int) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@on_ranks(2)
+@in_both_ways
 def test_what_no_rank_has_is_not_in_the_norm(rank: int, world_size: int) -> None:
     """Error feedback sends residuals in its place, and ranks may have kept a gradient of an earlier step."""
     model = nn.ParameterList(torch.ones(300) for _ in range(2))

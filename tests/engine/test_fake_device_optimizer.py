@@ -1,0 +1,69 @@
+"""``attach(optimizer=)`` on the fake device: the bits of attach and every rank's own step, in the order of streams."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW
+
+import fastsync
+from fastsync import Compression
+from tests import fake_device
+from tests.bitwise import assert_bitwise_equal
+from tests.fake_device import DEVICE, watched
+from tests.models import Given, random_grads
+
+SHAPES = [(7, 33), (300,), (2, 3, 4), (513, 7), (40_000,)]
+OPTIMIZERS: dict[str, Any] = {
+    "fused": lambda p: AdamW(p, lr=0.1, fused=True),
+    "foreach": lambda p: AdamW(p, lr=0.1, foreach=True),
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, foreach=True),
+}
+COMPRESSIONS = [
+    Compression(),
+    Compression("bf16"),
+    Compression("fp16", reduce="fp32", algorithm="one_shot", error_feedback=True),
+    Compression("int8", algorithm="two_shot"),
+]
+
+
+def train(rank: int, optimizer: str, compression: Compression, group: Any, is_shared: bool) -> list[Tensor]:
+    """Takes some steps, of which one clips, and one lacks a gradient on rank 0. Returns parameters and state."""
+    model = Given([grad.to(DEVICE) for grad in random_grads(9, 9, SHAPES, torch.float32)]).to(DEVICE)
+    own = OPTIMIZERS[optimizer](model.parameters())
+    options = {"optimizer": own} if is_shared else {}
+    chosen = compression if is_shared else replace(compression, reduce="fp32")
+    sync = fastsync.attach(model, chosen, process_group=group, bucket_cap_mb=0.1, **options)
+    for step in range(5):
+        grads: list[Tensor | None] = [grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, torch.float32)]
+        if step == 3 and rank == 0:
+            grads[1] = None
+        model(grads).backward()
+        if step == 2:
+            fastsync.clip_grad_norm_(sync, 1e6, optimizer=own if optimizer == "fused" else None)
+        own.step()
+        own.zero_grad()
+    state = own.state_dict()["state"]
+    sync.detach()
+    kept = [parameter.detach() for parameter in model.parameters()]
+    return [each.cpu() for each in (*kept, *(state[i][name] for i in state for name in sorted(state[i])))]
+
+
+def _gives_the_bits_of_every_rank(rank: int, world_size: int, optimizer: str) -> None:
+    group = fake_device.new_group()
+    for compression in COMPRESSIONS:
+        expected = train(rank, optimizer, compression, group, is_shared=False)
+        with watched():
+            actual = train(rank, optimizer, compression, group, is_shared=True)
+        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_bitwise_equal(one, other, f"{compression}: tensor {index}")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_bits_are_those_of_every_rank(world_size: int, optimizer: str) -> None:
+    fake_device.run_ranks(_gives_the_bits_of_every_rank, world_size, optimizer)
