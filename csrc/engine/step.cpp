@@ -374,16 +374,16 @@ void Step::tell_stats() {
   if (std::exchange(has_told_stats_, true)) {
     return;
   }
-  std::vector<double> numbers;
+  std::vector<at::Tensor> stats;
   for (const LayoutBucket& each : layout().buckets) {
-    const at::Tensor on_host = each.bucket->stats().cpu();
-    const auto* const stats = on_host.const_data_ptr<double>();
-    numbers.insert(numbers.end(), stats, stats + kNumStats);
-    if (has_failed()) {
-      numbers[numbers.size() - kNumStats + kNumNonfinite] = 1.0;
-    }
+    stats.push_back(each.bucket->stats());
   }
-  context_.shards->tell(numbers);
+  const at::Tensor on_host = at::stack(stats).cpu();
+  if (has_failed()) {
+    on_host.select(1, kNumNonfinite).fill_(1.0);
+  }
+  const auto* const numbers = on_host.const_data_ptr<double>();
+  context_.shards->tell({numbers, numbers + on_host.numel()});
 }
 
 void Step::hear_stats() {
@@ -425,7 +425,7 @@ void Step::find_means() {
 
 void Step::keep_gradients() {
   const bool is_finite = std::ranges::all_of(layout().buckets, [](const LayoutBucket& each) {
-    return each.bucket->stats()[kNumNonfinite].item<double>() == 0.0;
+    return each.bucket->stats().select(0, kNumNonfinite).item<double>() == 0.0;
   });
   if (!is_finite && std::ranges::none_of(gradients_, [](const Gradient& gradient) { return gradient.spoil(); })) {
     const auto with_means = std::ranges::find(context_.have_means, true) - context_.have_means.begin();

@@ -222,6 +222,18 @@ def test_without_shared_memory_a_rank_has_the_state_of_its_shard(rank: int, worl
     assert optimizer.state[model.weight]["exp_avg"].is_meta
 
 
+@on_ranks(3, shared_memory=False)
+def test_both_halves_send_the_bytes_of_an_all_reduce(rank: int, world_size: int) -> None:
+    model = nn.Linear(300, 100)
+    optimizer = AdamW(model.parameters())
+    sync = fastsync.attach(model, optimizer=optimizer)
+    model(torch.full((1, 300), 1.0 + rank)).sum().backward()
+    optimizer.step()
+    sent = sync.stats().wire_bytes + sync._host_optimizer._home._engine.module_stats()[0]["wire_bytes"]
+    of_all_reduce = 2 * (world_size - 1) / world_size * 4 * (300 * 100 + 100)
+    assert of_all_reduce < sent < 1.02 * of_all_reduce
+
+
 @on_ranks(2, shared_memory=False)
 def test_a_rank_that_asks_alone_for_the_state_is_told(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
