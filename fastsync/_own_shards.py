@@ -167,6 +167,7 @@ class _Rows:
         return [rank for rank, has_failed in enumerate(self.values[:, -1].tolist()) if has_failed]
 
 
-def _split(row: Tensor, places: Sequence[Place]) -> Sequence[Tensor]:
+def _split(row: Tensor, places: Sequence[Place]) -> list[Tensor]:
+    """Returns the values of each place in a row."""
     numels = [numel for _, _, numel in places]
-    return row[: sum(numels)].split(numels)
+    return list(torch.split(row[: sum(numels)], numels))
