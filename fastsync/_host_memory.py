@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from . import _C
+from ._host_masters import MASTER
 from ._shard_home import Piece, ShardHome, StatePart
 
 if TYPE_CHECKING:
@@ -29,17 +31,17 @@ class HostMemory(ShardHome):
         ValueError: the ranks cannot share memory.
     """
 
-    def __init__(self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor]) -> None:
-        self._sync, self._parameters = sync, parameters
-        self._offsets, self._num_bytes = {}, 0
-        for index, parameter in parameters.items():
-            self._offsets[index] = self._num_bytes
-            self._num_bytes += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+    def __init__(
+        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], with_master: Collection[int]
+    ) -> None:
+        super().__init__(sync, parameters, with_master)
         self._memory: dict[str, _C.SharedTensors] = {}  # of the parameters, and of each part of the state
-        self._views: dict[StatePart, Tensor] = {}
+        self._offsets: dict[str, dict[int, int]] = {}  # in each memory, by parameter
         memory = self._memory_of(PARAMETERS)
+        if with_master:
+            self._memory_of(MASTER)
         sync._engine.set_shards(memory)
-        views = {index: self._view(index, memory) for index in parameters}
+        views = {index: self._view(index, PARAMETERS) for index in parameters}
         if sync._group.rank() == memory.ranks()[0]:
             for index, view in views.items():
                 view.copy_(parameters[index].detach())
@@ -48,34 +50,36 @@ class HostMemory(ShardHome):
             parameters[index].data = view
 
     def _memory_of(self, what: str) -> _C.SharedTensors:
-        """Returns memory as large as the parameters. The first call waits for all ranks."""
+        """Returns memory of all parameters, or of a part of the state. The first call waits for all ranks."""
         if what not in self._memory:
-            self._memory[what] = _C.SharedTensors(
-                self._sync._group, self._num_bytes, STATISTICS * max(1, len(self._sync._named))
-            )
+            offsets, num_bytes = self._offsets.setdefault(what, {}), 0
+            for index in sorted(self._with_master) if what == MASTER else self._parameters:
+                offsets[index] = num_bytes
+                length = self._parameters[index].numel() * self._dtype_in(what, index).itemsize
+                num_bytes += -(-length // ALIGNMENT) * ALIGNMENT
+            num_statistics = STATISTICS * max(1, len(self._sync._named))
+            self._memory[what] = _C.SharedTensors(self._sync._group, num_bytes, num_statistics)
         return self._memory[what]
 
-    def _view(self, index: int, memory: _C.SharedTensors) -> Tensor:
-        parameter = self._parameters[index]
-        return memory.tensor(self._offsets[index], parameter.shape, parameter.stride(), parameter.dtype)
+    def _dtype_in(self, what: str, index: int) -> torch.dtype:
+        return self._parameters[index].dtype if what == PARAMETERS else self.dtype((index, what))
+
+    def _view(self, index: int, what: str) -> Tensor:
+        parameter, memory = self._parameters[index], self._memory_of(what)
+        offset = self._offsets[what][index]
+        return memory.tensor(offset, parameter.shape, parameter.stride(), self._dtype_in(what, index))
 
     def ranks(self) -> Sequence[int]:
         return self._memory[PARAMETERS].ranks()
 
     def stand_for(self, part: StatePart) -> Tensor:
-        index, name = part
-        self._views[part] = self._view(index, self._memory_of(name))
-        return self._views[part]
-
-    def hold(self, piece: Piece, part: str, values: Tensor | None) -> Tensor:
-        held = self.held(piece, part)
-        return held.zero_() if values is None else held.copy_(values)
+        return self._view(*part)
 
     def held(self, piece: Piece, part: str) -> Tensor:
-        return piece.of(self._views[piece.index, part])
+        return piece.of(self._view(piece.index, part))
 
     def copies(self, parts: Collection[StatePart]) -> dict[StatePart, Tensor]:
-        return {part: self._views[part].clone() for part in parts}
+        return {part: self._view(*part).clone() for part in parts}
 
     def share(self, stepped: Collection[int]) -> None:
         self._sync._engine.meet()
@@ -84,7 +88,6 @@ class HostMemory(ShardHome):
         self._memory[PARAMETERS].give_up()
 
     def end(self) -> None:
-        memory = self._memory[PARAMETERS]
         for index, parameter in self._parameters.items():
-            if parameter.data_ptr() == self._view(index, memory).data_ptr():
+            if parameter.data_ptr() == self._view(index, PARAMETERS).data_ptr():
                 parameter.data = parameter.detach().clone()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._host_checks import WAY_OUT, has_count, state_names
+from ._host_masters import MASTER, WideState, may_have_master
 from ._host_memory import HostMemory
 from ._optimizer_steps import is_training_step
 from ._own_shards import OwnShards
@@ -39,7 +40,7 @@ class HostOptimizer:
     parameters and state are, the home knows.
     """
 
-    def __init__(self, sync: GradientSynchronizer, optimizer: Optimizer) -> None:
+    def __init__(self, sync: GradientSynchronizer, optimizer: Optimizer, master_weights: bool) -> None:
         self._sync, self._optimizer = sync, optimizer
         self._names = list(sync._named)
         index_of = {id(parameter): index for index, parameter in enumerate(sync._named.values())}
@@ -50,6 +51,8 @@ class HostOptimizer:
             for index, parameter in enumerate(sync._named.values())
             if index in self._group_of and parameter.numel() > 0
         }
+        self._with_master = {i for i, p in self._parameters.items() if master_weights and may_have_master(p)}
+        self._wide_state = WideState(optimizer, [self._parameters[index] for index in sorted(self._with_master)])
         self._home: ShardHome
         self._stand_ins: dict[StatePart, Tensor] = {}  # for parts of the state of whole parameters
         self._addresses: dict[int, int] = {}
@@ -63,7 +66,10 @@ class HostOptimizer:
     def description(self) -> str:
         """Returns the text that has to be equal on all ranks."""
         groups = "; ".join(" ".join(map(str, indices)) for indices in self._groups)
-        return f"optimizer {type(self._optimizer).__name__} of parameters {groups}\n"
+        text = f"optimizer {type(self._optimizer).__name__} of parameters {groups}\n"
+        if self._with_master:
+            text += f"master_weights of parameters {' '.join(map(str, sorted(self._with_master)))}\n"
+        return text
 
     @property
     def _engine(self) -> _C.Synchronizer:
@@ -75,6 +81,7 @@ class HostOptimizer:
         """Gives the parameters and the state a home. Every rank must call it."""
         self._home = self._find_home()
         self._addresses = {index: parameter.data_ptr() for index, parameter in self._parameters.items()}
+        self._wide_state.begin()
         self._hooks = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -84,8 +91,8 @@ class HostOptimizer:
     def _find_home(self) -> ShardHome:
         if all(parameter.is_cpu for parameter in self._parameters.values()):
             with suppress(ValueError):  # then the ranks cannot share memory
-                return HostMemory(self._sync, self._parameters)
-        return OwnShards(self._sync, self._parameters)
+                return HostMemory(self._sync, self._parameters, self._with_master)
+        return OwnShards(self._sync, self._parameters, self._with_master)
 
     def end(self) -> None:
         """Gives this rank its own copy of the parameters and of the state.
@@ -96,6 +103,8 @@ class HostOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._home.end()
+        for index in self._with_master:
+            self._state(index).pop(MASTER, None)
         try:
             self._give_whole_state()
         except RuntimeError as error:
@@ -105,6 +114,8 @@ class HostOptimizer:
                 "fastsync: detach() has not gathered all ranks' shards, so the optimizer's state is lost: go on from a "
                 f"checkpoint. {error}"
             ) from error
+        finally:
+            self._wide_state.end()
 
     def _give_whole_state(self) -> None:
         """Gives the optimizer the state of whole parameters, in memory of its own."""
@@ -159,6 +170,8 @@ class HostOptimizer:
         hidden, self._hidden = self._hidden, []
         for parameter, gradient in hidden:
             parameter.grad = gradient
+        if self._with_master and not is_training_step(optimizer):
+            self._wide_state.make()
 
     def _check(self) -> None:
         """Raises RuntimeError if the step would not be that of the parameters that the ranks have."""
@@ -230,16 +243,24 @@ class HostOptimizer:
         if not stepped:
             return
         scale = getattr(self._optimizer, "grad_scale", None)  # a GradScaler's
-        scale = divisor if scale is None else scale if divisor is None else scale * divisor
+        is_fused = all(group.get("fused") for group in self._optimizer.param_groups)
+        if is_fused:
+            scale = divisor if scale is None else scale if divisor is None else scale * divisor
         vars(inner)["grad_scale"] = scale
         self._hand_state_to_pieces(inner, stepped)
         for group, of_pieces in zip(self._optimizer.param_groups, inner.param_groups, strict=True):
             of_pieces.update({name: value for name, value in group.items() if name != "params"}, params=[])
         chosen = set(stepped)
-        for piece in self._pieces:
-            if piece.index in chosen:
-                inner.param_groups[self._group_of[piece.index]]["params"].append(piece.parameter)
+        pieces = [piece for piece in self._pieces if piece.index in chosen]
+        for piece in pieces:
+            inner.param_groups[self._group_of[piece.index]]["params"].append(piece.parameter)
+            piece.before_step()
+        self._hand_counts_to_pieces(inner, pieces)
+        if pieces and divisor is not None and not is_fused:
+            torch._foreach_mul_([piece.gradient for piece in pieces], divisor.reciprocal())
         inner.step()
+        for piece in pieces:
+            piece.after_step()
         self._take_state_from_pieces(inner, stepped)
         if steps := [step for index in stepped if (step := self._handed[index]) is not None]:
             torch._foreach_add_(steps, 1)
@@ -255,6 +276,9 @@ class HostOptimizer:
             self._pieces = [
                 Piece(index, begin, self._parameters[index], means) for index, begin, means in self._engine.pieces()
             ]
+            for piece in self._pieces:
+                if piece.index in self._with_master:
+                    piece.take_master(self._home.held(piece, MASTER))
             of_same_class: Any = type(self._optimizer)
             self._inner = of_same_class([{**group, "params": []} for group in self._optimizer.param_groups])
             self._handed.clear()
@@ -270,7 +294,8 @@ class HostOptimizer:
         return self._optimizer.state.get(self._parameters[index]) or {}
 
     def _parts(self, index: int) -> tuple[str, ...]:
-        return state_names(self._optimizer, self._group(index))
+        names = state_names(self._optimizer, self._group(index))
+        return (*names, MASTER) if index in self._with_master else names
 
     def _is_foreign(self, index: int) -> bool:
         """Tells whether a parameter has state that is not at home, as after ``load_state_dict``."""
@@ -316,20 +341,32 @@ class HostOptimizer:
                 continue
             own: dict[str, Any] = dict(self._state(piece.index))
             for part in self._parts(piece.index):
-                if piece.index in new:
-                    own[part] = self._home.hold(piece, part, None)
-                elif self._is_at_home(piece.index, part, own):
-                    own[part] = self._home.held(piece, part)
-                elif (loaded := own.get(part)) is not None:
-                    loaded = _laid_out_as(self._parameters[piece.index], loaded)
-                    own[part] = self._home.hold(piece, part, piece.of(loaded))
+                held, loaded = self._home.held(piece, part), own.get(part)
+                if loaded is None and part == MASTER:
+                    held.copy_(piece.weight)
+                elif piece.index in new:
+                    held.zero_()
+                elif loaded is None:
+                    continue  # the first step makes it
+                elif not self._is_at_home(piece.index, part, own):
+                    held.copy_(piece.of(_laid_out_as(self._parameters[piece.index], loaded, held.dtype)))
+                own[part] = held
             if "step" in own:
                 own["step"] = own["step"].clone()
             inner.state[piece.parameter] = own
         for index in changed:
             state = self._state(index)
-            of_index = {part: self._stand_in(index, part) for part in self._parts(index)}
-            state.update({part: of_index[part] for part in of_index if part in state or index in new})
+            parts = [part for part in self._parts(index) if part in state or index in new or part == MASTER]
+            if parts:  # else SGD's state stays empty
+                own = {part: self._stand_in(index, part) for part in parts}
+                self._optimizer.state[self._parameters[index]].update(own)
+
+    def _hand_counts_to_pieces(self, inner: Optimizer, pieces: Sequence[Piece]) -> None:
+        """Gives the pieces the number of their parameter's steps, which ``dcp.load`` writes in place."""
+        counts = [(piece, count) for piece in pieces if (count := self._handed[piece.index]) is not None]
+        if counts:
+            own = [inner.state[piece.parameter]["step"] for piece, _ in counts]
+            torch._foreach_copy_(own, [count for _, count in counts])
 
     def _take_state_from_pieces(self, inner: Optimizer, stepped: Sequence[int]) -> None:
         """Moves momentum that a first step has made home, and makes it the optimizer's."""
@@ -339,20 +376,15 @@ class HostOptimizer:
             if piece.index in new:
                 own = inner.state[piece.parameter]
                 for part in self._parts(piece.index):
-                    own[part] = self._home.hold(piece, part, own[part])
+                    own[part] = self._home.held(piece, part).copy_(own[part])
         for index, of_index in stand_ins.items():
             self._optimizer.state[self._parameters[index]].update(of_index)
 
     # ---- clipping and the means -------------------------------------------------------------------------------------
 
     def clip(self, divisor: Tensor) -> None:
-        """Divides the means by a number. If the optimizer is fused, its next step does so."""
-        if all(group.get("fused") for group in self._optimizer.param_groups):
-            self._divisor = divisor
-            return
-        self._inner_optimizer()
-        if self._pieces:
-            torch._foreach_mul_([piece.means for piece in self._pieces], divisor.reciprocal())
+        """Has the next step divide the means by a number."""
+        self._divisor = divisor
 
     def averaged_gradients(self) -> dict[str, Tensor]:
         """Returns the means over ranks, by parameter's name. Every rank must call it."""
@@ -367,8 +399,8 @@ class HostOptimizer:
         return {self._names[index]: mean for index, mean in means.items()}
 
 
-def _laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+def _laid_out_as(parameter: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a tensor with its values in the order in which the parameter's lie in memory."""
-    if tensor.stride() == parameter.stride() and tensor.dtype == parameter.dtype:
+    if tensor.stride() == parameter.stride() and tensor.dtype == dtype:
         return tensor
-    return torch.empty_like(parameter, requires_grad=False).copy_(tensor)
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)

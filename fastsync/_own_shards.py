@@ -33,8 +33,10 @@ class OwnShards(ShardHome):
 
     are_pieces_alone = True
 
-    def __init__(self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor]) -> None:
-        self._sync, self._parameters = sync, parameters
+    def __init__(
+        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], with_master: Collection[int]
+    ) -> None:
+        super().__init__(sync, parameters, with_master)
         sync._engine.set_shards_apart()
         self._engine = _C.ParameterGather(sync._group, list(GATHERED), "attach(optimizer=)")
         self._engine.set_compressions(in_engine([Candidate(Compression())]))
@@ -51,15 +53,13 @@ class OwnShards(ShardHome):
 
     def stand_for(self, part: StatePart) -> Tensor:
         """Returns a tensor of the parameter's shape without memory."""
-        return torch.empty_like(self._parameters[part[0]], device="meta", requires_grad=False)
-
-    def hold(self, piece: Piece, part: str, values: Tensor | None) -> Tensor:
-        held = torch.zeros_like(piece.means) if values is None else values.clone()
-        self._held[piece.index, piece.begin, part] = held
-        return held
+        return torch.empty_like(self._parameters[part[0]], dtype=self.dtype(part), device="meta", requires_grad=False)
 
     def held(self, piece: Piece, part: str) -> Tensor:
-        return self._held[piece.index, piece.begin, part]
+        key = (piece.index, piece.begin, part)
+        if key not in self._held:
+            self._held[key] = torch.empty_like(piece.means, dtype=self.dtype((piece.index, part)))
+        return self._held[key]
 
     def copies(self, parts: Collection[StatePart]) -> dict[StatePart, Tensor]:
         """Gathers the state. Ranks first compare what they ask for, so that a rank that asks alone is told."""
@@ -70,7 +70,7 @@ class OwnShards(ShardHome):
                 f"fastsync: {what} found that ranks have state of different parameters: load the same state on every "
                 "rank"
             )
-        copies = {part: torch.empty_like(self._parameters[part[0]].detach()) for part in parts}
+        copies = {part: torch.empty_like(self._parameters[part[0]].detach(), dtype=self.dtype(part)) for part in parts}
         for name in sorted({name for _, name in parts}):
             whole = {index: copy for (index, part), copy in copies.items() if part == name}
             self._gather(STATE, lambda index, begin, name=name: self._held[index, begin, name], whole)  # type: ignore[misc]

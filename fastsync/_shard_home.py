@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
+
+from ._host_masters import follow_weight
+
+if TYPE_CHECKING:
+    from .attach import GradientSynchronizer
 
 
 class Piece:
-    """Values of a parameter that this rank steps, one after the other in memory, and their means."""
+    """Values of a parameter that this rank steps, one after the other in memory, and their means.
+
+    With a master the optimizer steps that, and the values are its rounding.
+    """
 
     def __init__(self, index: int, begin: int, parameter: Tensor, means: Tensor) -> None:
         self.index, self.begin, self.means = index, begin, means
-        self.parameter = nn.Parameter(self.of(parameter.detach()))
+        self.weight = self.of(parameter.detach())
+        self.master: Tensor | None = None
+        self.parameter = nn.Parameter(self.weight)  # what the optimizer steps
         self.parameter.grad = means
+
+    def take_master(self, master: Tensor) -> None:
+        """Has the optimizer step a master, in memory that the home keeps. Its gradients are the means in float32."""
+        self.master = master
+        self.parameter = nn.Parameter(master)
+        self.parameter.grad = torch.empty_like(master)
+
+    @property
+    def gradient(self) -> Tensor:
+        assert self.parameter.grad is not None
+        return self.parameter.grad
 
     def of(self, whole: Tensor) -> Tensor:
         """Returns the same values of a tensor that lies in memory as the parameter does."""
         return values_at(whole, self.begin, self.means.numel())
+
+    def before_step(self) -> None:
+        if self.master is not None:
+            follow_weight(self.master, self.weight, scratch=self.gradient)
+            self.gradient.copy_(self.means)
+
+    def after_step(self) -> None:
+        if self.master is not None:
+            self.weight.copy_(self.master)
 
 
 def values_at(whole: Tensor, begin: int, numel: int) -> Tensor:
@@ -36,6 +68,15 @@ class ShardHome(ABC):
     are_pieces_alone = False
     """Whether a rank has the state of its own pieces alone."""
 
+    def __init__(
+        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], with_master: Collection[int]
+    ) -> None:
+        self._sync, self._parameters, self._with_master = sync, parameters, with_master
+
+    def dtype(self, part: StatePart) -> torch.dtype:
+        """Returns the dtype in which it keeps a part of the state."""
+        return torch.float32 if part[0] in self._with_master else self._parameters[part[0]].dtype
+
     @abstractmethod
     def ranks(self) -> Sequence[int]:
         """Returns the ranks that step together, as the group numbers them."""
@@ -48,12 +89,8 @@ class ShardHome(ABC):
         """Returns a new tensor that stands for a part of the state of a whole parameter."""
 
     @abstractmethod
-    def hold(self, piece: Piece, part: str, values: Tensor | None) -> Tensor:
-        """Keeps a part of a piece's state, zeros for None. Returns the tensor in which it keeps it."""
-
-    @abstractmethod
     def held(self, piece: Piece, part: str) -> Tensor:
-        """Returns the tensor in which it keeps a part of a piece's state."""
+        """Returns the tensor in which it keeps a part of a piece's state. The caller writes the first values."""
 
     @abstractmethod
     def copies(self, parts: Collection[StatePart]) -> dict[StatePart, Tensor]:

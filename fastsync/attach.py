@@ -30,6 +30,7 @@ from ._checks import (
 )
 from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
 from ._host_checks import check_compression, check_optimizer
+from ._host_masters import check_masters
 from ._host_optimizer import HostOptimizer
 from ._ignored_states import IgnoredStates, States
 from ._optimizer_watch import WatchedHandle, watch_optimizers
@@ -488,6 +489,7 @@ def attach(
     broadcast_buffers: bool = False,
     ignored_states: States = (),
     optimizer: Optimizer | None = None,
+    master_weights: bool = False,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
@@ -522,6 +524,8 @@ def attach(
             host have one copy of parameters and state: what one rank writes to a parameter, all see. Ranks that share
             no memory, and those on GPUs, have all parameters, and the state of their own shard. ``.grad`` stays this
             rank's own; for the means there is ``averaged_gradients()``.
+        master_weights: give each bfloat16 and float16 parameter a float32 master, and its state float32, too. Then
+            ``optimizer`` steps the masters, and the parameters are their roundings. A single rank does so as well.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
@@ -540,11 +544,17 @@ def attach(
     named = with_gradients(given, "module_or_params")
     check_free(named, "module_or_params")
     check_not_in_ddp(named, "module_or_params", but=handles_of)
+    if master_weights not in (True, False):
+        raise ValueError(f"master_weights: expected True or False, got {master_weights!r}")
+    if master_weights and optimizer is None:
+        raise ValueError("master_weights: it needs optimizer=, which steps the masters; pass it, or leave this out")
     checked = None if optimizer is None else check_optimizer(optimizer, named)
     if checked is not None and op != "mean":
         raise ValueError(f"op: expected 'mean' with optimizer=, whose ranks keep means of the gradients, got {op!r}")
     if checked is not None:
         check_compression(as_compression(compression))
+    if checked is not None and master_weights:
+        check_masters(checked, named)
     group = resolve_group(process_group)
     sparse = sparse_weights(module_or_params)
     _check_sparse([name for name, p in named.items() if p.requires_grad and id(p) in sparse], op, optimizer)
@@ -555,7 +565,9 @@ def attach(
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)
     sync._send_buffers()
-    host = None if checked is None or group.size() == 1 else HostOptimizer(sync, checked)
+    host: HostOptimizer | None = None
+    if checked is not None and (group.size() > 1 or master_weights):
+        host = HostOptimizer(sync, checked, master_weights)
     if host is not None:
         sync._engine.set_optimizer(host.description())
     if init_sync:

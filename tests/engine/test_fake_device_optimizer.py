@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import SGD, AdamW
 
 import fastsync
 from fastsync import Compression
 from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
+from tests.engine.test_host_masters import Reference
 from tests.fake_device import DEVICE, watched
 from tests.models import Given, random_grads
 
+NO_SCALER = GradScaler("cpu", enabled=False)
 SHAPES = [(7, 33), (300,), (2, 3, 4), (513, 7), (40_000,)]
 OPTIMIZERS: dict[str, Any] = {
     "fused": lambda p: AdamW(p, lr=0.1, fused=True),
@@ -67,3 +70,36 @@ def _gives_the_bits_of_every_rank(rank: int, world_size: int, optimizer: str) ->
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_bits_are_those_of_every_rank(world_size: int, optimizer: str) -> None:
     fake_device.run_ranks(_gives_the_bits_of_every_rank, world_size, optimizer)
+
+
+def narrow_model() -> Given:
+    return Given([grad.to(DEVICE) for grad in random_grads(9, 9, SHAPES, torch.bfloat16)]).to(DEVICE)
+
+
+def _steps_masters(rank: int, world_size: int, optimizer: str) -> None:
+    group = fake_device.new_group()
+    model, plain = narrow_model(), narrow_model()
+    own = OPTIMIZERS[optimizer](model.parameters())
+    reference = Reference(plain, "AdamW", Compression(reduce="fp32"), process_group=group)
+    reference.optimizer = OPTIMIZERS[optimizer](reference.masters)
+    sync = fastsync.attach(model, optimizer=own, master_weights=True, process_group=group, bucket_cap_mb=0.1)
+    for step in range(4):
+        for each in (model, plain):
+            each([grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, torch.bfloat16)]).backward()
+        norm = None
+        if step == 2:
+            norm = fastsync.clip_grad_norm_(sync, 0.5, optimizer=own if optimizer == "fused" else None)
+        with watched():
+            own.step()
+        own.zero_grad()
+        reference.step(NO_SCALER, norm)
+    state = own.state_dict()["state"]
+    for index, (parameter, expected) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+        assert_bitwise_equal(parameter.detach().cpu(), expected.detach().cpu(), f"parameter {index}")
+        assert_bitwise_equal(state[index]["master"].cpu(), reference.masters[index].detach().cpu(), f"master {index}")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_masters_are_stepped_as_float32_copies(world_size: int, optimizer: str) -> None:
+    fake_device.run_ranks(_steps_masters, world_size, optimizer)

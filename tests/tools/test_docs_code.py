@@ -103,6 +103,13 @@ def saved(names: Names) -> str:
     return "saved.pt"
 
 
+def folder(names: Names) -> str:
+    """Returns a folder that both ranks see: each runs in one of its own."""
+    told = [os.path.join(os.getcwd(), "checkpoint")]
+    dist.broadcast_object_list(told)
+    return told[0]
+
+
 MADE: dict[str, Callable[[Names], Any]] = {
     "torch": lambda names: torch,
     "dist": lambda names: dist,
@@ -135,6 +142,7 @@ MADE: dict[str, Callable[[Names], Any]] = {
     "step": lambda names: 1000,
     "file": saved,
     "path": lambda names: "state.pt",
+    "folder": folder,
     "ranks_left": lambda names: [0, 1],
     "device_type": lambda names: "cpu",
     "mesh": lambda names: init_device_mesh("cpu", (2,)),

@@ -1,0 +1,158 @@
+"""``torch.distributed.checkpoint`` with ``attach(optimizer=)``: each tensor is written once, and training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import AdamW, Optimizer
+
+import fastsync
+from tests.engine.same_data import same_data_is_meant
+from tests.ranks import on_ranks
+
+Training = tuple[nn.Module, Optimizer, fastsync.GradientSynchronizer]
+
+
+def in_both_ways(world_size: int | None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what each rank does where ranks share memory, and of the same where they do not."""
+    given = pytest.mark.parametrize("shared_memory", [True, False], ids=["in_memory", "by_messages"])
+    return lambda body: given(on_ranks(world_size, parametrized=["shared_memory"])(body))
+
+
+def training(kind: str, dtype: torch.dtype = torch.float32, group: Any = None) -> Training:
+    same_data_is_meant()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 70), nn.ReLU(), nn.Linear(70, 3)).to(dtype)
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
+    options = {
+        "each its own": {},
+        "shared": {"optimizer": optimizer},
+        "masters": {"optimizer": optimizer, "master_weights": True},
+    }
+    return model, optimizer, fastsync.attach(model, process_group=group, **options[kind])
+
+
+def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
+    """Takes a step with the same data on every rank, so that a single one can go on alike."""
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+    model(inputs.to(model[0].weight.dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(model: nn.Module, optimizer: Optimizer, path: Path) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+def load(model: nn.Module, optimizer: Optimizer, path: Path, **options: Any) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path, **options)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def saved_and_ended(kind: str, dtype: torch.dtype, path: Path) -> list[Tensor]:
+    """Saves a training after two steps. Returns its weights after two more."""
+    model, optimizer, sync = training(kind, dtype)
+    for number in range(4):
+        if number == 2:
+            save(model, optimizer, path)
+        step(model, optimizer, number)
+    end = values(model)
+    sync.detach()
+    return end
+
+
+@pytest.mark.parametrize("kind", ["shared", "masters"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@in_both_ways(None)
+def test_ranks_write_each_tensor_once(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
+    saved_and_ended(kind, torch.bfloat16, tmp_path)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    num_bytes = [0] * world_size
+    for index, stored in metadata.storage_data.items():
+        writer = int(stored.relative_path.removeprefix("__").partition("_")[0])
+        tensor = metadata.state_dict_metadata[index.fqn]
+        if hasattr(tensor, "size"):
+            num_bytes[writer] += tensor.size.numel() * tensor.properties.dtype.itemsize
+    assert len(metadata.storage_data) == len(metadata.state_dict_metadata)
+    per_value = 2 + 3 * 4 if kind == "masters" else 3 * 2
+    assert sum(num_bytes) == 633 * per_value + 4 * 4  # and four counts of steps
+    assert max(num_bytes) - min(num_bytes) <= 70 * 5 * 4, num_bytes
+
+
+@pytest.mark.parametrize(("of", "into"), [("shared", "shared"), ("shared", "each its own"), ("each its own", "shared")])
+@pytest.mark.parametrize("num_before", [0, 1])
+@in_both_ways(3)
+def test_trainings_go_on_alike(rank: int, world_size: int, of: str, into: str, num_before: int, tmp_path: Path) -> None:
+    go_on(lambda: training(into), saved_and_ended(of, torch.float32, tmp_path), num_before, tmp_path)
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@in_both_ways(2)
+def test_masters_go_on_alike(rank: int, world_size: int, num_before: int, tmp_path: Path) -> None:
+    end = saved_and_ended("masters", torch.bfloat16, tmp_path)
+    go_on(lambda: training("masters", torch.bfloat16), end, num_before, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("shared", torch.float32), ("masters", torch.bfloat16)])
+@in_both_ways(2)
+def test_a_single_rank_goes_on_alike(rank: int, world_size: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    end = saved_and_ended(kind, dtype, tmp_path)
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    go_on(lambda: training(kind, dtype, alone), end, 0, tmp_path, no_dist=True)
+
+
+def go_on(make: Callable[[], Training], end: list[Tensor], num_before: int, path: Path, **options: Any) -> None:
+    model, optimizer, _ = make()
+    for number in range(num_before):
+        step(model, optimizer, 9 + number)
+    load(model, optimizer, path, **options)
+    for number in range(2, 4):
+        step(model, optimizer, number)
+    same(values(model), end)
+
+
+@in_both_ways(2)
+def test_masters_begin_from_a_checkpoint_without_them(rank: int, world_size: int, tmp_path: Path) -> None:
+    saved_and_ended("each its own", torch.bfloat16, tmp_path)
+    model, optimizer, _ = training("masters", torch.bfloat16)
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict"):
+        load(model, optimizer, tmp_path)
+    load(model, optimizer, tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    loaded, moment = values(model), optimizer.state[model[0].weight]["exp_avg"].clone()
+    assert moment.any()
+    same(moment, moment.bfloat16().float())
+    dist.barrier()
+    for group in optimizer.param_groups:
+        group.update(lr=0.0)
+    step(model, optimizer, 2)
+    state = optimizer.state_dict()["state"].values()
+    same([each["master"] for each in state], [value.float() for value in loaded])
+
+
+@in_both_ways(2)
+def test_a_checkpoint_with_masters_loads_without(rank: int, world_size: int, tmp_path: Path) -> None:
+    saved_and_ended("masters", torch.bfloat16, tmp_path)
+    model, optimizer, _ = training("each its own", torch.bfloat16)
+    load(model, optimizer, tmp_path)
+    assert optimizer.state[model[0].weight]["exp_avg"].any()
+    step(model, optimizer, 2)

@@ -1,0 +1,436 @@
+"""``attach(optimizer=, master_weights=True)``: the bits of float32 copies that torch's optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import AdamW, Optimizer
+
+import fastsync
+from tests.engine.host_steps import OPTIMIZERS, SHAPES, WIRES, Weights
+from tests.engine.test_hosts import PAIRS, UNEQUAL, Nodes, run_on_hosts
+from tests.models import assert_same_on_all_ranks
+from tests.ranks import on_ranks, run_ranks
+
+WAYS = {"one_rank": (1, True), "in_memory": (2, True), "by_messages": (2, False)}
+
+MAX_NORM = 0.5
+
+
+def in_each_way(body: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of what one rank does, each of two that share memory, and each of two that do not."""
+    given = pytest.mark.parametrize(("world_size", "shared_memory"), WAYS.values(), ids=WAYS)
+    return given(on_ranks(parametrized=["shared_memory"])(body))
+
+
+class Reference:
+    """Float32 copies of the narrow weights, stepped by torch's optimizer with the averaged gradients."""
+
+    def __init__(self, model: nn.Module, kind: str, compression: Any = "none", **options: Any) -> None:
+        self.model, self.sync = model, fastsync.attach(model, compression, **options)
+        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in model.parameters()]
+        self.optimizer: Optimizer = OPTIMIZERS[kind](groups(self.masters))
+
+    def step(self, scaler: GradScaler, norm: Tensor | None) -> None:
+        for master, weight in zip(self.masters, self.model.parameters(), strict=True):
+            master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
+        if norm is not None:
+            divisor = (norm + 1e-6).div_(MAX_NORM).clamp_(min=1.0)
+            if self.optimizer.param_groups[0].get("fused"):
+                self.optimizer.grad_scale = divisor
+            else:
+                for master in self.masters:
+                    if master.grad is not None:
+                        master.grad.mul_(divisor.reciprocal())
+        scaler.step(self.optimizer)
+        vars(self.optimizer).pop("grad_scale", None)
+        with torch.no_grad():
+            for master, weight in zip(self.masters, self.model.parameters(), strict=True):
+                weight.copy_(master)
+                master.grad = weight.grad = None
+
+
+def groups(weights: list[Tensor]) -> list[dict[str, Any]]:
+    return [{"params": weights[::2]}, {"params": weights[1::2], "lr": 0.02}]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_are_those_of_float32_copies(seed: int) -> None:
+    run_ranks(train_both, 1 + seed % 4, seed, timeout=90)
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_steps_without_shared_memory_are_those_of_float32_copies(seed: int) -> None:
+    run_ranks(train_both, 2 + seed % 3, seed, timeout=90, shared_memory=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("nodes", [PAIRS, UNEQUAL], ids=["pairs", "unequal"])
+def test_each_host_steps_masters_of_its_own(nodes: Nodes, seed: int) -> None:
+    run_on_hosts(train_on_hosts, nodes, seed)
+
+
+def train_on_hosts(rank: int, world_size: int, nodes: Nodes, seed: int) -> None:
+    train_both(rank, world_size, seed)
+
+
+def train_both(rank: int, world_size: int, seed: int) -> None:
+    rng, own = random.Random(seed), random.Random(f"{seed} {rank}")
+    kind = list(OPTIMIZERS)[seed % len(OPTIMIZERS)]
+    shapes = [(3,), (0,), *(rng.choice(SHAPES) for _ in range(rng.randint(1, 6)))]
+    kinds = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
+    dtypes = [rng.choice(kinds) if 0 not in shape else torch.float32 for shape in shapes]
+    wire = rng.choice(WIRES)
+    compression = fastsync.Compression(
+        wire.removesuffix("+ef"), reduce="fp32", error_feedback="+ef" in wire, algorithm="one_shot"
+    )
+    model, plain = mixed(shapes, dtypes), mixed(shapes, dtypes)
+    optimizer = OPTIMIZERS[kind](groups(list(model.parameters())))
+    sync = fastsync.attach(model, compression, optimizer=optimizer, master_weights=True, bucket_cap_mb=0.1)
+    reference = Reference(plain, kind, compression)
+    is_fused = optimizer.param_groups[0].get("fused")
+    scales = is_fused and rng.random() < 0.5
+    scaler, other = (GradScaler("cpu", init_scale=2.0**6, growth_interval=3, enabled=scales) for _ in range(2))
+    clips = rng.random() < 0.5
+    for number in range(8):
+        # torch's fused SGD refuses a group of which some have momentum.
+        used = [i for i in range(len(shapes)) if kind in ("momentum", "nesterov") or i == 0 or rng.random() < 0.8]
+        grads = {i: torch.randn(shapes[i], generator=generator(own)).to(dtypes[i]) for i in used}
+        if scales and number == 4 and rank == world_size - 1:
+            grads[0][:1] = torch.inf
+        scaler.scale(model(grads)).backward()
+        other.scale(plain(grads)).backward()
+        norm = None
+        if clips:
+            norm = fastsync.clip_grad_norm_(sync, MAX_NORM, optimizer=optimizer, scaler=scaler if scales else None)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        reference.step(other, norm)
+        other.update()
+        assert scaler.get_scale() == other.get_scale()
+        assert_same_as(reference, model, optimizer, f"{kind} {wire}, step {number}")
+
+
+def mixed(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> Weights:
+    model = Weights(shapes)
+    for weight, dtype in zip(model.weights, dtypes, strict=True):
+        weight.data = weight.data.to(dtype)
+    return model
+
+
+def generator(rng: random.Random) -> torch.Generator:
+    return torch.Generator().manual_seed(rng.randrange(10**9))
+
+
+def assert_same_as(reference: Reference, model: nn.Module, optimizer: Optimizer, told: str = "") -> None:
+    same(values(model), values(reference.model), told)
+    state = optimizer.state_dict()["state"]
+    for index, exact in reference.optimizer.state_dict()["state"].items():
+        own = dict(state.get(index, {}))
+        own.pop("master", None)
+        same(own, exact, f"{told}: state of {index}")
+    own_groups = [p for group in optimizer.param_groups for p in group["params"]]
+    of_reference = [p for group in reference.optimizer.param_groups for p in group["params"]]
+    for index, (weight, master) in enumerate(zip(own_groups, of_reference, strict=True)):
+        if weight.dtype != torch.float32 and index in state:
+            same(state[index]["master"], master.data, f"{told}: master")
+
+
+def same(one: Any, other: Any, told: str = "") -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{told}: {text}")
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+# ---- a small model --------------------------------------------------------------------------------------------------
+
+
+def two_layers(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 70), nn.ReLU(), nn.Linear(70, 3)).to(dtype)
+
+
+def attached(kind: str = "AdamW") -> tuple[nn.Module, Optimizer, fastsync.GradientSynchronizer]:
+    model = two_layers()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    return model, optimizer, fastsync.attach(model, optimizer=optimizer, master_weights=True)
+
+
+def copies_of_two_layers() -> Reference:
+    reference = Reference(two_layers(), "AdamW")
+    reference.optimizer = OPTIMIZERS["AdamW"](reference.masters)
+    return reference
+
+
+def backward(model: nn.Module, rank: int, number: int) -> None:
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
+    model(inputs.bfloat16()).square().mean().backward()
+
+
+def step(model: nn.Module, optimizer: Optimizer, rank: int, number: int = 0) -> None:
+    backward(model, rank, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def step_copies(reference: Reference, rank: int, number: int) -> None:
+    backward(reference.model, rank, number)
+    reference.step(GradScaler("cpu", enabled=False), None)
+
+
+def masters(optimizer: Optimizer) -> list[Tensor]:
+    """Returns copies of all masters. Every rank calls it."""
+    return [state["master"].clone() for state in optimizer.state_dict()["state"].values()]
+
+
+@on_ranks(2)
+def test_masters_are_once_in_a_host_s_memory(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    assert optimizer.state_dict()["state"] == {}
+    step(model, optimizer, rank)
+    state = optimizer.state[model[0].weight]
+    assert {name: each.dtype for name, each in state.items()} == dict.fromkeys(state, torch.float32)
+    assert not torch.equal(state["master"], model[0].weight.float())
+    dist.barrier()
+    if rank == 1:
+        state["master"].fill_(7.0)
+    dist.barrier()
+    assert state["master"].eq(7.0).all()
+
+
+@on_ranks(3, shared_memory=False)
+def test_without_shared_memory_a_rank_has_the_masters_of_its_shard(rank: int, world_size: int) -> None:
+    model, optimizer, sync = attached()
+    step(model, optimizer, rank)
+    for state in optimizer.state.values():
+        assert all(state[name].is_meta for name in ("master", "exp_avg", "exp_avg_sq"))
+    whole = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    in_pieces = sync._host_optimizer._inner.state.values()
+    own = torch.tensor(sum(each.nbytes for state in in_pieces for each in state.values() if each.dim() > 0))
+    assert own < whole
+    dist.all_reduce(own)
+    assert own == whole
+
+
+@on_ranks(2)
+def test_without_the_option_state_is_narrow(rank: int, world_size: int) -> None:
+    model = two_layers()
+    optimizer = AdamW(model.parameters(), fused=True)
+    fastsync.attach(model, optimizer=optimizer)
+    step(model, optimizer, rank)
+    assert optimizer.state[model[0].weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16
+
+
+# ---- saved and loaded -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "amsgrad", "momentum", "SGD"])
+@in_each_way
+def test_a_resumed_training_has_the_same_bits(rank: int, world_size: int, kind: str) -> None:
+    model, optimizer, sync = attached(kind)
+    for number in range(3):
+        step(model, optimizer, rank, number)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    for number in range(3, 6):
+        step(model, optimizer, rank, number)
+    end, end_masters = values(model), masters(optimizer)
+    sync.detach()
+    for before in range(2):
+        model, optimizer, sync = attached(kind)
+        for _ in range(before):
+            step(model, optimizer, rank, 9)
+        saved = torch.load(io.BytesIO(file.getvalue()))
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        same(masters(optimizer), [state["master"] for state in saved["optimizer"]["state"].values()])
+        for number in range(3, 6):
+            step(model, optimizer, rank, number)
+        same(values(model), end)
+        same(masters(optimizer), end_masters)
+        sync.detach()
+
+
+@in_each_way
+def test_a_plain_training_s_file_begins_the_masters(rank: int, world_size: int) -> None:
+    plain = two_layers()
+    own = AdamW(plain.parameters(), lr=0.1, fused=True)
+    handle = fastsync.attach(plain)
+    for number in range(2):
+        step(plain, own, rank, number)
+    handle.detach()
+    model, optimizer, _ = attached()
+    for _ in range(2):
+        step(model, optimizer, rank, 7)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
+    reference = Reference(plain, "AdamW")
+    reference.optimizer = AdamW(reference.masters, fused=True)
+    reference.optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
+    for number in range(2, 4):
+        step(model, optimizer, rank, number)
+        step_copies(reference, rank, number)
+    assert_same_as(reference, model, optimizer)
+
+
+@in_each_way
+def test_the_file_loads_without_masters(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    step(model, optimizer, rank)
+    plain = two_layers()
+    own = AdamW(plain.parameters(), lr=0.01, fused=True)
+    own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert own.state[plain[0].weight]["exp_avg"].dtype == torch.bfloat16
+    fastsync.attach(plain)
+    step(plain, own, rank, 1)
+
+
+# ---- weights that somebody writes -----------------------------------------------------------------------------------
+
+
+@in_each_way
+def test_a_master_takes_what_was_written_to_its_weight(rank: int, world_size: int) -> None:
+    """Of other values it keeps the bits that the weight does not have."""
+    model, optimizer, _ = attached("SGD")
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    step(model, optimizer, rank)
+    weight, written = model[0].weight, torch.zeros(70, 5, dtype=torch.bool)
+    written[3:9] = True
+    before = masters(optimizer)[0]
+    dist.barrier()
+    with torch.no_grad():
+        weight[3:9] = 3.0
+    dist.barrier()
+    sum((p * 0).sum() for p in model.parameters()).backward()
+    optimizer.step()
+    same(masters(optimizer)[0], torch.where(written, 3.0, before))
+    same(weight.data, torch.where(written, 3.0, before).bfloat16())
+
+
+@in_each_way
+def test_weights_that_were_exchanged_for_a_while_change_nothing(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    reference = copies_of_two_layers()
+    for number in range(3):
+        step(model, optimizer, rank, number)
+        step_copies(reference, rank, number)
+        kept = values(model)
+        dist.barrier()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.fill_(1.0)
+        dist.barrier()
+        with torch.no_grad():
+            for weight, value in zip(model.parameters(), kept, strict=True):
+                weight.copy_(value)
+        dist.barrier()
+    assert_same_as(reference, model, optimizer)
+
+
+@in_each_way
+def test_a_loaded_model_is_not_undone(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached("SGD")
+    step(model, optimizer, rank)
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    dist.barrier()
+    model.load_state_dict(other)
+    dist.barrier()
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    sum((p * 0).sum() for p in model.parameters()).backward()
+    optimizer.step()
+    same(dict(model.state_dict()), other)
+    same(masters(optimizer), [parameter.data.float() for parameter in model.parameters()])
+
+
+# ---- the end, and what is refused -----------------------------------------------------------------------------------
+
+
+@in_each_way
+def test_detach_leaves_state_that_torch_steps(rank: int, world_size: int) -> None:
+    model, optimizer, sync = attached()
+    step(model, optimizer, rank)
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = values(model)
+    sync.detach()
+    assert optimizer.state[model[0].weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    same(optimizer.state[model[0].weight]["exp_avg"], saved["state"][0]["exp_avg"].bfloat16())
+    handle = fastsync.attach(model)
+    step(model, optimizer, rank, 1)
+    assert_same_on_all_ranks(values(model))
+    handle.detach()
+    fastsync.attach(model, optimizer=optimizer, master_weights=True)
+    with torch.no_grad():
+        for weight, value in zip(model.parameters(), before, strict=True):
+            weight.copy_(value)
+    optimizer.load_state_dict(saved)
+    other, own, _ = attached()
+    for number in range(3):
+        step(other, own, rank, number)
+        if number > 0:
+            step(model, optimizer, rank, number)
+    same(masters(optimizer), masters(own))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_arguments_that_are_refused(rank: int, world_size: int) -> None:
+    model = two_layers()
+    optimizer = AdamW(model.parameters(), fused=True)
+    with pytest.raises(ValueError, match="master_weights: it needs optimizer="):
+        fastsync.attach(model, master_weights=True)
+    with pytest.raises(ValueError, match="master_weights: expected True or False, got 'float32'"):
+        fastsync.attach(model, optimizer=optimizer, master_weights="float32")
+    trained, own, _ = attached()
+    step(trained, own, rank)
+    optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
+    with pytest.raises(ValueError, match=r"master of parameter 0\.weight was rounded to torch\.bfloat16, because"):
+        fastsync.attach(model, optimizer=optimizer, master_weights=True)
+
+
+@on_ranks(2)
+def test_a_rank_without_masters_is_told(rank: int, world_size: int) -> None:
+    """Its optimizer stays as it was, and loads 16-bit state for 16-bit parameters."""
+    trained, own, _ = attached()
+    step(trained, own, rank)
+    model = two_layers()
+    optimizer = AdamW(model.parameters(), fused=True)
+    with pytest.raises(ValueError, match="master_weights of parameters 0 1 2 3"):
+        fastsync.attach(model, optimizer=optimizer, master_weights=rank == 0)
+    optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16
+
+
+@on_ranks(1)
+def test_a_single_rank_refuses_what_several_refuse(rank: int, world_size: int) -> None:
+    model, optimizer, sync = attached()
+    with pytest.raises(RuntimeError, match=r"join\(\) does not work with attach\(optimizer=\)"), sync.join():
+        pass
+    model(torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"the gradient of 0\.weight was changed since"):
+        optimizer.step()
+
+
+@in_each_way
+def test_frozen_weights_keep_their_masters(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    reference = copies_of_two_layers()
+    for number in range(6):
+        for each in (model, reference.model):
+            each[0].weight.requires_grad_(number not in (2, 3))
+        step_copies(reference, rank, number)
+        step(model, optimizer, rank, number)
+    assert_same_as(reference, model, optimizer)
