@@ -164,29 +164,6 @@ def test_a_site_comes_in_place_of_a_lost_one_and_the_first_may_be_lost_then(stor
     torch.testing.assert_close(third[1], fourth[1], rtol=0, atol=0)
 
 
-def begin_while_one_waits(rank: int, world_size: int, port: int) -> tuple[int, list[int], list[Tensor]]:
-    """Site 1 dies where a block begins, while another one waits to join."""
-    model = make_model()
-    sync, optimizer = begin(rank, port, 3, model)
-    first = sync.num_steps
-    if rank == 1:
-        sync._take_over_loaded_weights = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    if rank != 3:
-        let_in(sync, port, JOINED)
-    with sync:
-        for step in range(first + 1, NUM_STEPS + 1):
-            train_step(model, optimizer, rank, step)
-    return first, sync._sites.ranks, outer_state(sync)
-
-
-@pytest.mark.filterwarnings("ignore:fastsync. ranks")
-def test_a_new_site_waits_until_the_others_have_begun_their_block(store: TCPStore) -> None:
-    first, _, third, new = run_ranks(begin_while_one_waits, 4, store.port, lost=[1])
-    assert (first[0], third[0], new[0]) == (0, 0, SYNC_EVERY)
-    assert first[1] == third[1] == new[1] == [0, 2, 3]
-    torch.testing.assert_close([third[2], new[2]], [first[2]] * 2, rtol=0, atol=0)
-
-
 def join_with_another_model(rank: int, world_size: int, port: int) -> list[int] | str:
     model = nn.Linear(7, 3) if rank == 2 else make_model()
     try:
