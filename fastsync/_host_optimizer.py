@@ -136,9 +136,9 @@ class HostOptimizer:
         """Puts the state of whole parameters into ``state_dict()``, where each rank has that of its pieces alone."""
         if not self._home.are_pieces_alone:
             return
-        indices = list(chain.from_iterable(self._groups))
+        position_of = {index: position for position, index in enumerate(chain.from_iterable(self._groups))}
         for (index, part), copy in self._whole_state().items():
-            position = indices.index(index)
+            position = position_of[index]
             state_dict["state"][position] = {**state_dict["state"][position], part: copy}
 
     # ---- a step -----------------------------------------------------------------------------------------------------
