@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -116,6 +117,19 @@ def test_parameters_and_state_are_in_one_memory(rank: int, world_size: int) -> N
     dist.barrier()
     assert weight.eq(5.0).all()
     assert optimizer.state[weight]["exp_avg"].eq(7.0).all()
+
+
+@on_ranks(2)
+def test_where_memory_has_no_room_for_the_parameters_each_rank_has_its_own(rank: int, world_size: int) -> None:
+    with patch("fastsync._C.SharedTensors", side_effect=ValueError("no room")):
+        model, optimizer, _ = attached()
+    plain, of_plain, sync = attached(shared=False)
+    for number in range(3):
+        step(model, optimizer, rank, number)
+        step(plain, of_plain, rank, number)
+    assert sync.stats().transport == "shared_memory", "gradients alone would have room"
+    same(values(model), values(plain))
+    assert optimizer.state[model[0].weight]["exp_avg"].is_meta
 
 
 @in_both_ways
