@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._host_masters import MASTER
+from ._optimizer_masters import MASTER
 from ._shard_home import Piece, ShardHome, StatePart
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import _C
 from ._handle import GradientHandle
 from ._handles_in_use import in_use
-from ._host_optimizer import HostOptimizer
 from ._late_parameters import LateParameters
+from ._optimizer_shards import OptimizerShards
 from ._optimizer_steps import is_training_step
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -28,7 +28,7 @@ class WatchedHandle(GradientHandle):
     _engine: _C.HookState | _C.Synchronizer
     _deferred_clip_step = -1
     """The step whose gradients the optimizer's next step clips, for ``clip_grad_norm_``; -1 if there is none."""
-    _host_optimizer: HostOptimizer | None = None
+    _optimizer_shards: OptimizerShards | None = None
     """Steps one copy of the parameters for all ranks of the host; None without ``attach(optimizer=)``."""
     _late_reason: ClassVar[str]
     """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
@@ -81,7 +81,7 @@ def check_not_shared(named: Mapping[str, Tensor], argument: str) -> None:
     """Raises ValueError if ranks have one copy of these parameters, so that each rank would change it once more."""
     for handle in _watched():
         for name, parameter in named.items():
-            if handle._host_optimizer is not None and id(parameter) in handle._ids:
+            if handle._optimizer_shards is not None and id(parameter) in handle._ids:
                 raise ValueError(
                     f"{argument}: ranks have one copy of parameter {name}, or of its optimizer's state, and each would "
                     "change it; leave optimizer= out of attach()"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ._host_masters import follow_weight
+from ._optimizer_masters import follow_weight
 
 if TYPE_CHECKING:
     from .attach import GradientSynchronizer

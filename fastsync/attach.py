@@ -29,10 +29,10 @@ from ._checks import (
     with_gradients,
 )
 from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
-from ._host_checks import check_compression, check_optimizer
-from ._host_masters import check_masters
-from ._host_optimizer import HostOptimizer
 from ._ignored_states import IgnoredStates, States
+from ._optimizer_checks import check_compression, check_optimizer
+from ._optimizer_masters import check_masters
+from ._optimizer_shards import OptimizerShards
 from ._optimizer_watch import WatchedHandle, watch_optimizers
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .distributed import as_bytes
@@ -257,8 +257,8 @@ class GradientSynchronizer(WatchedHandle):
         It is for looking at the means with ``attach(optimizer=)``, where ``.grad`` stays this rank's own. What is
         changed here changes no step.
         """
-        if self._host_optimizer is not None:
-            return self._host_optimizer.averaged_gradients()
+        if self._optimizer_shards is not None:
+            return self._optimizer_shards.averaged_gradients()
         return {name: p.grad.clone() for name, p in self._named.items() if p.grad is not None}
 
     # ---- from one group to another, and the end ---------------------------------------------------------------------
@@ -315,7 +315,7 @@ class GradientSynchronizer(WatchedHandle):
         self.load_state_dict(state | shared[0])
 
     def _refuse(self, call: str, way_out: str) -> None:
-        if self._host_optimizer is not None:
+        if self._optimizer_shards is not None:
             raise RuntimeError(f"fastsync: {call} does not work with attach(optimizer=). {way_out}")
 
     def _end_interrupted(self) -> None:
@@ -351,8 +351,8 @@ class GradientSynchronizer(WatchedHandle):
         """
         self._engine.detach()
         try:
-            if self._host_optimizer is not None and self._is_attached:
-                self._host_optimizer.end()
+            if self._optimizer_shards is not None and self._is_attached:
+                self._optimizer_shards.end()
         finally:
             self._is_attached = False
             end_use(self)
@@ -384,7 +384,7 @@ class GradientSynchronizer(WatchedHandle):
         watch_optimizers()
 
     def _follow(self, compression: Compression | Auto) -> None:
-        if self._host_optimizer is not None:
+        if self._optimizer_shards is not None:
             check_compression(compression)
         super()._follow(compression)
 
@@ -565,18 +565,18 @@ def attach(
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)
     sync._send_buffers()
-    host: HostOptimizer | None = None
+    shards: OptimizerShards | None = None
     if checked is not None and (group.size() > 1 or master_weights):
-        host = HostOptimizer(sync, checked, master_weights)
-    if host is not None:
-        sync._engine.set_optimizer(host.description())
+        shards = OptimizerShards(sync, checked, master_weights)
+    if shards is not None:
+        sync._engine.set_optimizer(shards.description())
     if init_sync:
         sync._init_sync()
-    elif host is not None:
+    elif shards is not None:
         sync._engine.agree(init_sync=False)
-    if host is not None:
-        host.begin()
-        sync._host_optimizer = host
+    if shards is not None:
+        shards.begin()
+        sync._optimizer_shards = shards
     sync._engine.attach(list(named.values()), overlap)
     sync._keep(owner)
     return sync

@@ -99,10 +99,10 @@ def clip_grad_norm_(
 def _divide(handles: Sequence[WatchedHandle], divisor: Tensor, optimizer: Optimizer | None) -> None:
     """Divides the gradients by a number, in the optimizer's next step if it can."""
     for handle in handles:
-        if handle._host_optimizer is not None:
+        if handle._optimizer_shards is not None:
             handle._deferred_clip_step = handle._engine.num_steps()
-            handle._host_optimizer.clip(divisor)
-    others = [handle for handle in handles if handle._host_optimizer is None]
+            handle._optimizer_shards.clip(divisor)
+    others = [handle for handle in handles if handle._optimizer_shards is None]
     if others and optimizer is not None and _takes_grad_scale(optimizer, others):
         _scale_next_step(optimizer, divisor, others)
     else:
@@ -138,7 +138,7 @@ def _check_may_be_joint(
                 f"process_group: a handle averages over ranks {sorted(outside)} as well, which are not in it; pass a "
                 "group of all ranks whose parameters count"
             )
-        if handle._host_optimizer is not None and scaler is not None:
+        if handle._optimizer_shards is not None and scaler is not None:
             raise ValueError(
                 "scaler: in a list of handles none may be of attach(optimizer=), because a scaler looks at .grad, and "
                 "that stays this rank's own there; leave out one of the two"
@@ -170,7 +170,7 @@ def _norm(sync: WatchedHandle, norm_type: float, optimizer: Optimizer | None, sc
     if scaler is not None:
         assert optimizer is not None
         is_unscaled = has_unscaled(scaler, optimizer)
-    if sync._host_optimizer is not None:
+    if sync._optimizer_shards is not None:
         if norm_type != 2.0 or is_unscaled:
             what = "unscale_() has divided only this rank's own gradients" if is_unscaled else f"norm_type {norm_type}"
             raise ValueError(

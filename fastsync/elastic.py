@@ -158,7 +158,7 @@ class Elastic:
                 f"sync: expected what fastsync.attach() returns, got {type(sync).__name__}; DDP and FSDP2 bind the "
                 "model to one process group, so a lost rank ends them: see docs/guides/losing_ranks.md"
             )
-        if sync._host_optimizer is not None:
+        if sync._optimizer_shards is not None:
             raise ValueError(
                 "sync: with attach(optimizer=) a lost rank takes its shard of the optimizer's state with it; leave "
                 "optimizer= out of attach(), on every rank"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tests.drill.cases import Case, Model, Step
 from tests.engine.entry_points import ALL, average, whole
-from tests.engine.host_steps import train_both
+from tests.engine.optimizer_shards import train_both
 from tests.ranks import run_ranks
 
 ROUNDING = {"none": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 254, "int4": 1 / 14}

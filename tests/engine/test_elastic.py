@@ -760,7 +760,7 @@ def test_bad_arguments_are_refused(alone: Training, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="model: expected a module"):
         Elastic(model.parameters(), optimizer, sync)  # type: ignore[arg-type]
     with monkeypatch.context() as patched:
-        patched.setattr(sync, "_host_optimizer", object())
+        patched.setattr(sync, "_optimizer_shards", object())
         with pytest.raises(ValueError, match="leave optimizer= out of attach"):
             Elastic(model, optimizer, sync)
     first = next(iter(model.parameters()))

@@ -15,7 +15,7 @@ import fastsync
 from fastsync import Compression
 from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
-from tests.engine.test_host_masters import Reference
+from tests.engine.test_optimizer_masters import Reference
 from tests.fake_device import DEVICE, watched
 from tests.models import Given, random_grads
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _C
-from ._host_checks import WAY_OUT, has_count, state_names
-from ._host_masters import MASTER, WideState, may_have_master
 from ._host_memory import HostMemory
+from ._optimizer_checks import WAY_OUT, has_count, state_names
+from ._optimizer_masters import MASTER, WideState, may_have_master
 from ._optimizer_steps import is_training_step
 from ._own_shards import OwnShards
 from ._shard_home import Piece, ShardHome, StatePart
@@ -29,7 +29,7 @@ STEP = "the step of the optimizer"
 """What ranks wait for, for errors."""
 
 
-class HostOptimizer:
+class OptimizerShards:
     """Lets the ranks step the parameters of a user's optimizer together, each of them a shard.
 
     Before the optimizer's own step, another one of its class steps this rank's pieces of the parameters with the means.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fastsync
-from tests.engine.host_steps import train_both
+from tests.engine.optimizer_shards import train_both
 from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
@@ -228,7 +228,7 @@ def test_without_shared_memory_a_rank_has_the_state_of_its_shard(rank: int, worl
     model(torch.full((1, 300), 1.0 + rank)).sum().backward()
     optimizer.step()
     assert held_bytes(optimizer) == 0
-    in_pieces = held_bytes(sync._host_optimizer._inner)
+    in_pieces = held_bytes(sync._optimizer_shards._inner)
     whole = 8 * (300 * 100 + 100)
     assert abs(in_pieces / whole - 1 / 3) < 0.02
     assert held_bytes(AdamW(model.parameters())) == 0
@@ -243,7 +243,7 @@ def test_both_halves_send_the_bytes_of_an_all_reduce(rank: int, world_size: int)
     sync = fastsync.attach(model, optimizer=optimizer)
     model(torch.full((1, 300), 1.0 + rank)).sum().backward()
     optimizer.step()
-    sent = sync.stats().wire_bytes + sync._host_optimizer._home._engine.module_stats()[0]["wire_bytes"]
+    sent = sync.stats().wire_bytes + sync._optimizer_shards._home._engine.module_stats()[0]["wire_bytes"]
     of_all_reduce = 2 * (world_size - 1) / world_size * 4 * (300 * 100 + 100)
     assert of_all_reduce < sent < 1.02 * of_all_reduce
 
@@ -628,7 +628,7 @@ def test_a_step_that_fails_on_one_rank_is_told(rank: int, world_size: int) -> No
     step(model, optimizer, rank)
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     if rank == 1:
-        fastsync.handle_of(model)._host_optimizer._inner.step = lambda: 1 / 0
+        fastsync.handle_of(model)._optimizer_shards._inner.step = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
     else:
