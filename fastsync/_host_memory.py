@@ -32,13 +32,13 @@ class HostMemory(ShardHome):
     """
 
     def __init__(
-        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], with_master: Collection[int]
+        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], rounding: Mapping[int, torch.dtype]
     ) -> None:
-        super().__init__(sync, parameters, with_master)
+        super().__init__(sync, parameters, rounding)
         self._memory: dict[str, _C.SharedTensors] = {}  # of the parameters, and of each part of the state
         self._offsets: dict[str, dict[int, int]] = {}  # in each memory, by parameter
         memory = self._memory_of(PARAMETERS)
-        if with_master:
+        if rounding:
             self._memory_of(MASTER)
         sync._engine.set_shards(memory)
         views = {index: self._view(index, PARAMETERS) for index in parameters}
@@ -53,7 +53,7 @@ class HostMemory(ShardHome):
         """Returns memory of all parameters, or of a part of the state. The first call waits for all ranks."""
         if what not in self._memory:
             offsets, num_bytes = self._offsets.setdefault(what, {}), 0
-            for index in sorted(self._with_master) if what == MASTER else self._parameters:
+            for index in sorted(self._rounding) if what == MASTER else self._parameters:
                 offsets[index] = num_bytes
                 length = self._parameters[index].numel() * self._dtype_in(what, index).itemsize
                 num_bytes += -(-length // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""Float32 masters of 16-bit parameters in ``attach(optimizer=)``: how they follow their weights, and how they load."""
+"""Float32 masters of rounded parameters in ``attach(optimizer=)``: how they follow them, and how they load."""
 
 from __future__ import annotations
 
@@ -16,10 +16,26 @@ MASTER = "master"
 STEP = "step"
 """The name of the only tensor there that is not of the parameter's shape."""
 
+PARAMETER_WIRES = {"none": None, "bf16": torch.bfloat16}
+"""What new float32 parameters travel in, by the name of their compression; None is as they are."""
 
-def may_have_master(parameter: Tensor) -> bool:
-    """Tells whether a parameter is narrow enough to need a master."""
-    return parameter.dtype in (torch.bfloat16, torch.float16)
+
+def rounding_of(parameter: Tensor, master_weights: bool, wire: torch.dtype | None) -> torch.dtype | None:
+    """Returns the dtype that a step rounds a parameter to, if that needs a master; None if it does not.
+
+    Args:
+        parameter: the parameter.
+        master_weights: whether 16-bit parameters have masters.
+        wire: the dtype that float32 parameters travel in, if it is narrower.
+    """
+    if parameter.dtype in (torch.bfloat16, torch.float16):
+        return parameter.dtype if master_weights else None
+    return wire if parameter.dtype == torch.float32 else None
+
+
+def round_into(weight: Tensor, master: Tensor, rounding: torch.dtype) -> Tensor:
+    """Writes the rounded master to the weight, and returns the weight."""
+    return weight.copy_(master if weight.dtype == rounding else master.to(rounding))
 
 
 def check_masters(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
@@ -33,13 +49,14 @@ def check_masters(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
             )
 
 
-def follow_weight(master: Tensor, weight: Tensor, scratch: Tensor) -> None:
+def follow_weight(master: Tensor, weight: Tensor, rounding: torch.dtype, scratch: Tensor) -> None:
     """Gives the master each value of the weight that is not the master's rounding, because somebody has written it.
 
     Values are compared by their bits. ``scratch`` is as large as the master, and its values are lost.
     """
-    rounded = scratch.view(weight.dtype)[: weight.numel()].copy_(master).view(torch.int16)
-    bits = weight.view(torch.int16)
+    as_bits = torch.int32 if weight.dtype == torch.float32 else torch.int16
+    rounded = round_into(scratch.view(weight.dtype)[: weight.numel()], master, rounding).view(as_bits)
+    bits = weight.view(as_bits)
     if not torch.equal(rounded, bits):
         master.copy_(torch.where(rounded == bits, master, weight))
 

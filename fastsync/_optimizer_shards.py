@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from . import _C
 from ._host_memory import HostMemory
 from ._optimizer_checks import WAY_OUT, has_count, state_names
-from ._optimizer_masters import MASTER, WideState, may_have_master
+from ._optimizer_masters import MASTER, WideState, rounding_of
 from ._optimizer_steps import is_training_step
 from ._own_shards import OwnShards
 from ._shard_home import Piece, ShardHome, StatePart
@@ -40,7 +40,13 @@ class OptimizerShards:
     parameters and state are, the home knows.
     """
 
-    def __init__(self, sync: GradientSynchronizer, optimizer: Optimizer, master_weights: bool) -> None:
+    def __init__(
+        self,
+        sync: GradientSynchronizer,
+        optimizer: Optimizer,
+        master_weights: bool,
+        parameter_wire: torch.dtype | None,
+    ) -> None:
         self._sync, self._optimizer = sync, optimizer
         self._names = list(sync._named)
         index_of = {id(parameter): index for index, parameter in enumerate(sync._named.values())}
@@ -51,8 +57,12 @@ class OptimizerShards:
             for index, parameter in enumerate(sync._named.values())
             if index in self._group_of and parameter.numel() > 0
         }
-        self._with_master = {i for i, p in self._parameters.items() if master_weights and may_have_master(p)}
-        self._wide_state = WideState(optimizer, [self._parameters[index] for index in sorted(self._with_master)])
+        self._rounding = {
+            index: rounding
+            for index, parameter in self._parameters.items()
+            if (rounding := rounding_of(parameter, master_weights, parameter_wire)) is not None
+        }
+        self._wide_state = WideState(optimizer, [self._parameters[index] for index in self._rounding])
         self._home: ShardHome
         self._stand_ins: dict[StatePart, Tensor] = {}  # for parts of the state of whole parameters
         self._addresses: dict[int, int] = {}
@@ -67,8 +77,9 @@ class OptimizerShards:
         """Returns the text that has to be equal on all ranks."""
         groups = "; ".join(" ".join(map(str, indices)) for indices in self._groups)
         text = f"optimizer {type(self._optimizer).__name__} of parameters {groups}\n"
-        if self._with_master:
-            text += f"master_weights of parameters {' '.join(map(str, sorted(self._with_master)))}\n"
+        for dtype in sorted({*self._rounding.values()}, key=str):
+            rounded = (str(index) for index, rounding in self._rounding.items() if rounding == dtype)
+            text += f"masters, rounded to {dtype}, of parameters {' '.join(rounded)}\n"
         return text
 
     @property
@@ -91,8 +102,8 @@ class OptimizerShards:
     def _find_home(self) -> ShardHome:
         if all(parameter.is_cpu for parameter in self._parameters.values()):
             with suppress(ValueError):  # then the ranks cannot share memory
-                return HostMemory(self._sync, self._parameters, self._with_master)
-        return OwnShards(self._sync, self._parameters, self._with_master)
+                return HostMemory(self._sync, self._parameters, self._rounding)
+        return OwnShards(self._sync, self._parameters, self._rounding)
 
     def end(self) -> None:
         """Gives this rank its own copy of the parameters and of the state.
@@ -103,7 +114,7 @@ class OptimizerShards:
         for hook in self._hooks:
             hook.remove()
         self._home.end()
-        for index in self._with_master:
+        for index in self._rounding:
             self._state(index).pop(MASTER, None)
         try:
             self._give_whole_state()
@@ -170,7 +181,7 @@ class OptimizerShards:
         hidden, self._hidden = self._hidden, []
         for parameter, gradient in hidden:
             parameter.grad = gradient
-        if self._with_master and not is_training_step(optimizer):
+        if self._rounding and not is_training_step(optimizer):
             self._wide_state.make()
 
     def _check(self) -> None:
@@ -277,8 +288,8 @@ class OptimizerShards:
                 Piece(index, begin, self._parameters[index], means) for index, begin, means in self._engine.pieces()
             ]
             for piece in self._pieces:
-                if piece.index in self._with_master:
-                    piece.take_master(self._home.held(piece, MASTER))
+                if piece.index in self._rounding:
+                    piece.take_master(self._home.held(piece, MASTER), self._rounding[piece.index])
             of_same_class: Any = type(self._optimizer)
             self._inner = of_same_class([{**group, "params": []} for group in self._optimizer.param_groups])
             self._handed.clear()
@@ -295,7 +306,7 @@ class OptimizerShards:
 
     def _parts(self, index: int) -> tuple[str, ...]:
         names = state_names(self._optimizer, self._group(index))
-        return (*names, MASTER) if index in self._with_master else names
+        return (*names, MASTER) if index in self._rounding else names
 
     def _is_foreign(self, index: int) -> bool:
         """Tells whether a parameter has state that is not at home, as after ``load_state_dict``."""
@@ -379,6 +390,10 @@ class OptimizerShards:
                     own[part] = self._home.held(piece, part).copy_(own[part])
         for index, of_index in stand_ins.items():
             self._optimizer.state[self._parameters[index]].update(of_index)
+
+    def parameter_wire_bytes(self) -> int:
+        """Returns how many bytes of new parameters this rank has sent so far."""
+        return self._home.wire_bytes()
 
     # ---- clipping and the means -------------------------------------------------------------------------------------
 

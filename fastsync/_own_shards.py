@@ -34,9 +34,9 @@ class OwnShards(ShardHome):
     are_pieces_alone = True
 
     def __init__(
-        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], with_master: Collection[int]
+        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], rounding: Mapping[int, torch.dtype]
     ) -> None:
-        super().__init__(sync, parameters, with_master)
+        super().__init__(sync, parameters, rounding)
         sync._engine.set_shards_apart()
         self._engine = _C.ParameterGather(sync._group, list(GATHERED), "attach(optimizer=)")
         self._engine.set_compressions(in_engine([Candidate(Compression())]))
@@ -81,6 +81,9 @@ class OwnShards(ShardHome):
 
     def fail(self, stepped: Collection[int]) -> None:
         self._share(stepped, has_failed=True)
+
+    def wire_bytes(self) -> int:
+        return int(self._engine.module_stats()[NEW_PARAMETERS]["wire_bytes"])
 
     def end(self) -> None:
         pass
@@ -131,10 +134,12 @@ class OwnShards(ShardHome):
         has_failed: bool,
     ) -> _Rows:
         """Begins to gather a bucket. Each rank has a row, with whether it has failed at the end."""
-        like = whole[next(place[0] for shard in shards for place in shard)]
-        unit = ROW_ALIGNMENT // like.itemsize
+        first = next(place[0] for shard in shards for place in shard)
+        like = whole[first]
+        dtype = self._rounding.get(first, like.dtype) if module == NEW_PARAMETERS else like.dtype
+        unit = ROW_ALIGNMENT // dtype.itemsize
         longest = max(sum(numel for _, _, numel in shard) for shard in shards)
-        values = torch.empty(len(shards), longest // unit * unit + unit, dtype=like.dtype, device=like.device)
+        values = torch.empty(len(shards), longest // unit * unit + unit, dtype=dtype, device=like.device)
         rank = self._sync._group.rank()
         row, places = values[rank], shards[rank]
         row[-1] = has_failed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ._optimizer_masters import follow_weight
+from ._optimizer_masters import follow_weight, round_into
 
 if TYPE_CHECKING:
     from .attach import GradientSynchronizer
@@ -25,12 +25,13 @@ class Piece:
         self.index, self.begin, self.means = index, begin, means
         self.weight = self.of(parameter.detach())
         self.master: Tensor | None = None
+        self._rounding = parameter.dtype
         self.parameter = nn.Parameter(self.weight)  # what the optimizer steps
         self.parameter.grad = means
 
-    def take_master(self, master: Tensor) -> None:
+    def take_master(self, master: Tensor, rounding: torch.dtype) -> None:
         """Has the optimizer step a master, in memory that the home keeps. Its gradients are the means in float32."""
-        self.master = master
+        self.master, self._rounding = master, rounding
         self.parameter = nn.Parameter(master)
         self.parameter.grad = torch.empty_like(master)
 
@@ -45,12 +46,12 @@ class Piece:
 
     def before_step(self) -> None:
         if self.master is not None:
-            follow_weight(self.master, self.weight, scratch=self.gradient)
+            follow_weight(self.master, self.weight, self._rounding, scratch=self.gradient)
             self.gradient.copy_(self.means)
 
     def after_step(self) -> None:
         if self.master is not None:
-            self.weight.copy_(self.master)
+            round_into(self.weight, self.master, self._rounding)
 
 
 def values_at(whole: Tensor, begin: int, numel: int) -> Tensor:
@@ -69,13 +70,14 @@ class ShardHome(ABC):
     """Whether a rank has the state of its own pieces alone."""
 
     def __init__(
-        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], with_master: Collection[int]
+        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], rounding: Mapping[int, torch.dtype]
     ) -> None:
-        self._sync, self._parameters, self._with_master = sync, parameters, with_master
+        """Takes the parameters, and what those with a master are rounded to, by index."""
+        self._sync, self._parameters, self._rounding = sync, parameters, rounding
 
     def dtype(self, part: StatePart) -> torch.dtype:
         """Returns the dtype in which it keeps a part of the state."""
-        return torch.float32 if part[0] in self._with_master else self._parameters[part[0]].dtype
+        return torch.float32 if part[0] in self._rounding else self._parameters[part[0]].dtype
 
     @abstractmethod
     def ranks(self) -> Sequence[int]:
@@ -103,6 +105,10 @@ class ShardHome(ABC):
     @abstractmethod
     def fail(self, stepped: Collection[int]) -> None:
         """Tells other ranks, in place of ``share``, that this rank has failed."""
+
+    def wire_bytes(self) -> int:
+        """Returns how many bytes of new parameters this rank has sent so far."""
+        return 0
 
     @abstractmethod
     def end(self) -> None:

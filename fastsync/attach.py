@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -31,11 +32,12 @@ from ._checks import (
 from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
 from ._ignored_states import IgnoredStates, States
 from ._optimizer_checks import check_compression, check_optimizer
-from ._optimizer_masters import check_masters
+from ._optimizer_masters import PARAMETER_WIRES, check_masters
 from ._optimizer_shards import OptimizerShards
 from ._optimizer_watch import WatchedHandle, watch_optimizers
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .distributed import as_bytes
+from .stats import SyncStats
 from .sync_weights import broadcast_named
 from .training_state import TrainingState
 
@@ -250,6 +252,11 @@ class GradientSynchronizer(WatchedHandle):
         """
         self._weight = as_weight(weight)
         self._engine.set_weight(self._weight)
+
+    def stats(self) -> SyncStats:
+        """Returns what synchronisation has cost so far; on a GPU with an estimate for steps that are under way."""
+        shards = self._optimizer_shards
+        return replace(super().stats(), parameter_wire_bytes=shards.parameter_wire_bytes() if shards else 0)
 
     def averaged_gradients(self) -> dict[str, Tensor]:
         """Returns the means over ranks that the newest sync has made, by parameter's name. Every rank must call it.
@@ -490,6 +497,7 @@ def attach(
     ignored_states: States = (),
     optimizer: Optimizer | None = None,
     master_weights: bool = False,
+    parameter_compression: str = "none",
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
@@ -526,6 +534,9 @@ def attach(
             rank's own; for the means there is ``averaged_gradients()``.
         master_weights: give each bfloat16 and float16 parameter a float32 master, and its state float32, too. Then
             ``optimizer`` steps the masters, and the parameters are their roundings. A single rank does so as well.
+        parameter_compression: how new float32 parameters travel with ``optimizer``: ``"none"``, or ``"bf16"`` for half
+            the bytes. With ``"bf16"`` they have float32 masters, and each step rounds them to what bfloat16 holds, on
+            every rank, also where no bytes travel.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
@@ -548,12 +559,20 @@ def attach(
         raise ValueError(f"master_weights: expected True or False, got {master_weights!r}")
     if master_weights and optimizer is None:
         raise ValueError("master_weights: it needs optimizer=, which steps the masters; pass it, or leave this out")
+    if not isinstance(parameter_compression, str) or parameter_compression not in PARAMETER_WIRES:
+        raise ValueError(f"parameter_compression: expected 'none' or 'bf16', got {parameter_compression!r}")
+    parameter_wire = PARAMETER_WIRES[parameter_compression]
+    if parameter_wire is not None and optimizer is None:
+        raise ValueError(
+            "parameter_compression: without optimizer= no parameters travel after a step; pass it, or leave this out"
+        )
     checked = None if optimizer is None else check_optimizer(optimizer, named)
     if checked is not None and op != "mean":
         raise ValueError(f"op: expected 'mean' with optimizer=, whose ranks keep means of the gradients, got {op!r}")
     if checked is not None:
         check_compression(as_compression(compression))
-    if checked is not None and master_weights:
+    has_masters = master_weights or parameter_wire is not None
+    if checked is not None and has_masters:
         check_masters(checked, named)
     group = resolve_group(process_group)
     sparse = sparse_weights(module_or_params)
@@ -566,8 +585,8 @@ def attach(
     sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)
     sync._send_buffers()
     shards: OptimizerShards | None = None
-    if checked is not None and (group.size() > 1 or master_weights):
-        shards = OptimizerShards(sync, checked, master_weights)
+    if checked is not None and (group.size() > 1 or has_masters):
+        shards = OptimizerShards(sync, checked, master_weights, parameter_wire)
     if shards is not None:
         sync._engine.set_optimizer(shards.description())
     if init_sync:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tests.drill.cases import Case, Model, Step
 from tests.engine.entry_points import ALL, average, whole
 from tests.engine.optimizer_shards import train_both
+from tests.engine.test_optimizer_masters import train_both as train_masters
 from tests.ranks import run_ranks
 
 ROUNDING = {"none": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 254, "int4": 1 / 14}
@@ -367,3 +368,10 @@ def test_optimizer_steps(seeds: Iterable[int]) -> None:
     """``attach(optimizer=)`` against attach and every rank's own step, bit for bit."""
     for number in seeds:
         run_ranks(train_both, 2 + number % 4, number, 50, timeout=5 * SECONDS, shared_memory=number % 8 < 4)
+
+
+def test_masters(seeds: Iterable[int]) -> None:
+    """``attach(optimizer=)`` with masters against float32 copies, bit for bit."""
+    for number in seeds:
+        wire = "bf16" if number % 3 == 0 else "none"
+        run_ranks(train_masters, 1 + number % 4, number, wire, timeout=5 * SECONDS, shared_memory=number % 8 < 4)

@@ -72,20 +72,27 @@ def test_the_bits_are_those_of_every_rank(world_size: int, optimizer: str) -> No
     fake_device.run_ranks(_gives_the_bits_of_every_rank, world_size, optimizer)
 
 
-def narrow_model() -> Given:
-    return Given([grad.to(DEVICE) for grad in random_grads(9, 9, SHAPES, torch.bfloat16)]).to(DEVICE)
+def model_of(dtype: torch.dtype) -> Given:
+    return Given([grad.to(DEVICE) for grad in random_grads(9, 9, SHAPES, dtype)]).to(DEVICE)
 
 
-def _steps_masters(rank: int, world_size: int, optimizer: str) -> None:
+def _steps_masters(rank: int, world_size: int, optimizer: str, dtype: torch.dtype) -> None:
     group = fake_device.new_group()
-    model, plain = narrow_model(), narrow_model()
+    model, plain = model_of(dtype), model_of(dtype)
     own = OPTIMIZERS[optimizer](model.parameters())
-    reference = Reference(plain, "AdamW", Compression(reduce="fp32"), process_group=group)
+    reference = Reference(plain, "AdamW", Compression(reduce="fp32"), torch.bfloat16, process_group=group)
     reference.optimizer = OPTIMIZERS[optimizer](reference.masters)
-    sync = fastsync.attach(model, optimizer=own, master_weights=True, process_group=group, bucket_cap_mb=0.1)
+    sync = fastsync.attach(
+        model,
+        optimizer=own,
+        master_weights=True,
+        parameter_compression="bf16",
+        process_group=group,
+        bucket_cap_mb=0.1,
+    )
     for step in range(4):
         for each in (model, plain):
-            each([grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, torch.bfloat16)]).backward()
+            each([grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, dtype)]).backward()
         norm = None
         if step == 2:
             norm = fastsync.clip_grad_norm_(sync, 0.5, optimizer=own if optimizer == "fused" else None)
@@ -100,6 +107,8 @@ def _steps_masters(rank: int, world_size: int, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_masters_are_stepped_as_float32_copies(world_size: int, optimizer: str) -> None:
-    fake_device.run_ranks(_steps_masters, world_size, optimizer)
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)]
+)
+def test_masters_are_stepped_as_float32_copies(world_size: int, dtype: torch.dtype, optimizer: str) -> None:
+    fake_device.run_ranks(_steps_masters, world_size, optimizer, dtype)

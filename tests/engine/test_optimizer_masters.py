@@ -1,4 +1,4 @@
-"""``attach(optimizer=, master_weights=True)``: the bits of float32 copies that torch's optimizer steps."""
+"""``attach(optimizer=)`` with masters: the bits of float32 copies that torch's optimizer steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import AdamW, Optimizer
 
 import fastsync
+from fastsync._optimizer_masters import PARAMETER_WIRES
 from tests.engine.optimizer_shards import OPTIMIZERS, SHAPES, WIRES, Weights
 from tests.engine.test_hosts import PAIRS, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
@@ -33,11 +34,23 @@ def in_each_way(body: Callable[..., None]) -> Callable[..., None]:
 
 
 class Reference:
-    """Float32 copies of the narrow weights, stepped by torch's optimizer with the averaged gradients."""
+    """Float32 copies of the rounded weights, stepped by torch's optimizer with the averaged gradients."""
 
-    def __init__(self, model: nn.Module, kind: str, compression: Any = "none", **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: str,
+        compression: Any = "none",
+        wire: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        """Takes the dtype that float32 parameters travel in."""
         self.model, self.sync = model, fastsync.attach(model, compression, **options)
-        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in model.parameters()]
+        self.roundings = [wire if p.dtype == torch.float32 else p.dtype for p in model.parameters()]
+        self.masters = [
+            p if rounding == torch.float32 else nn.Parameter(p.detach().float().clone())
+            for p, rounding in zip(model.parameters(), self.roundings, strict=True)
+        ]
         self.optimizer: Optimizer = OPTIMIZERS[kind](groups(self.masters))
 
     def step(self, scaler: GradScaler, norm: Tensor | None) -> None:
@@ -54,8 +67,10 @@ class Reference:
         scaler.step(self.optimizer)
         vars(self.optimizer).pop("grad_scale", None)
         with torch.no_grad():
-            for master, weight in zip(self.masters, self.model.parameters(), strict=True):
-                weight.copy_(master)
+            everything = zip(self.masters, self.model.parameters(), self.roundings, strict=True)
+            for master, weight, rounding in everything:
+                if master.grad is not None:
+                    weight.copy_(master.to(rounding))
                 master.grad = weight.grad = None
 
 
@@ -73,6 +88,12 @@ def test_steps_without_shared_memory_are_those_of_float32_copies(seed: int) -> N
     run_ranks(train_both, 2 + seed % 3, seed, timeout=90, shared_memory=False)
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("seed", range(200, 204))
+def test_parameters_that_travel_in_bf16_are_rounded_copies(seed: int, shared_memory: bool) -> None:
+    run_ranks(train_both, 1 + seed % 3, seed, "bf16", timeout=90, shared_memory=shared_memory)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("nodes", [PAIRS, UNEQUAL], ids=["pairs", "unequal"])
 def test_each_host_steps_masters_of_its_own(nodes: Nodes, seed: int) -> None:
@@ -83,7 +104,7 @@ def train_on_hosts(rank: int, world_size: int, nodes: Nodes, seed: int) -> None:
     train_both(rank, world_size, seed)
 
 
-def train_both(rank: int, world_size: int, seed: int) -> None:
+def train_both(rank: int, world_size: int, seed: int, parameter_compression: str = "none") -> None:
     rng, own = random.Random(seed), random.Random(f"{seed} {rank}")
     kind = list(OPTIMIZERS)[seed % len(OPTIMIZERS)]
     shapes = [(3,), (0,), *(rng.choice(SHAPES) for _ in range(rng.randint(1, 6)))]
@@ -95,8 +116,15 @@ def train_both(rank: int, world_size: int, seed: int) -> None:
     )
     model, plain = mixed(shapes, dtypes), mixed(shapes, dtypes)
     optimizer = OPTIMIZERS[kind](groups(list(model.parameters())))
-    sync = fastsync.attach(model, compression, optimizer=optimizer, master_weights=True, bucket_cap_mb=0.1)
-    reference = Reference(plain, kind, compression)
+    sync = fastsync.attach(
+        model,
+        compression,
+        optimizer=optimizer,
+        master_weights=True,
+        parameter_compression=parameter_compression,
+        bucket_cap_mb=0.1,
+    )
+    reference = Reference(plain, kind, compression, PARAMETER_WIRES[parameter_compression] or torch.float32)
     is_fused = optimizer.param_groups[0].get("fused")
     scales = is_fused and rng.random() < 0.5
     scaler, other = (GradScaler("cpu", init_scale=2.0**6, growth_interval=3, enabled=scales) for _ in range(2))
@@ -141,8 +169,9 @@ def assert_same_as(reference: Reference, model: nn.Module, optimizer: Optimizer,
         same(own, exact, f"{told}: state of {index}")
     own_groups = [p for group in optimizer.param_groups for p in group["params"]]
     of_reference = [p for group in reference.optimizer.param_groups for p in group["params"]]
+    own_copies = {id(master) for master in reference.masters} - {id(p) for p in reference.model.parameters()}
     for index, (weight, master) in enumerate(zip(own_groups, of_reference, strict=True)):
-        if weight.dtype != torch.float32 and index in state:
+        if id(master) in own_copies and weight.numel() > 0 and index in state:
             same(state[index]["master"], master.data, f"{told}: master")
 
 
@@ -162,21 +191,28 @@ def two_layers(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 70), nn.ReLU(), nn.Linear(70, 3)).to(dtype)
 
 
-def attached(kind: str = "AdamW") -> tuple[nn.Module, Optimizer, fastsync.GradientSynchronizer]:
-    model = two_layers()
+NARROW, IN_BF16 = torch.bfloat16, torch.float32
+"""16-bit parameters have masters, and so have float32 ones that travel in bf16."""
+
+
+def attached(
+    kind: str = "AdamW", dtype: torch.dtype = NARROW
+) -> tuple[nn.Module, Optimizer, fastsync.GradientSynchronizer]:
+    model = two_layers(dtype)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    return model, optimizer, fastsync.attach(model, optimizer=optimizer, master_weights=True)
+    options: dict[str, Any] = {"master_weights": True} if dtype == NARROW else {"parameter_compression": "bf16"}
+    return model, optimizer, fastsync.attach(model, optimizer=optimizer, **options)
 
 
-def copies_of_two_layers() -> Reference:
-    reference = Reference(two_layers(), "AdamW")
+def copies_of_two_layers(dtype: torch.dtype = NARROW) -> Reference:
+    reference = Reference(two_layers(dtype), "AdamW", wire=torch.bfloat16)
     reference.optimizer = OPTIMIZERS["AdamW"](reference.masters)
     return reference
 
 
 def backward(model: nn.Module, rank: int, number: int) -> None:
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
-    model(inputs.bfloat16()).square().mean().backward()
+    model(inputs.to(model[0].weight.dtype)).square().mean().backward()
 
 
 def step(model: nn.Module, optimizer: Optimizer, rank: int, number: int = 0) -> None:
@@ -224,6 +260,22 @@ def test_without_shared_memory_a_rank_has_the_masters_of_its_shard(rank: int, wo
     assert own == whole
 
 
+@on_ranks(3, shared_memory=False)
+def test_parameters_in_bf16_take_half_the_bytes(rank: int, world_size: int) -> None:
+    sent = []
+    for wire in PARAMETER_WIRES:
+        model = nn.Linear(300, 100)
+        optimizer = AdamW(model.parameters())
+        sync = fastsync.attach(model, optimizer=optimizer, parameter_compression=wire)
+        model(torch.full((1, 300), 1.0 + rank)).sum().backward()
+        optimizer.step()
+        sent.append(sync.stats().parameter_wire_bytes)
+        assert " of new parameters sent" in repr(sync.stats())
+        sync.detach()
+    assert 0.49 < sent[1] / sent[0] < 0.51
+    assert torch.equal(model.weight, model.weight.bfloat16().float())
+
+
 @on_ranks(2)
 def test_without_the_option_state_is_narrow(rank: int, world_size: int) -> None:
     model = two_layers()
@@ -237,10 +289,13 @@ def test_without_the_option_state_is_narrow(rank: int, world_size: int) -> None:
 # ---- saved and loaded -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "amsgrad", "momentum", "SGD"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("AdamW", NARROW), ("AdamW", IN_BF16), ("amsgrad", NARROW), ("momentum", NARROW), ("SGD", NARROW)],
+)
 @in_each_way
-def test_a_resumed_training_has_the_same_bits(rank: int, world_size: int, kind: str) -> None:
-    model, optimizer, sync = attached(kind)
+def test_a_resumed_training_has_the_same_bits(rank: int, world_size: int, kind: str, dtype: torch.dtype) -> None:
+    model, optimizer, sync = attached(kind, dtype)
     for number in range(3):
         step(model, optimizer, rank, number)
     file = io.BytesIO()
@@ -250,7 +305,7 @@ def test_a_resumed_training_has_the_same_bits(rank: int, world_size: int, kind: 
     end, end_masters = values(model), masters(optimizer)
     sync.detach()
     for before in range(2):
-        model, optimizer, sync = attached(kind)
+        model, optimizer, sync = attached(kind, dtype)
         for _ in range(before):
             step(model, optimizer, rank, 9)
         saved = torch.load(io.BytesIO(file.getvalue()))
@@ -301,10 +356,11 @@ def test_the_file_loads_without_masters(rank: int, world_size: int) -> None:
 # ---- weights that somebody writes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [NARROW, IN_BF16])
 @in_each_way
-def test_a_master_takes_what_was_written_to_its_weight(rank: int, world_size: int) -> None:
+def test_a_master_takes_what_was_written_to_its_weight(rank: int, world_size: int, dtype: torch.dtype) -> None:
     """Of other values it keeps the bits that the weight does not have."""
-    model, optimizer, _ = attached("SGD")
+    model, optimizer, _ = attached("SGD", dtype)
     optimizer.param_groups[0]["weight_decay"] = 0.0
     step(model, optimizer, rank)
     weight, written = model[0].weight, torch.zeros(70, 5, dtype=torch.bool)
@@ -317,7 +373,7 @@ def test_a_master_takes_what_was_written_to_its_weight(rank: int, world_size: in
     sum((p * 0).sum() for p in model.parameters()).backward()
     optimizer.step()
     same(masters(optimizer)[0], torch.where(written, 3.0, before))
-    same(weight.data, torch.where(written, 3.0, before).bfloat16())
+    same(weight.data, torch.where(written, 3.0, before).bfloat16().to(dtype))
 
 
 @in_each_way
@@ -391,6 +447,11 @@ def test_arguments_that_are_refused(rank: int, world_size: int) -> None:
     optimizer = AdamW(model.parameters(), fused=True)
     with pytest.raises(ValueError, match="master_weights: it needs optimizer="):
         fastsync.attach(model, master_weights=True)
+    with pytest.raises(ValueError, match="parameter_compression: without optimizer= no parameters travel"):
+        fastsync.attach(model, parameter_compression="bf16")
+    for wrong in ("int8", torch.bfloat16, ["bf16"]):
+        with pytest.raises(ValueError, match="parameter_compression: expected 'none' or 'bf16', got "):
+            fastsync.attach(model, optimizer=optimizer, parameter_compression=wrong)
     with pytest.raises(ValueError, match="master_weights: expected True or False, got 'float32'"):
         fastsync.attach(model, optimizer=optimizer, master_weights="float32")
     trained, own, _ = attached()
@@ -407,7 +468,7 @@ def test_a_rank_without_masters_is_told(rank: int, world_size: int) -> None:
     step(trained, own, rank)
     model = two_layers()
     optimizer = AdamW(model.parameters(), fused=True)
-    with pytest.raises(ValueError, match="master_weights of parameters 0 1 2 3"):
+    with pytest.raises(ValueError, match=r"masters, rounded to torch\.bfloat16, of parameters 0 1 2 3"):
         fastsync.attach(model, optimizer=optimizer, master_weights=rank == 0)
     optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16
@@ -424,10 +485,11 @@ def test_a_single_rank_refuses_what_several_refuse(rank: int, world_size: int) -
         optimizer.step()
 
 
+@pytest.mark.parametrize("dtype", [NARROW, IN_BF16])
 @in_each_way
-def test_frozen_weights_keep_their_masters(rank: int, world_size: int) -> None:
-    model, optimizer, _ = attached()
-    reference = copies_of_two_layers()
+def test_frozen_weights_keep_their_masters(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    model, optimizer, _ = attached(dtype=dtype)
+    reference = copies_of_two_layers(dtype)
     for number in range(6):
         for each in (model, reference.model):
             each[0].weight.requires_grad_(number not in (2, 3))

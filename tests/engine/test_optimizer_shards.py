@@ -243,7 +243,8 @@ def test_both_halves_send_the_bytes_of_an_all_reduce(rank: int, world_size: int)
     sync = fastsync.attach(model, optimizer=optimizer)
     model(torch.full((1, 300), 1.0 + rank)).sum().backward()
     optimizer.step()
-    sent = sync.stats().wire_bytes + sync._optimizer_shards._home._engine.module_stats()[0]["wire_bytes"]
+    stats = sync.stats()
+    sent = stats.wire_bytes + stats.parameter_wire_bytes
     of_all_reduce = 2 * (world_size - 1) / world_size * 4 * (300 * 100 + 100)
     assert of_all_reduce < sent < 1.02 * of_all_reduce
 
