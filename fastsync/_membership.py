@@ -18,6 +18,8 @@ from ._peer_watch import PeerWatch, reachable
 from .distributed import gloo_group
 
 POLL_SECONDS = 0.004
+NEWS_SECONDS = 1.0
+"""After an error, how long news of a lost rank is waited for."""
 LOOK_SECONDS = 0.5
 """Seconds between two looks of a process that waits to join."""
 UNREACHABLE_SECONDS = 20.0
@@ -231,10 +233,12 @@ class Members:
             return True
         # torch.distributed raises a ValueError in place of a failed collective's error, as it does not list the group.
         if isinstance(error, RuntimeError | ValueError):
-            for _ in range(10):  # a collective may notice a death before the watch does
-                if self.is_ending():
-                    return True
-                time.sleep(0.1)
+            deadline = time.monotonic() + NEWS_SECONDS  # a collective may notice a death before the watch does
+            while not self.is_ending():
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(POLL_SECONDS)
+            return True
         return False
 
     # ---- new ranks --------------------------------------------------------------------------------------------------
