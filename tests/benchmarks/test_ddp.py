@@ -42,6 +42,7 @@ def test_ddp_measures_whole_steps(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert rows["fastsync.attach/fp16"]["figures"]["wire_bytes"] < rows["fastsync.attach/none"]["figures"]["wire_bytes"]
 
 
+@pytest.mark.slow
 def test_models_under_fully_shard_are_measured_too(tmp_path: Path):
     methods = (
         "fully_shard/bf16",

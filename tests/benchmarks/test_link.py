@@ -70,7 +70,7 @@ def test_hosts_of_several_ranks_send_one_sum(tmp_path: Path, capfd: pytest.Captu
 
 
 @needs_namespaces
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_whatever_ends_it_nothing_stays_but_the_rows(tmp_path: Path, number: signal.Signals):
     """It soon has rows of a first size, and the second would take minutes."""
     options = ("--ranks", "2", "--methods", "ddp", "--repetitions", "3", "--rate", "10mbit", "--sizes", "5k", "12m")

@@ -46,6 +46,7 @@ def test_it_prints_the_table_of_this_machine():
     assert cells[0][3] == "1.00"
 
 
+@pytest.mark.slow
 @pytest.mark.end_to_end
 def test_a_wrong_result_is_no_result(tmp_path: Path):
     """Where nothing may be lost, fp16 is wrong."""

@@ -316,6 +316,7 @@ with fastsync.distributed.process_group(timeout=60):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.end_to_end
 def test_launch_local_replaces_a_site(tmp_path: Path) -> None:
     ran = launch(tmp_path, SCRIPT, "-n", "2", "--replace")

@@ -91,7 +91,7 @@ def test_cartpole_in_its_own_vectorisation_goes_on():
         ("Acrobot-v1", "gymnasium"),
         ("LunarLander-v3", "Box2D"),
         ("HalfCheetah-v5", "mujoco"),
-        ("ALE/Breakout-v5", "ale_py"),
+        pytest.param("ALE/Breakout-v5", "ale_py", marks=pytest.mark.slow),
     ],
 )
 def test_environments_of_gymnasium_go_on(env: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):

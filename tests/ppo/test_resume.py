@@ -81,7 +81,12 @@ def num_rows(settings: Settings) -> int:
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize(
-    ("env", "sync"), [("CartPole-v1", "gradients"), ("Pendulum-v1", "gradients"), ("CartPole-v1", "diloco")]
+    ("env", "sync"),
+    [
+        ("CartPole-v1", "gradients"),
+        pytest.param("Pendulum-v1", "gradients", marks=pytest.mark.slow),
+        ("CartPole-v1", "diloco"),
+    ],
 )
 def test_a_run_that_is_killed_anywhere_ends_bitwise_as_one_that_is_not(tmp_path: Path, env: str, sync: Any):
     """In its own vectorisation, and as copies; where ranks average gradients, or learn by themselves for 5 rollouts."""

@@ -51,7 +51,9 @@ def _compare(rank: int, world_size: int, folder: Path, setting: str) -> None:
             assert_all_bitwise_equal(_trained(settings, folder, f"{name} again"), expected[name], name)
 
 
-@pytest.mark.parametrize("setting", ["float64", "bfloat16", "meta"])
+@pytest.mark.parametrize(
+    "setting", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("float64", "bfloat16")), "meta"]
+)
 def test_settings_of_torch_change_nothing(tmp_path: Path, setting: str) -> None:
     run_ranks(_compare, 2, tmp_path, setting, timeout=200)
 
