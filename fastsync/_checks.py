@@ -259,7 +259,7 @@ def have_a_stage(parameters: Iterable[Tensor]) -> bool:
     if module is None:
         return False
     ours = {id(parameter) for parameter in parameters}
-    stages = _alive(module._PipelineStageBase)
+    stages = instances_of(module._PipelineStageBase)
     return any(id(parameter) in ours for stage in stages for parameter in stage.submod.parameters())
 
 
@@ -272,11 +272,12 @@ def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[
     names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
 
     def found() -> list[str]:
-        wrappers = [each for each in _alive(DistributedDataParallel) if "_module_parameters" in vars(each)]
+        wrappers = [each for each in instances_of(DistributedDataParallel) if "_module_parameters" in vars(each)]
         return [names[id(p)] for ddp in wrappers if not but(ddp) for p in ddp._module_parameters if id(p) in names]
 
-    if found():
-        gc.collect()  # DDP models are in reference cycles, so one may be garbage that was not collected yet
+    if not found():
+        return
+    gc.collect()  # DDP models are in reference cycles, so one may be garbage that was not collected yet
     for name in found():
         raise ValueError(
             f"{argument}: parameter {name} is in a DistributedDataParallel, which averages gradients itself; use "
@@ -284,11 +285,12 @@ def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[
         )
 
 
-def _alive(kind: type[Any]) -> list[Any]:
-    """Lists the instances of a class and of its subclasses. Each object refers to its class."""
+def instances_of(kind: type[Any]) -> list[Any]:
+    """Lists the instances of a class and of its subclasses, among all objects. Each object refers to its class."""
     kinds = [kind]
     for each in kinds:
         kinds += each.__subclasses__()
+    # Asks for the type, because some objects compute their __class__.
     return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), kind)]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 CONNECT_SECONDS = 1.0
-TRIES, REFUSED_SECONDS = 3, 0.01
+TRIES, REFUSED_SECONDS = 3, 0.002
 """A peer that cannot be reached so often is dead. A network that loses one packet must not look like that."""
 LOOK_SECONDS = 0.5
 _SIOCGIFADDR = 0x8915  # Linux's request for an interface's address

@@ -81,6 +81,7 @@ class GradientSynchronizer(WatchedHandle):
         self._weight: float | None = None
         self._is_enabled = True
         self._is_attached = False
+        self._examined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._begin(group, compression)
 
     def _begin(self, group: dist.ProcessGroup, compression: AnyCompression) -> None:
@@ -434,7 +435,7 @@ class GradientSynchronizer(WatchedHandle):
                 ``overlap``.
         """
         super()._check_before_step(optimizer)
-        if optimizer not in self._steps_before:
+        if optimizer not in self._examined:
             check_not_in_ddp(self._named, "fastsync.attach", but=handles_of)
             # Zero-bubble schedules bypass the hooks of all stages but the first, so the checks below may not notice.
             if self._overlaps and have_a_stage(self._named.values()):
@@ -443,7 +444,7 @@ class GradientSynchronizer(WatchedHandle):
                     "micro-batch, or computes gradients past all hooks, as zero-bubble schedules do; use "
                     "fastsync.attach(..., overlap=False), and call synchronize() after schedule.step()"
                 )
-            self._steps_before[optimizer] = 0
+            self._examined.add(optimizer)
         if not self._is_enabled:
             return
         self._check_nothing_is_late(optimizer)
@@ -453,7 +454,7 @@ class GradientSynchronizer(WatchedHandle):
             return
         self._check_not_made_of_samples(stepped, optimizer)
         num_steps = self._engine.num_steps()
-        if self._steps_before[optimizer] != num_steps:
+        if self._steps_before.get(optimizer, 0) != num_steps:
             stepped = next((p for p in self._stepped_by(optimizer) if id(p) in own), None) if own else None
         if stepped is not None and not self._engine.is_captured():
             name = next(name for name, parameter in self._named.items() if parameter is stepped)

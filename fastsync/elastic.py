@@ -283,7 +283,8 @@ class Elastic:
     def _exit(self, error: BaseException | None) -> bool:
         """Ends a step. Returns whether the error is dealt with: the ranks agree before the next step."""
         self._is_inside = False
-        wishes = self._sync._engine.signals() or 0.0
+        signals = self._sync._engine.signals()
+        wishes = signals or 0.0
         if error is None and math.isnan(wishes):  # the block has caught the error
             error = RankLostError("fastsync.Elastic: a rank has failed in this step")
         if error is None:
@@ -299,8 +300,9 @@ class Elastic:
         self._sync._engine.give_up()
         self._close_group()
         self._has_failed = not self._has_stepped
-        for scaler in scalers_in_use():
-            forget_step(scaler, self._optimizers)
+        if signals is not None:  # else no scaler has seen means of this step; the search takes long
+            for scaler in scalers_in_use():
+                forget_step(scaler, self._optimizers)
         if self._has_stepped:
             self._index += 1
             warnings.warn(

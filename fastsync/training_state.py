@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from . import _C
+from ._checks import instances_of
 from .distributed import broadcast_tensors
 
 
@@ -43,21 +44,18 @@ class TrainingState:
         self._parameters = list(parameters)
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
         gc.collect()  # unused ones of earlier trainings must not be found
-        objects = gc.get_objects()
         self._alike: list[str] = []
-        optimizers = [each for each in _instances(Optimizer, objects) if any(self._indices(each))]
+        optimizers = [each for each in instances_of(Optimizer) if any(self._indices(each))]
         self._optimizers = self._distinct(optimizers, lambda each: f"{type(each).__name__} of {self._indices(each)}")
         indices = {id(optimizer): index for index, optimizer in enumerate(self._optimizers)}
-        schedulers = [
-            each for each in _instances(LRScheduler, objects) if id(getattr(each, "optimizer", None)) in indices
-        ]
+        schedulers = [each for each in instances_of(LRScheduler) if id(getattr(each, "optimizer", None)) in indices]
         # The state of a scheduler includes those of the schedulers inside it.
         inside = {id(each) for outer in schedulers for each in getattr(outer, "_schedulers", ())}
         self._schedulers = self._distinct(
             [each for each in schedulers if id(each) not in inside],
             lambda each: f"{type(each).__name__} of optimizer {indices[id(each.optimizer)]}",
         )
-        self._scalers = self._distinct(scalers_in_use(objects), lambda each: type(each).__name__)
+        self._scalers = self._distinct(scalers_in_use(), lambda each: type(each).__name__)
 
     def _distinct(self, objects: list[Any], name_of: Callable[[Any], str]) -> list[Any]:
         """Returns the objects with a unique name, sorted by name, because ranks find them in different orders."""
@@ -143,15 +141,9 @@ class TrainingState:
         return (index for indices in self._indices(optimizer) for index in indices)
 
 
-def scalers_in_use(objects: Iterable[object] | None = None) -> list[GradScaler]:
+def scalers_in_use() -> list[GradScaler]:
     """Returns the GradScalers that are enabled, among all objects."""
-    scalers = _instances(GradScaler, gc.get_objects() if objects is None else objects)
-    return [each for each in scalers if each.is_enabled()]
-
-
-def _instances(kind: type, objects: Iterable[object]) -> list[Any]:
-    # Asks for the type, because some objects compute their __class__.
-    return [each for each in objects if issubclass(type(each), kind)]
+    return [each for each in instances_of(GradScaler) if each.is_enabled()]
 
 
 def _with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:
