@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import fastsync
-from fastsync import _C
+from fastsync import _C, _checks, training_state
 from fastsync.elastic import JOINS, STORE, Elastic, RankLostError
 from fastsync.training_state import TrainingState
 from tests.engine.wrappers import OptimizerWrapper
@@ -732,6 +733,23 @@ def test_a_scaler_takes_the_gradients_of_the_next_run(alone: Training, steps_fir
                 scaler.step(alone.optimizer)
                 scaler.update()
     assert num_runs == (3 if steps_first else 4)
+
+
+def test_all_objects_are_searched_once(alone: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the optimizer's first step. A search takes longer than all else that follows the loss of a rank."""
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    searches: list[type] = []
+    for module in (_checks, training_state):
+        monkeypatch.setattr(module, "instances_of", lambda kind: searches.append(kind) or [])
+    runs: list[int] = []
+    for step in elastic.steps(3):
+        runs.append(step.index)
+        with step:
+            if runs == [0, 1]:
+                raise RankLostError("as if a rank had been lost in backward")
+            alone.step(step.index)
+    assert runs == [0, 1, 1, 2]
+    assert searches == [DistributedDataParallel]
 
 
 def test_a_step_that_is_not_entered_is_an_error(alone: Training) -> None:
