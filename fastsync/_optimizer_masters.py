@@ -84,7 +84,7 @@ class WideState:
         self._widen()
         for parameter in self._parameters:
             if parameter.grad is not None:  # torch has stepped it with zeros
-                self._optimizer.state[parameter][MASTER] = parameter.detach().float()
+                self._optimizer.state[parameter][MASTER] = parameter.detach().to(torch.float32, copy=True)
 
     def end(self) -> None:
         """Leaves the state that torch's own step of these parameters takes. It has no masters any more."""

@@ -38,6 +38,7 @@ def training(kind: str, dtype: torch.dtype = torch.float32, group: Any = None) -
         "each its own": {},
         "shared": {"optimizer": optimizer},
         "masters": {"optimizer": optimizer, "master_weights": True},
+        "sent in bf16": {"optimizer": optimizer, "parameter_compression": "bf16"},
     }
     return model, optimizer, fastsync.attach(model, process_group=group, **options[kind])
 
@@ -106,11 +107,14 @@ def test_trainings_go_on_alike(rank: int, world_size: int, of: str, into: str, n
     go_on(lambda: training(into), saved_and_ended(of, torch.float32, tmp_path), num_before, tmp_path)
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("masters", torch.bfloat16), ("sent in bf16", torch.float32)])
 @pytest.mark.parametrize("num_before", [0, 1])
 @in_both_ways(2)
-def test_masters_go_on_alike(rank: int, world_size: int, num_before: int, tmp_path: Path) -> None:
-    end = saved_and_ended("masters", torch.bfloat16, tmp_path)
-    go_on(lambda: training("masters", torch.bfloat16), end, num_before, tmp_path)
+def test_masters_go_on_alike(
+    rank: int, world_size: int, kind: str, dtype: torch.dtype, num_before: int, tmp_path: Path
+) -> None:
+    end = saved_and_ended(kind, dtype, tmp_path)
+    go_on(lambda: training(kind, dtype), end, num_before, tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("shared", torch.float32), ("masters", torch.bfloat16)])
