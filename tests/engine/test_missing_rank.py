@@ -431,7 +431,8 @@ def start_ranks(script: str) -> list[subprocess.Popen[str]]:
     """Two of them, by a port that is free."""
     return [
         subprocess.Popen(
-            [sys.executable, "-c", script],
+            # Python 3.12 and newer warn of a fork beside threads.
+            [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],
             env=os.environ
             | {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "localhost", "WORLD_SIZE": "2"}
             | {"MASTER_PORT": port, "RANK": str(rank)},
