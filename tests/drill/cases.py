@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fastsync.compression import parse_compression
 from tests.models import Fails
@@ -66,20 +67,29 @@ class Case:
         if not any(each.takes_part for each in self.parameters):
             one = self.parameters[0]
             one.dtype = one.grad_dtype = dtypes[0]
-            one.shape, one.is_frozen = (7, 40), False
+            one.shape, one.is_frozen, one.is_sparse = (7, 40), False, False
         # PyTorch's Adam, which steps inside join(), takes no gradients of another dtype.
         self.may_join = self.may_join and all(each.grad_dtype == each.dtype for each in self.parameters)
         self.takes_part = [at for at, each in enumerate(self.parameters) if each.takes_part]
         self.steps = [Step(self, draw, is_first=at == 0) for at in range(draw.randint(1, 9))]
 
     def gradient(self, rank: int, step: int, index: int, part: int) -> Tensor:
-        """Whole numbers at full width, so that sums are exact; else any."""
+        """A sparse one has up to four rows, and perhaps one of them twice."""
         parameter = self.parameters[index]
         generator = torch.Generator().manual_seed(hash((self.seed, rank, step, index, part)) % 2**63)
+        if not parameter.is_sparse:
+            return self.values(parameter, parameter.shape, generator)
+        num_rows, width = parameter.shape
+        count = int(torch.randint(5, (), generator=generator)) if num_rows else 0
+        rows = torch.randint(max(1, num_rows), (1, count), generator=generator)
+        return torch.sparse_coo_tensor(rows, self.values(parameter, (count, width), generator), parameter.shape)
+
+    def values(self, parameter: Parameter, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Whole numbers at full width, so that sums are exact; else any."""
         if self.wire == "none":
-            draw = torch.randint(-4, 5, (2, *parameter.shape), generator=generator).double()
+            draw = torch.randint(-4, 5, (2, *shape), generator=generator).double()
         else:  # means that are not near zero, for float16 goes by them
-            draw = 0.5 + torch.rand((2, *parameter.shape), generator=generator, dtype=torch.float64)
+            draw = 0.5 + torch.rand((2, *shape), generator=generator, dtype=torch.float64)
         values = torch.complex(*draw) if parameter.dtype.is_complex else draw[0]
         return (values * 2.0**parameter.exponent).to(parameter.grad_dtype)
 
@@ -93,6 +103,11 @@ class Parameter:
         self.dtype, self.shape, self.exponent = draw.choice(dtypes), draw.choice(shapes), draw.randint(-1, 1)
         self.is_transposed = not case.is_sharded and len(self.shape) == 2 and may(draw, 30)
         self.is_tied, self.is_frozen = may(draw, 20), may(draw, 8)
+        # Autograd cannot add sparse float16 tensors on a CPU.
+        may_be_sparse = self.dtype in (torch.float32, torch.float64, torch.bfloat16) and len(self.shape) == 2
+        may_be_sparse &= case.op == "mean" and not case.is_sharded and not self.is_frozen
+        self.is_sparse = may_be_sparse and may(draw, 60)
+        """Whether it is of an embedding with ``sparse=True``."""
         is_narrow = self.dtype in (torch.float16, torch.bfloat16) and not self.is_frozen
         self.grad_dtype = torch.float32 if is_narrow and case.reads_grad and may(draw, 30) else self.dtype
         if self.is_frozen and not case.is_sharded and may(draw, 50):
@@ -145,6 +160,8 @@ def used(case: Case, draw: random.Random) -> list[set[int]]:
     rows: list[set[int]] = [set() for _ in range(case.world_size)]
     for index, parameter in enumerate(case.parameters):
         kind = draw.choice(("all", "all", "none", "none" if case.is_sharded else "some"))
+        if case.is_ddp and parameter.is_sparse:
+            kind = "all"  # DDP needs a sparse gradient on each rank
         for row in rows if not parameter.is_frozen else ():
             row |= {index} if kind == "all" or (kind == "some" and may(draw, 50)) else set()
     return [row if row & {*case.takes_part} else row | {case.takes_part[0]} for row in rows]
@@ -155,13 +172,26 @@ class Model(nn.Module):
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(each.make() for each in parameters)
+        weights = [each.make() for each in parameters]
+        self.embeddings = nn.ModuleList(  # DDP asks a weight's first module whether its gradients are sparse
+            embedding_of(weight) for weight, each in zip(weights, parameters, strict=True) if each.is_sparse
+        )
+        self.weights = nn.ParameterList(weights)
         self.also = nn.ParameterList(self.weights[at] for at, each in enumerate(parameters) if each.is_tied)
 
     def forward(self, grads: Sequence[tuple[int, Tensor]], fails: bool = False) -> Tensor:
         losses = []
         for index, grad in grads:
             weight = Fails.apply(self.weights[index]) if fails and not losses else self.weights[index]
-            product = weight * grad.conj()  # the oldest node comes last
+            if grad.is_sparse:
+                product = functional.embedding(grad._indices()[0], weight, sparse=True) * grad._values()
+            else:
+                product = weight * grad.conj()  # the oldest node comes last
             losses.append((torch.view_as_real(product)[..., 0] if product.is_complex() else product).sum().double())
         return torch.stack(losses).sum()
+
+
+def embedding_of(weight: nn.Parameter) -> nn.Embedding:
+    embedding = nn.Embedding(*weight.shape, sparse=True)
+    embedding.weight = weight
+    return embedding
