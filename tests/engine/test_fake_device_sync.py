@@ -150,6 +150,41 @@ def test_means_of_used_parameters_are_the_cpus(kernels: str) -> None:
     fake_device.run_ranks(_gives_the_cpus_bits, 2, OF_USED, ONE_LEVEL, kernels, False)
 
 
+def _train_sparse(entry_point: str, compression: str, device: str, group: dist.ProcessGroup) -> list[Tensor]:
+    """In the last step rank 1 has no rows."""
+    rank = dist.get_rank()
+    embedding = torch.nn.Embedding(11, 3, sparse=True).to(device)
+    given = average(entry_point, embedding, compression, group=group)
+    kept: list[Tensor] = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        num_rows = 0 if (rank, step) == (1, 2) else 6 + rank
+        rows = torch.randint(11, (num_rows,), generator=generator).to(device)
+        factors = torch.randn(num_rows, 3, generator=generator).to(device)
+        given.model.zero_grad()
+        given.backward((given.model(rows) * factors).sum())
+        grad = embedding.weight.grad
+        assert grad is not None
+        kept += [grad._indices().clone(), grad._values().clone(), given.grad_norm()]
+    return [tensor.cpu() for tensor in kept]
+
+
+def _averages_sparse_gradients(rank: int, world_size: int, entry_point: str) -> None:
+    group = fake_device.new_group()
+    with expected_on_stderr(NO_TIMES) if entry_point == "hook" else nullcontext():
+        for compression in ("none", "fp16"):
+            expected = _train_sparse(entry_point, compression, "cpu", world())
+            with watched():
+                actual = _train_sparse(entry_point, compression, DEVICE, group)
+            for one, other in zip(actual, expected, strict=True):
+                assert_bitwise_equal(one, other, f"{entry_point}, {compression}")
+
+
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_sparse_means_are_the_cpus(entry_point: str) -> None:
+    fake_device.run_ranks(_averages_sparse_gradients, 2, entry_point)
+
+
 def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str, runs_at_once: bool) -> None:
     group = fake_device.new_group()
     if runs_at_once:

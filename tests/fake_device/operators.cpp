@@ -1,10 +1,23 @@
 // PyTorch's operators on the fake device: the CPU's, in the same memory. Views and allocation are its own.
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/_coalesce_native.h>
+#include <ATen/ops/_coalesced_native.h>
+#include <ATen/ops/_indices_native.h>
+#include <ATen/ops/_nnz_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
+#include <ATen/ops/_values_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/copy_native.h>
+#include <ATen/ops/copy_sparse_to_sparse_native.h>
+#include <ATen/ops/dense_dim_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/indices_native.h>
+#include <ATen/ops/is_coalesced_native.h>
+#include <ATen/ops/sparse_dim_native.h>
+#include <ATen/ops/values_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -200,6 +213,13 @@ class HostCall {
 
 void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) { HostCall(op, stack).run(); }
 
+// Adds up the values of a row on the host. On CUDA, too, the host waits, for it has to know how many rows there are.
+at::Tensor coalesce(const at::Tensor& self) {
+  const auto host = at::_sparse_coo_tensor_unsafe(self._indices().cpu(), self._values().cpu(), self.sizes()).coalesce();
+  return at::_sparse_coo_tensor_unsafe(host._indices().to(self.device()), host._values().to(self.device()),
+                                       self.sizes(), /*options=*/{}, /*is_coalesced=*/true);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -211,6 +231,22 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &at::native::view);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("_coalesce", &coalesce);
+  m.impl("_coalesced_", &at::native::_coalesced_sparse_);
+  m.impl("_indices", &at::native::_indices_sparse);
+  m.impl("_nnz", &at::native::_nnz_sparse);
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", &at::native::new_with_dims_and_tensor_sparse_symint);
+  m.impl("_values", &at::native::_values_sparse);
+  m.impl("copy_", &at::native::copy_sparse_wrapper_);
+  m.impl("copy_sparse_to_sparse_", &at::native::copy_sparse_);
+  m.impl("dense_dim", &at::native::dense_dim_sparse);
+  m.impl("indices", &at::native::indices_sparse);
+  m.impl("is_coalesced", &at::native::is_coalesced_sparse);
+  m.impl("sparse_dim", &at::native::sparse_dim_sparse);
+  m.impl("values", &at::native::values_sparse);
 }
 
 }  // namespace
