@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .attach import GradientSynchronizer
 
 ALIGNMENT = 128
-"""Of a tensor in shared memory, in bytes."""
+"""The alignment of a tensor in shared memory, in bytes."""
 STATISTICS = 4
 """How many numbers the ranks tell each other of each bucket. There are no more buckets than parameters."""
 PARAMETERS = "parameters"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .attach import GradientSynchronizer
 
 ROW_ALIGNMENT = 64
-"""Of a rank's row, in bytes. Rows then travel without a copy."""
+"""The alignment of a rank's row, in bytes. Rows then travel without a copy."""
 MOST_UNDER_WAY = 2
 """How many buckets are gathered at a time. So the rows take no more memory than these buckets."""
 GATHERED = ("the new parameters", "the optimizer's state")

@@ -377,7 +377,7 @@ class GradientSynchronizer(WatchedHandle):
         """Keeps the handle alive while the owner lives; without an owner, until ``detach``."""
         self._is_attached = True
         # Each module with parameters keeps the handle, because the owner may be a container made for this call alone.
-        # Those of which all parameters are ignored may have a handle of their own.
+        # A module whose parameters are all ignored may have a handle of its own.
         ignored = self._ignored.ids()
         modules = [
             module

@@ -60,7 +60,7 @@ class Compression:
     gives two levels: inside a node gradients are added at full width, and only between nodes they are compressed. A
     single node does not compress. Needs ``reduce="fp32"``, and takes no ``algorithm``. With 1 all links are alike."""
     rank: int | None = None
-    """Of lowrank alone: how many columns the factors have, 4 by default. More of them lose less, and are more bytes. A
+    """For lowrank alone: the number of columns of the factors, 4 by default. More lose less, and are more bytes. A
     matrix whose factors would have no fewer values travels as it is."""
 
     def __post_init__(self) -> None:

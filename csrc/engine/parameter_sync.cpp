@@ -139,8 +139,7 @@ std::vector<std::vector<std::vector<ParameterSync::Place>>> ParameterSync::place
   return places;
 }
 
-// Of the last bucket's tags the last one is free: a plan that keeps shards without shared memory has at most two
-// phases.
+// The last tag of the last bucket is free: a plan that keeps shards without shared memory has at most two phases.
 void ParameterSync::set_shards_apart() {
   const int tag = first_tag(context_.agreement->number) + kMaxBuckets * kTagsPerBucket - 1;
   const auto most_buckets = std::min<int64_t>(kMaxBuckets, static_cast<int64_t>(context_.parameters.size()));

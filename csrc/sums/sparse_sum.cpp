@@ -15,7 +15,7 @@ namespace fastsync {
 
 namespace {
 
-// What a header has. Side values follow.
+// The numbers of a header. Side values follow.
 enum HeaderNumber : int { kNumRows, kRowScale, kNumHeaderNumbers };
 
 constexpr int64_t kMessageAlignment = 16;  // in bytes, see Rows::of
