@@ -58,9 +58,13 @@ class Method:
     after_step: Callable[[nn.Module], object] | None = None
 
 
-def _attached(model: nn.Module) -> nn.Module:
-    fastsync.attach(model, fastsync.Compression("int8", error_feedback=True))
+def _attached(model: nn.Module, compression: str) -> nn.Module:
+    fastsync.attach(model, compression)
     return model
+
+
+def _each_step(compression: str) -> Method:
+    return Method(1, partial(_attached, compression=compression))
 
 
 def _diloco(every: int, **options: object) -> Method:
@@ -75,7 +79,9 @@ def _local_sgd(every: int) -> Method:
 
 METHODS: dict[str, Callable[[], Method]] = {
     "ddp": lambda: Method(1, DistributedDataParallel),
-    "fastsync.attach/int8+ef": lambda: Method(1, _attached),
+    "fastsync.attach/int8+ef": partial(_each_step, "int8+ef"),
+    "fastsync.attach/int4+ef": partial(_each_step, "int4+ef"),
+    "fastsync.attach/lowrank": partial(_each_step, "lowrank"),
     "torch PeriodicModelAverager, H=50": partial(_local_sgd, 50),
     "torchft DiLoCo, H=50": lambda: Method(50, context=partial(torchft_diloco, sync_every=50)),
     "fastsync.DiLoCo/int8+ef, H=50": partial(_diloco, 50),

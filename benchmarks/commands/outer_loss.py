@@ -1,7 +1,8 @@
-"""``python -m benchmarks outer_loss``: what a token teaches, where sites synchronise at each step or every H.
+"""``python -m benchmarks outer_loss``: what a sample teaches, where sites synchronise at each step or every H.
 
 A GPT of 2 M parameters learns to write Python on two sites, each from its own half of the standard library's sources.
-No time is measured: all methods take as many steps, and are judged on a part of the sources that none has seen.
+Or a CNN of 1 M learns to read digits. No time is measured: all methods take as many steps, and are judged on a part of
+the data that none has seen.
 """
 
 import copy
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import matplotlib as mpl
 import torch
@@ -20,6 +21,7 @@ import tyro
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
 import fastsync
@@ -38,6 +40,8 @@ CONTEXT, VALIDATED_BATCHES = 64, 16
 TIMEOUT = 600.0
 """Seconds that a step may take, and that a site waits for the other."""
 EACH_STEP = "each step"
+ATTACH = "attach"
+"""``attach/WIRE``: synchronises each step, by that wire."""
 OUTER: dict[str, dict[str, Any]] = {
     "int8": {},
     "int8-lr0.7": {"outer_optimizer": partial(SGD, lr=0.7)},
@@ -50,11 +54,13 @@ OUTER: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Train a small GPT on two sites by several methods, and compare the losses at equal tokens."""
+    """Train a small model on two sites by several methods, and compare the losses at equal samples."""
+
+    model: Literal["gpt", "cnn"] = "gpt"
 
     methods: tuple[str, ...] = ("int8/10", "int8/30", "int8/100", "int8-lr1/10", "int8-lr1/30", "topk/30")
     """How differences travel between sites, and after how many steps: int8, as in the papers, with lr 0.7 and momentum
-    0.9; int8-lr0.7, int8-lr1, int8-lr1-momentum0.9; topk."""
+    0.9; int8-lr0.7, int8-lr1, int8-lr1-momentum0.9; topk. attach/WIRE: at each step, by a wire such as lowrank."""
     seeds: tuple[int, ...] = (0, 1, 2)
     starts: tuple[str, ...] = ("warm", "scratch")
     """warm: from a model that has been trained at each step for --warm-steps."""
@@ -69,13 +75,13 @@ class Options:
     steps: int = 500
     warm_steps: int = 300
     batch: int = 4
-    """Sequences of 64 bytes that a site takes in each step."""
+    """Sequences of 64 bytes, or pictures, that a site takes in each step."""
     learning_rate: float = 1e-3
     """Of AdamW, inside each site."""
     validate_every: int = 50
 
     def __post_init__(self) -> None:
-        check_names("methods", [method.partition("/")[0] for method in self.methods], OUTER)
+        check_names("methods", [method.partition("/")[0] for method in self.methods], [*OUTER, ATTACH])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,7 +93,9 @@ def main(arguments: Sequence[str]) -> int:
         collected = collect(measure_rank, 2, options, options.json)
     if options.picture is not None and options.links is not None:
         draw(collected.records, read_json(options.links), options.picture)
-    print_tables([collected.records], lambda record: "Loss on unseen text, in nats a byte", COLUMNS, collected.notes)
+    print_tables(
+        [collected.records], lambda record: f"Loss on unseen data, in {loss_unit(record)}", COLUMNS, collected.notes
+    )
     return collected.status
 
 
@@ -106,61 +114,112 @@ def measure_rank(options: Options, rows: RowFile) -> list[str]:
                     losses = sites.train(model, optimizer, method, options.steps, seed + 100, what)
                     if dist.get_rank() == 0:
                         numbers = {name: value for name, value in vars(options).items() if type(value) in (int, float)}
-                        settings = numbers | {"seed": seed, "start": start}
+                        settings = numbers | {"seed": seed, "start": start, "model": options.model}
                         rows.add([Record("outer_loss", method, settings, losses, True, [], environment(device))])
     return [f"{sum(p.numel() for p in model.parameters()):,} parameters"]
 
 
-class Sites:
-    """The text, and training on it as one of two sites."""
+Batch: TypeAlias = tuple[Tensor, Tensor]
+"""Inputs and what is right."""
 
-    def __init__(self, options: Options, progress: Progress) -> None:
+
+class Text:
+    """The standard library's sources: a third that none sees, and a third for each site."""
+
+    def __init__(self) -> None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
-        self._unseen, *parts = text.split(-(-len(text) // 3))
-        self._part = parts[dist.get_rank()]
+        self.unseen, *self.parts = text.split(-(-len(text) // 3))
+
+    def model(self) -> nn.Module:
+        return GPT(256, CONTEXT, num_layers=4, width=192, num_heads=6)
+
+    def batch(self, part: Tensor, size: int, generator: torch.Generator) -> Batch:
+        first = torch.randint(len(part) - CONTEXT, (size, 1), generator=generator)
+        samples = part[first + torch.arange(CONTEXT + 1)].long()
+        return samples[:, :-1], samples[:, 1:]
+
+
+class Digits:
+    """scikit-learn's handwritten digits, parted as the text is. A row ends with its label."""
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        rows = torch.cat([torch.tensor(digits.data) / 16, torch.tensor(digits.target)[:, None]], dim=1).float()
+        rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+        self.unseen, *self.parts = rows.split(-(-len(rows) // 3))
+
+    def model(self) -> nn.Module:
+        return ConvNet()
+
+    def batch(self, part: Tensor, size: int, generator: torch.Generator) -> Batch:
+        rows = part[torch.randint(len(part), (size,), generator=generator)]
+        return rows[:, :-1].view(-1, 1, 8, 8), rows[:, -1].long()
+
+
+class ConvNet(nn.Sequential):
+    """Two convolutions and two layers over pictures of 8 x 8. Its forward returns the loss, as the GPT's does."""
+
+    def __init__(self) -> None:
+        convolutions = nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()
+        super().__init__(*convolutions, nn.Flatten(), nn.Linear(4096, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, pictures: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(super().forward(pictures), labels)
+
+
+class Sites:
+    """The data, and training on it as one of two sites."""
+
+    def __init__(self, options: Options, progress: Progress) -> None:
+        self._data = Text() if options.model == "gpt" else Digits()
         self._options = options
         self._progress = progress
 
     def begin(self, seed: int) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(seed)
-        model = GPT(256, CONTEXT, num_layers=4, width=192, num_heads=6)
+        model = self._data.model()
         return model, AdamW(model.parameters(), lr=self._options.learning_rate)
 
     def train(
         self, model: nn.Module, optimizer: Optimizer, method: str, steps: int, seed: int, what: str
     ) -> dict[str, float]:
-        """Returns the sites' mean loss on unseen text after so many steps. Progress calls it ``what``."""
+        """Returns the sites' mean loss on unseen data after so many steps. Progress calls it ``what``."""
         generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
         context: AbstractContextManager[object] = nullcontext()
-        if method == EACH_STEP:
-            sync = fastsync.attach(model)
+        sync: fastsync.GradientSynchronizer | None = None
+        kind, _, rest = method.partition("/")
+        if kind in (EACH_STEP, ATTACH):
+            sync = fastsync.attach(model, rest or "none")
         else:
-            outer, _, every = method.partition("/")
-            context = fastsync.DiLoCo(model, optimizer, sync_every=int(every), **OUTER[outer])
+            context = fastsync.DiLoCo(model, optimizer, sync_every=int(rest), **OUTER[kind])
         losses = {}
         with context:
             for step in watched_rounds([range(1, steps + 1)], self._progress, what, TIMEOUT):
                 optimizer.zero_grad()
-                model(*self._batch(self._part, generator)).backward()
+                model(*self._batch(self._data.parts[dist.get_rank()], generator)).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 if step % self._options.validate_every == 0:
                     losses[str(step)] = self._validate(model)
-        if method == EACH_STEP:
+        if sync is not None:
             sync.detach()
         return losses
 
     @torch.no_grad()
     def _validate(self, model: nn.Module) -> float:
         generator = torch.Generator().manual_seed(0)
-        batches = [self._batch(self._unseen, generator) for _ in range(VALIDATED_BATCHES)]
+        batches = [self._batch(self._data.unseen, generator) for _ in range(VALIDATED_BATCHES)]
         return float(dist_mean(torch.stack([model(*batch) for batch in batches]).mean()))
 
-    def _batch(self, text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        first = torch.randint(len(text) - CONTEXT, (self._options.batch, 1), generator=generator)
-        samples = text[first + torch.arange(CONTEXT + 1)].long()
-        return samples[:, :-1], samples[:, 1:]
+    def _batch(self, part: Tensor, generator: torch.Generator) -> Batch:
+        return self._data.batch(part, self._options.batch, generator)
+
+
+def loss_unit(record: Record) -> str:
+    return "nats a picture" if record.settings.get("model") == "cnn" else "nats a byte"
 
 
 def _newest(record: Record) -> float:
@@ -181,20 +240,21 @@ TIMED = {EACH_STEP: "ddp", "int8": "fastsync.DiLoCo/int8+ef, H=50", "topk": "fas
 
 
 def draw(losses: Sequence[Record], links: Sequence[Record], path: Path) -> None:
-    """Draws the mean loss of all seeds over the time that steps take on each link, from the warm start."""
-    warm = [record for record in losses if record.settings["start"] == "warm"]
+    """Draws the mean loss of all seeds over the time that steps take on each link, from the warm start if any."""
+    starts = {record.settings["start"] for record in losses}
+    first = [record for record in losses if record.settings["start"] == ("warm" if "warm" in starts else "scratch")]
     rates = sorted({record.settings["link"] for record in links}, reverse=True)
     with mpl.rc_context(STYLE):
         figure = Figure((WIDTH, 1.4 + 2.4 * len(rates)))
         panels = figure.subplots(len(rates), 1, sharex=True, squeeze=False).flat
         for axes, rate in zip(panels, rates, strict=True):
             timed = {record.method: record for record in links if record.settings["link"] == rate}
-            for method, look in looks(each.method for each in warm).items():
-                of_method = [record.figures for record in warm if record.method == method]
+            for method, look in looks(each.method for each in first).items():
+                of_method = [record.figures for record in first if record.method == method]
                 minutes = [int(step) * seconds_a_step(method, timed) / 60 for step in of_method[0]]
                 means = [sum(figures[step] for figures in of_method) / len(of_method) for step in of_method[0]]
                 axes.plot(minutes, means, markersize=5, label=method, **look.line)
-            axes.set(xscale="log", ylabel="loss, nats a byte")
+            axes.set(xscale="log", ylabel=f"loss, {loss_unit(first[0])}")
             axes.set_title(f"simulated link of {format_rate(rate)}", loc="left", fontsize=11)
             axes.xaxis.set_major_formatter("{x:g}")
             axes.grid(visible=True)
@@ -213,6 +273,8 @@ CAPTION = (
 def seconds_a_step(method: str, timed: Mapping[str, Record]) -> float:
     """What a step takes with its share of an outer step, from what ``outer`` has timed by method."""
     kind, _, every = method.partition("/")
+    if kind == ATTACH:
+        return timed[f"fastsync.{method}"].samples[0]
     record = timed[TIMED[kind.partition("-")[0]]]
     computes, takes = record.settings["step_time"], record.samples[0]
     return computes + (takes - computes) * int(record.method.partition("H=")[2] or 1) / int(every or 1)

@@ -54,3 +54,16 @@ def test_losses_are_shown_and_drawn_over_the_time_of_a_link(tmp_path: Path, caps
     by_method = {record.method: record for record in timed}
     assert outer_loss.seconds_a_step("each step", by_method) == 0.5
     assert outer_loss.seconds_a_step("int8-lr1/10", by_method) == pytest.approx(0.1 + 0.02 * 50 / 10)
+
+
+def test_a_cnn_is_trained_by_a_wire_at_each_step(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    options = ["--model", "cnn", "--steps", "60", "--validate-every", "30", "--batch", "16", "--starts", "scratch"]
+    run(outer_loss.main, tmp_path, *options, "--seeds", "0", "--methods", "attach/lowrank", "--json", str(rows))
+    none, lowrank = read_json(rows)
+    assert (none.method, lowrank.method) == ("each step", "attach/lowrank")
+    for record in (none, lowrank):
+        assert record.figures["60"] < record.figures["30"] < 2.3  # nats of a guess
+    assert none.figures != lowrank.figures
+    timed = {"fastsync.attach/lowrank": Record("outer", "fastsync.attach/lowrank", {}, {}, True, [0.2], WHERE)}
+    assert outer_loss.seconds_a_step("attach/lowrank", timed) == 0.2
