@@ -2,8 +2,8 @@
 # again: stamp files in .venv remember what is installed and built.
 
 PYTHON   ?= $(shell command -v python3.11 || command -v python3)
-# Processes that run tests. Many tests wait, so there are two more than cores.
-TEST_JOBS ?= $(shell expr $$(nproc) + 2)
+# Processes that run tests. Many tests wait, so there is one more than cores.
+TEST_JOBS ?= $(shell expr $$(nproc) + 1)
 VENV     := .venv
 BIN      := $(VENV)/bin
 # torch looks for ninja on the PATH; pip puts it into the environment.
