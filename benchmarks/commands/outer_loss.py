@@ -257,6 +257,7 @@ def draw(losses: Sequence[Record], links: Sequence[Record], path: Path) -> None:
             axes.set(xscale="log", ylabel=f"loss, {loss_unit(first[0])}")
             axes.set_title(f"simulated link of {format_rate(rate)}", loc="left", fontsize=11)
             axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")  # they would overlap
             axes.grid(visible=True)
         figure.axes[-1].set_xlabel("minutes")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
