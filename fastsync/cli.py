@@ -40,18 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Words after the subcommand belong to it, even if they look like options of this parser.
     options, rest = parser.parse_known_args(words[:1])
     rest += words[1:]
-    if options.command != "doctor":
-        return _run(options.command, rest)
-    commands.choices["doctor"].parse_args(rest)
-    from . import doctor
-
-    return doctor.main()
+    if options.command == "doctor":
+        commands.choices["doctor"].parse_args(rest)
+    return _run(options.command, rest)
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
-    """Runs a subcommand that reads its own options. It tells a user's mistake in one sentence."""
+    """Runs a subcommand. It tells a user's mistake in one sentence."""
     try:
-        main = {"train": _train, "launch": _launch, "eval": _eval, "plot": _plot}[command]()
+        main = {"train": _train, "launch": _launch, "eval": _eval, "plot": _plot, "doctor": _doctor}[command]()
     except ImportError as error:  # the extension is not built
         sys.exit(f"fastsync {command}: {error}")
     try:
@@ -65,6 +62,12 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # whoever read the output has had enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
         return 141  # as of a command that SIGPIPE ends
+
+
+def _doctor() -> Callable[[Sequence[str]], int]:
+    from . import doctor
+
+    return lambda _: doctor.main()
 
 
 def _train() -> Callable[[Sequence[str]], int]:

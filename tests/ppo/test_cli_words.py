@@ -42,13 +42,15 @@ def test_a_command_that_is_missing_or_misspelt(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == help_text
 
 
-def test_a_reader_of_the_output_that_has_had_enough():
+@pytest.mark.parametrize("command", ["plot", "doctor"])
+def test_a_reader_of_the_output_that_has_had_enough(command: str):
     """As in ``fastsync train --help | head -1``, where the output is longer than a pipe holds."""
-    source = """
+    source = f"""
 import sys
-from fastsync import cli
-cli._plot = lambda: lambda arguments: print("x" * (1 << 20)) or 0
-sys.exit(cli.main(["plot"]))
+from fastsync import cli, doctor
+doctor.main = lambda: print("x" * (1 << 20)) or 0
+cli._plot = lambda: lambda arguments: doctor.main()
+sys.exit(cli.main([{command!r}]))
 """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen((sys.executable, "-c", source), **pipes) as process:
