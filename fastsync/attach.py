@@ -435,7 +435,7 @@ class GradientSynchronizer(WatchedHandle):
                 ``overlap``.
         """
         super()._check_before_step(optimizer)
-        if optimizer not in self._examined:
+        if optimizer not in self._examined and any(True for _ in self._stepped_by(optimizer)):
             check_not_in_ddp(self._named, "fastsync.attach", but=handles_of)
             # Zero-bubble schedules bypass the hooks of all stages but the first, so the checks below may not notice.
             if self._overlaps and have_a_stage(self._named.values()):

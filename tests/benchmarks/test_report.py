@@ -112,6 +112,6 @@ def test_published_rows_can_be_read(path: Path):
     records = read_json(path)
     rows = json.loads(path.read_text())
     assert [record.quantiles for record in records] == [pytest.approx(row["quantiles"]) for row in rows]
-    assert len(records) >= 5
+    assert len(records) > 0
     if "scaling" in path.name:
         assert len(scaling_document(records, "command").sections) == 2
