@@ -48,7 +48,10 @@ _num_made = 0
 
 
 class RankLostError(RuntimeError):
-    """A rank was lost in this step. ``Elastic`` catches it, and the step runs again."""
+    """A rank was lost in this step. ``Elastic`` catches it, and the step runs again.
+
+    ``fastsync.ppo.train`` raises it if a rank is lost before the training has begun.
+    """
 
 
 @dataclass(frozen=True)

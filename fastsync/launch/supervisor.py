@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
 from .._membership import Membership
-from ..elastic import BEGUN, JOINS, STORE
+from ..elastic import BEGUN, JOINS, STORE, RankLostError
 from .torchrun import LAUNCHERS, run_rank, signals_passed_on
 
 POLL_SECONDS = 0.05
@@ -157,6 +157,9 @@ def launch_survivors(fn: Callable[..., Any], nproc: int, *args: Any, stop_timeou
 def _run_rank_aloud(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         return run_rank(fn, args)
+    except RankLostError as error:
+        print(error, file=sys.stderr)  # the other rank has failed, so where this one stood tells nothing
+        sys.exit(1)
     except Exception:
         traceback.print_exc()  # no launcher reports it
         sys.exit(1)

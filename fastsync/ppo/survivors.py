@@ -18,7 +18,7 @@ from .. import _C
 from .._checks import resolve_group
 from .._membership import Members, host_of
 from .._peer_watch import PeerWatch
-from ..elastic import JOINS, MOST_FAILURES, members_store
+from ..elastic import JOINS, MOST_FAILURES, RankLostError, members_store
 from .exchange import MissingRankError
 from .settings import RunSettings
 
@@ -91,7 +91,7 @@ class Survivors:
         """Says which rank is lost, if one is before ``serve``. Then the others end, because no part could run again.
 
         Raises:
-            RuntimeError: another rank is lost.
+            RankLostError: another rank is lost.
         """
         try:
             yield
@@ -104,7 +104,7 @@ class Survivors:
             lost = sorted({*before} - {*left})
             if not lost:
                 raise
-            raise RuntimeError(
+            raise RankLostError(
                 f"fastsync train: ranks {lost} were lost before the training had begun, so ranks {left} end, too. "
                 "Nothing was learned yet: start the run again"
             ) from error

@@ -164,6 +164,34 @@ def test_a_site_comes_in_place_of_a_lost_one_and_the_first_may_be_lost_then(stor
     torch.testing.assert_close(third[1], fourth[1], rtol=0, atol=0)
 
 
+def join_amid_a_begin(rank: int, world_size: int, port: int) -> tuple[int, list[int], list[Tensor]]:
+    """Site 1 dies before its first step, while the others wait for it, and another one waits to join them."""
+    model = make_model()
+    sync, optimizer = begin(rank, port, 3, model)
+    first = sync.num_steps
+    if rank == 0:
+        let_in(sync, port, JOINED)
+    if rank == 1:
+        TCPStore("127.0.0.1", port, is_master=False).wait(["new ones may come"])
+        time.sleep(0.5)  # the new one asks meanwhile
+        os.kill(os.getpid(), signal.SIGKILL)
+    with sync:
+        for step in range(first + 1, NUM_STEPS + 1):
+            if step == SYNC_EVERY:
+                let_in(sync, port, JOINED)
+            train_step(model, optimizer, rank, step)
+    return first, sync._sites.ranks, outer_state(sync)
+
+
+@pytest.mark.filterwarnings("ignore:fastsync. ranks")
+def test_a_new_site_waits_for_the_mean_if_one_is_lost_at_the_begin(store: TCPStore) -> None:
+    ran = run_ranks(join_amid_a_begin, 4, store.port, lost=[1], timeout=60)
+    assert [first for first, *_ in (ran[0], ran[2], ran[3])] == [0, 0, SYNC_EVERY]
+    for _, ranks, state in (ran[2], ran[3]):
+        assert ranks == [0, 2, 3]
+        torch.testing.assert_close(state, ran[0][2], rtol=0, atol=0)
+
+
 def join_with_another_model(rank: int, world_size: int, port: int) -> list[int] | str:
     model = nn.Linear(7, 3) if rank == 2 else make_model()
     try:

@@ -18,7 +18,8 @@ from torch.distributed import TCPStore
 from torch.utils._pytree import tree_leaves
 
 from fastsync.cli import main
-from fastsync.elastic import JOINS, STORE
+from fastsync.elastic import JOINS, STORE, RankLostError
+from fastsync.launch import supervisor
 from fastsync.ppo import ppo, session
 from fastsync.ppo.cli import Launch, option_words
 from fastsync.ppo.evaluation import Evaluator
@@ -182,7 +183,7 @@ def fail_to_start(rank: int, world_size: int, port: int, settings: Settings, mom
     with ExitStack() as stack:
         if rank == 1:
             stack.enter_context(at(START[moment], end_now))
-        with pytest.raises(RuntimeError) as ended:
+        with pytest.raises(RankLostError) as ended:
             train(settings, torch.device("cpu"))
     return str(ended.value)
 
@@ -193,6 +194,19 @@ def test_a_rank_that_is_lost_before_the_training_is_named(tmp_path: Path, moment
     for said in run_ranks(fail_to_start, 3, store.port, settings, moment, lost=[1], timeout=200)[::2]:
         assert "ranks [1] were lost before the training had begun" in said
         assert "start the run again" in said
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_only_a_ranks_own_error_is_told_with_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    for error, has_traceback in ((RankLostError("ranks [1] were lost"), False), (ValueError("its own"), True)):
+        with pytest.raises(SystemExit):
+            supervisor._run_rank_aloud(fail, (error,))
+        said = capfd.readouterr().err
+        assert str(error) in said
+        assert ("Traceback" in said) == has_traceback
 
 
 def test_the_first_update_needs_no_update_before_it(tmp_path: Path) -> None:
