@@ -34,8 +34,13 @@ COMPRESSIONS = [
 ]
 
 
-def train(rank: int, optimizer: str, compression: Compression, group: Any, is_shared: bool) -> list[Tensor]:
-    """Takes some steps, of which one clips, and one lacks a gradient on rank 0. Returns parameters and state."""
+def train(
+    rank: int, optimizer: str, compression: Compression, group: Any, is_shared: bool, scaler: GradScaler = NO_SCALER
+) -> list[Tensor]:
+    """Takes some steps, of which one clips, and one lacks a gradient on rank 0. Returns parameters and state.
+
+    A scaler skips the step before the last, in which rank 1 has an inf.
+    """
     model = Given([grad.to(DEVICE) for grad in random_grads(9, 9, SHAPES, torch.float32)]).to(DEVICE)
     own = OPTIMIZERS[optimizer](model.parameters())
     options = {"optimizer": own} if is_shared else {}
@@ -45,10 +50,14 @@ def train(rank: int, optimizer: str, compression: Compression, group: Any, is_sh
         grads: list[Tensor | None] = [grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, torch.float32)]
         if step == 3 and rank == 0:
             grads[1] = None
-        model(grads).backward()
+        if scaler.is_enabled() and step == 3 and rank == 1:
+            grads[2].view(-1)[5] = torch.inf
+        scaler.scale(model(grads)).backward()
         if step == 2:
-            fastsync.clip_grad_norm_(sync, 1e6, optimizer=own if optimizer == "fused" else None)
-        own.step()
+            given = {"scaler": scaler} if scaler.is_enabled() else {}
+            fastsync.clip_grad_norm_(sync, 0.5, optimizer=own if optimizer == "fused" else None, **given)
+        scaler.step(own)
+        scaler.update()
         own.zero_grad()
     state = own.state_dict()["state"]
     sync.detach()
@@ -70,6 +79,22 @@ def _gives_the_bits_of_every_rank(rank: int, world_size: int, optimizer: str) ->
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_bits_are_those_of_every_rank(world_size: int, optimizer: str) -> None:
     fake_device.run_ranks(_gives_the_bits_of_every_rank, world_size, optimizer)
+
+
+def _a_scaler_skips_and_unscales(rank: int, world_size: int) -> None:
+    group = fake_device.new_group()
+    for compression in COMPRESSIONS[:2]:
+        scalers = [GradScaler(DEVICE, init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+        expected = train(rank, "fused", compression, group, False, scalers[0])
+        with watched():
+            actual = train(rank, "fused", compression, group, True, scalers[1])
+        assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**10
+        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_bitwise_equal(one, other, f"{compression}: tensor {index}")
+
+
+def test_a_scaler_skips_and_unscales_as_on_every_rank() -> None:
+    fake_device.run_ranks(_a_scaler_skips_and_unscales, 2)
 
 
 def model_of(dtype: torch.dtype) -> Given:
