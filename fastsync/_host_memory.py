@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 128
 """The alignment of a tensor in shared memory, in bytes."""
-STATISTICS = 4
-"""How many numbers the ranks tell each other of each bucket. There are no more buckets than parameters."""
+STATISTICS, LEAST_NUMBERS = 4, 8
+"""How many numbers the ranks tell each other of each bucket, and before a step. There are no more buckets than
+parameters."""
 PARAMETERS = "parameters"
 
 
@@ -32,14 +33,18 @@ class HostMemory(ShardHome):
     """
 
     def __init__(
-        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], rounding: Mapping[int, torch.dtype]
+        self,
+        sync: GradientSynchronizer,
+        parameters: Mapping[int, Tensor],
+        rounding: Mapping[int, torch.dtype],
+        state_names: Iterable[str],
     ) -> None:
         super().__init__(sync, parameters, rounding)
         self._memory: dict[str, _C.SharedTensors] = {}  # of the parameters, and of each part of the state
         self._offsets: dict[str, dict[int, int]] = {}  # in each memory, by parameter
         memory = self._memory_of(PARAMETERS)
-        if rounding:
-            self._memory_of(MASTER)
+        for name in (*state_names, *([MASTER] if rounding else [])):  # now, as without room each rank has its own
+            self._memory_of(name)
         sync._engine.set_shards(memory)
         views = {index: self._view(index, PARAMETERS) for index in parameters}
         if sync._group.rank() == memory.ranks()[0]:
@@ -57,8 +62,8 @@ class HostMemory(ShardHome):
                 offsets[index] = num_bytes
                 length = self._parameters[index].numel() * self._dtype_in(what, index).itemsize
                 num_bytes += -(-length // ALIGNMENT) * ALIGNMENT
-            num_statistics = STATISTICS * max(1, len(self._sync._named))
-            self._memory[what] = _C.SharedTensors(self._sync._group, num_bytes, num_statistics)
+            num_numbers = max(LEAST_NUMBERS, STATISTICS * len(self._sync._named))
+            self._memory[what] = _C.SharedTensors(self._sync._group, num_bytes, num_numbers)
         return self._memory[what]
 
     def _dtype_in(self, what: str, index: int) -> torch.dtype:

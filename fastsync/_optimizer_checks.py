@@ -56,7 +56,7 @@ def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
             raise ValueError(f"optimizer: parameter {name} {obstacle}. {WAY_OUT}")
         device_of.setdefault(parameter.device, name)
         other = owner_of.setdefault(parameter.untyped_storage().data_ptr(), name)
-        if other != name:
+        if other != name and parameter.is_cpu:  # else parameters stay where they are, as views of cuDNN's weights
             raise ValueError(f"optimizer: parameters {other} and {name} are views of one tensor. {WAY_OUT}")
     if len(device_of) > 1:
         where = ", ".join(f"{name} is on {device}" for device, name in device_of.items())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._host_memory import HostMemory
-from ._optimizer_checks import WAY_OUT, has_count, state_names
+from ._optimizer_checks import WAY_OUT, check_compression, has_count, state_names
 from ._optimizer_masters import MASTER, WideState, rounding_of
 from ._optimizer_steps import is_training_step
 from ._own_shards import OwnShards
 from ._shard_home import Piece, ShardHome, StatePart
+from .compression import Auto, Compression
 
 if TYPE_CHECKING:
     from .attach import GradientSynchronizer
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 STEP = "the step of the optimizer"
 """What ranks wait for, for errors."""
+TAKES_STEP, REFUSES, HAS_FAILED = 0.0, 1.0, 2.0
+"""What a rank tells of itself before a step. HAS_FAILED: an earlier step has ended in an error on it."""
 
 
 class OptimizerShards:
@@ -71,16 +74,22 @@ class OptimizerShards:
         self._inner: Optimizer | None = None  # steps the pieces
         self._handed: dict[int, Tensor | None] = {}  # whose state the pieces have, with the step's number if it counts
         self._divisor: Tensor | None = None
+        self._has_failed = False
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def description(self) -> str:
         """Returns the text that has to be equal on all ranks."""
         groups = "; ".join(" ".join(map(str, indices)) for indices in self._groups)
         text = f"optimizer {type(self._optimizer).__name__} of parameters {groups}\n"
+        text += f"its state: {', '.join(self._state_names()) or 'none'}\n"
         for dtype in sorted({*self._rounding.values()}, key=str):
             rounded = (str(index) for index, rounding in self._rounding.items() if rounding == dtype)
             text += f"masters, rounded to {dtype}, of parameters {' '.join(rounded)}\n"
         return text
+
+    def _state_names(self) -> list[str]:
+        """Returns the names of the state that has a value for each value of a parameter, in any group."""
+        return sorted({name for group in self._optimizer.param_groups for name in state_names(self._optimizer, group)})
 
     @property
     def _engine(self) -> _C.Synchronizer:
@@ -89,8 +98,13 @@ class OptimizerShards:
     # ---- begin and end ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Gives the parameters and the state a home. Every rank must call it."""
+        """Gives the parameters and the state a home. Every rank must call it.
+
+        Raises:
+            ValueError: the compression does not go with it.
+        """
         self._home = self._find_home()
+        self.check_compression(self._sync.compression)
         self._addresses = {index: parameter.data_ptr() for index, parameter in self._parameters.items()}
         self._wide_state.begin()
         self._hooks = (
@@ -101,9 +115,31 @@ class OptimizerShards:
 
     def _find_home(self) -> ShardHome:
         if all(parameter.is_cpu for parameter in self._parameters.values()):
-            with suppress(ValueError):  # then the ranks cannot share memory
-                return HostMemory(self._sync, self._parameters, self._rounding)
+            try:
+                return HostMemory(self._sync, self._parameters, self._rounding, self._state_names())
+            except ValueError as error:
+                self._warn_of(error)
         return OwnShards(self._sync, self._parameters, self._rounding)
+
+    def _warn_of(self, error: ValueError) -> None:
+        """Tells once why ranks do not share memory, unless nobody would expect it."""
+        why = str(error).partition(". Leave")[0]
+        is_expected = "no two are on one host" in why or "FASTSYNC_SHARED_MEMORY=0" in why
+        if self._sync._group.rank() == 0 and not is_expected:
+            warnings.warn(
+                f"fastsync.attach: {why}. So each rank has its own parameters and the state of its shard, and every "
+                "rank has to call the optimizer's state_dict(), and detach()",
+                stacklevel=4,
+            )
+
+    def check_compression(self, compression: Compression | Auto) -> None:
+        """Raises ValueError if the ranks cannot keep shards of means that travel with this compression."""
+        check_compression(compression)
+        if isinstance(compression, Compression) and compression.ranks_per_node > 1 and self._home.are_pieces_alone:
+            raise ValueError(
+                f"compression: ranks_per_node={compression.ranks_per_node} does not go with attach(optimizer=) where "
+                f"ranks share no memory, because all of them exchange shards; leave it out. {WAY_OUT}"
+            )
 
     def end(self) -> None:
         """Gives this rank its own copy of the parameters and of the state.
@@ -162,14 +198,24 @@ class OptimizerShards:
             raise RuntimeError(
                 f"fastsync: with attach(optimizer=), {name}.step() takes no closure. Call backward() before. {WAY_OUT}"
             )
-        self._check()
-        stepped = self._stepped()
-        self._meet(stepped)
-        if hasattr(self._optimizer, "found_inf") and self._sync.grad_stats().num_nonfinite > 0:
-            stepped = []  # all ranks' GradScalers skip this step
+        if not self._sync._is_enabled:
+            raise RuntimeError(
+                "fastsync: with attach(optimizer=) the ranks step together, so a rank cannot take a step of its own "
+                f"inside no_sync(): step outside. {WAY_OUT}"
+            )
+        stepped: list[int] = []
+        refusal: RuntimeError | None = None
+        try:
+            self._check()
+            stepped = self._stepped()
+        except RuntimeError as error:
+            refusal = error
+        if self._meet(stepped, refusal):
+            stepped = []
         try:
             self._step(stepped)
         except BaseException:
+            self._has_failed = True
             self._home.fail(stepped)
             raise
         self._home.share(stepped)
@@ -186,11 +232,6 @@ class OptimizerShards:
 
     def _check(self) -> None:
         """Raises RuntimeError if the step would not be that of the parameters that the ranks have."""
-        if not self._sync._is_enabled:
-            raise RuntimeError(
-                "fastsync: with attach(optimizer=) the ranks step together, so a rank cannot take a step of its own "
-                f"inside no_sync(): step outside. {WAY_OUT}"
-            )
         if [len(group["params"]) for group in self._optimizer.param_groups] != [len(each) for each in self._groups]:
             raise RuntimeError(
                 "fastsync: the optimizer got other parameters after attach(optimizer=). Call detach() of the handle, "
@@ -226,18 +267,37 @@ class OptimizerShards:
             stepped.append(index)
         return stepped
 
-    def _meet(self, stepped: Sequence[int]) -> None:
-        """Waits until all ranks are about to step. Raises RuntimeError if they would step in different ways."""
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        with_state = [index for index, p in self._parameters.items() if self._optimizer.state.get(p)]
-        own = {
-            "settings in param_groups": repr(settings),
-            "parameters that have gradients": repr(stepped),
-            "state, as after a load_state_dict() on some": repr((with_state, [*map(self._is_foreign, with_state)])),
-        }
-        told = self._engine.compare([float(zlib.crc32(text.encode())) for text in own.values()], STEP)
-        for number, what in enumerate(own):
-            ranks = self._home.ranks()
+    def _meet(self, stepped: Sequence[int], refusal: RuntimeError | None) -> bool:
+        """Waits until all ranks are about to step. Returns whether they skip the step, as their GradScalers do.
+
+        Raises:
+            RuntimeError: ``refusal``, if this rank has one. Or another rank refuses the step, or has failed in an
+                earlier one, or ranks would step in different ways.
+        """
+        own = self._differences(stepped)
+        state = HAS_FAILED if self._has_failed else TAKES_STEP if refusal is None else REFUSES
+        numbers = [float(zlib.crc32(text.encode())) for text in own.values()]
+        try:
+            told = self._engine.compare([state, float(self._finds_inf()), *numbers], STEP)
+        except RuntimeError:
+            if refusal is not None:
+                raise refusal from None
+            raise
+        if refusal is not None:
+            raise refusal
+        ranks = self._home.ranks()
+        for rank, (theirs, *_) in zip(ranks, told, strict=True):
+            if theirs == HAS_FAILED:
+                raise RuntimeError(
+                    f"fastsync: an earlier step of the optimizer has failed on rank {rank}, so its shard is behind the "
+                    "others. Load a checkpoint: call detach() of the handle before, and attach again, on every rank"
+                )
+            if theirs == REFUSES:
+                raise RuntimeError(
+                    f"fastsync: rank {rank} refuses this step, and its own error says why. With attach(optimizer=) "
+                    "the ranks step together, so no rank has stepped"
+                )
+        for number, what in enumerate(own, start=2):
             others = [rank for rank, theirs in zip(ranks, told, strict=True) if theirs[number] != told[0][number]]
             if others:
                 raise RuntimeError(
@@ -245,12 +305,35 @@ class OptimizerShards:
                     f"rank {others[0]} is not as rank {ranks[0]}. "
                     "With attach(optimizer=) do the same to the optimizer on every rank"
                 )
+        return any(has_inf for _, has_inf, *_ in told)
+
+    def _differences(self, stepped: Sequence[int]) -> dict[str, str]:
+        """Returns what has to be equal on all ranks, by what an error calls it."""
+        settings = [
+            {name: _values(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        with_state = [index for index, p in self._parameters.items() if self._optimizer.state.get(p)]
+        scales = getattr(self._optimizer, "grad_scale", None), self._clip_divisor()
+        return {
+            "settings in param_groups": repr(settings),
+            "parameters that have gradients": repr(stepped),
+            "state, as after a load_state_dict() on some": repr((with_state, [*map(self._is_foreign, with_state)])),
+            "clips of the gradients, or scales of a GradScaler": repr([*map(_values, scales)]),
+        }
+
+    def _finds_inf(self) -> bool:
+        """Tells whether the GradScaler that takes this step is to skip it."""
+        found = getattr(self._optimizer, "found_inf", None)
+        return found is not None and (float(found) > 0 or bool(self._sync.grad_stats().num_nonfinite > 0))
+
+    def _clip_divisor(self) -> Tensor | None:
+        return self._divisor if self._sync._deferred_clip_step == self._engine.num_steps() else None
 
     def _step(self, stepped: Sequence[int]) -> None:
         inner = self._inner_optimizer()
-        clipped_step, self._sync._deferred_clip_step = self._sync._deferred_clip_step, -1
-        divisor = self._divisor if clipped_step == self._engine.num_steps() else None
-        self._divisor = None
+        divisor = self._clip_divisor()
+        self._divisor, self._sync._deferred_clip_step = None, -1
         if not stepped:
             return
         scale = getattr(self._optimizer, "grad_scale", None)  # a GradScaler's
@@ -314,7 +397,7 @@ class OptimizerShards:
         return any(state.get(part) is not self._stand_ins.get((index, part)) for part in self._parts(index))
 
     def _is_at_home(self, index: int, part: str, state: Mapping[str, Any]) -> bool:
-        return part in state and state[part] is self._stand_ins.get((index, part))
+        return state.get(part) is not None and state[part] is self._stand_ins.get((index, part))
 
     def _stand_in(self, index: int, part: str) -> Tensor:
         if (index, part) not in self._stand_ins:
@@ -367,7 +450,7 @@ class OptimizerShards:
             inner.state[piece.parameter] = own
         for index in changed:
             state = self._state(index)
-            parts = [part for part in self._parts(index) if part in state or index in new or part == MASTER]
+            parts = [p for p in self._parts(index) if state.get(p) is not None or index in new or p == MASTER]
             if parts:  # else SGD's state stays empty
                 own = {part: self._stand_in(index, part) for part in parts}
                 self._optimizer.state[self._parameters[index]].update(own)
@@ -412,6 +495,13 @@ class OptimizerShards:
         for mean in means.values():
             dist.all_reduce(mean, group=self._sync._group)
         return {self._names[index]: mean for index, mean in means.items()}
+
+
+def _values(value: object) -> object:
+    """Returns the numbers of a setting, which may be a tensor on any device."""
+    if isinstance(value, (tuple, list)):
+        return [*map(_values, value)]
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _laid_out_as(parameter: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:

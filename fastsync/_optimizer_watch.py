@@ -29,7 +29,7 @@ class WatchedHandle(GradientHandle):
     _deferred_clip_step = -1
     """The step whose gradients the optimizer's next step clips, for ``clip_grad_norm_``; -1 if there is none."""
     _optimizer_shards: OptimizerShards | None = None
-    """Steps one copy of the parameters for all ranks of the host; None without ``attach(optimizer=)``."""
+    """Lets each rank step a shard of the parameters; None without ``attach(optimizer=)``."""
     _late_reason: ClassVar[str]
     """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
     _ids: frozenset[int]
@@ -77,14 +77,14 @@ class WatchedHandle(GradientHandle):
             self._engine.note_update()
 
 
-def check_not_shared(named: Mapping[str, Tensor], argument: str) -> None:
-    """Raises ValueError if ranks have one copy of these parameters, so that each rank would change it once more."""
+def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
+    """Raises ValueError if ranks step shards of these parameters, and so cannot change them each on its own."""
     for handle in _watched():
         for name, parameter in named.items():
             if handle._optimizer_shards is not None and id(parameter) in handle._ids:
                 raise ValueError(
-                    f"{argument}: ranks have one copy of parameter {name}, or of its optimizer's state, and each would "
-                    "change it; leave optimizer= out of attach()"
+                    f"{argument}: with attach(optimizer=) ranks step parameter {name} together, so none of them can "
+                    "change it on its own; leave optimizer= out of attach()"
                 )
 
 

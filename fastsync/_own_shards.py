@@ -168,7 +168,7 @@ class _Rows:
                 targets = [values_at(whole[index], begin, numel) for index, begin, numel in places]
                 torch._foreach_copy_(targets, _split(self.values[rank], places))
         if self.values.device.type != "cpu":
-            return []  # the host would have to wait
+            return []  # the host would have to wait; ranks are told before the next step
         return [rank for rank, has_failed in enumerate(self.values[:, -1].tolist()) if has_failed]
 
 

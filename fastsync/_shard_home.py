@@ -100,7 +100,10 @@ class ShardHome(ABC):
 
     @abstractmethod
     def share(self, stepped: Collection[int]) -> None:
-        """Gives other ranks the new values of these parameters. All ranks call it. Raises if a rank has failed."""
+        """Gives other ranks the new values of these parameters. All ranks call it.
+
+        Raises RuntimeError if a rank has failed, where the host knows it by then.
+        """
 
     @abstractmethod
     def fail(self, stepped: Collection[int]) -> None:

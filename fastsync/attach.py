@@ -393,7 +393,7 @@ class GradientSynchronizer(WatchedHandle):
 
     def _follow(self, compression: Compression | Auto) -> None:
         if self._optimizer_shards is not None:
-            check_compression(compression)
+            self._optimizer_shards.check_compression(compression)
         super()._follow(compression)
 
     def _send_buffers(self) -> None:

@@ -30,7 +30,7 @@ from . import _C
 from ._checks import resolve_group
 from ._handles_in_use import check_not_left_to_each_rank
 from ._optimizer_steps import innermost, unwrapped
-from ._optimizer_watch import check_not_shared
+from ._optimizer_watch import check_has_no_shards
 from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
 from .elastic import MOST_FAILURES
@@ -117,7 +117,7 @@ class DiLoCo:
                     "model.parameters(). One that steps masters of its own has to keep them beside the model's "
                     "parameters, as in optimizer.state[parameter]['master']"
                 )
-        check_not_shared(named, "model")
+        check_has_no_shards(named, "model")
         group = resolve_group(process_group)
         check_not_left_to_each_rank(model, group, type(self).__name__)
         _check_number("sync_every", sync_every, 1, sys.maxsize)

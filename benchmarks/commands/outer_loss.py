@@ -34,6 +34,7 @@ from benchmarks.report.looks import looks
 from benchmarks.report.pictures import DPI, SOFT, STYLE, WIDTH
 from benchmarks.report.table import Columns, number, print_tables
 from benchmarks.units import format_rate
+from fastsync.compression import parse_compression
 from fastsync.distributed import dist_mean, process_group
 
 CONTEXT, VALIDATED_BATCHES = 64, 16
@@ -82,6 +83,12 @@ class Options:
 
     def __post_init__(self) -> None:
         check_names("methods", [method.partition("/")[0] for method in self.methods], [*OUTER, ATTACH])
+        for method in self.methods:
+            kind, _, rest = method.partition("/")
+            if kind == ATTACH:
+                parse_compression(rest)
+            elif not rest.isdecimal() or int(rest) < 1:
+                raise ValueError(f"methods: expected {kind}/STEPS, such as {kind}/30, got {method!r}")
 
 
 def main(arguments: Sequence[str]) -> int:

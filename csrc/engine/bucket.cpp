@@ -287,11 +287,14 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
       teams.make_room(plan_for(with_room_for_side_values(key), teams).bytes);
       key = plan_key(gradients, options, teams);
     }
+    if (options.keeps_shard) {
+      check_may_shard(key, options);  // before the key stays, so that the next send is refused as well
+    }
     const bool has_plan = key.algorithm != Algorithm::kAllReduce;
     memory.plan = has_plan ? std::make_shared<const Plan>(plan_for(key, teams)) : nullptr;
     memory.key = key;
     if (options.keeps_shard) {
-      make_shards(gradients, options);
+      make_shards(gradients);
     }
     if (!options.scatter) {
       memory.buffer.reset();  // because another plan has left bytes where gaps between gradients must be zero
@@ -307,14 +310,17 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
       options.scatter && num_hosts > 1 ? c10::str("its ranks are on ", num_hosts, " hosts") : teams.why_not_shared();
 }
 
-void Bucket::make_shards(const FlatGradients& gradients, const SendOptions& options) {
-  static std::atomic<int64_t> number = 0;
+void Bucket::check_may_shard(const PlanKey& key, const SendOptions& options) const {
   TORCH_CHECK(
-      memory_.key->shares_memory || memory_.key->algorithm != Algorithm::kTwoLevel,
+      key.shares_memory || key.algorithm != Algorithm::kTwoLevel,
       "attach(optimizer=) takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
-  TORCH_CHECK(memory_.key->shares_memory == options.may_share_memory,
+  TORCH_CHECK(key.shares_memory == options.may_share_memory,
               "attach(optimizer=) needs sums in shared memory, and there are none any more",
               teams_.why_not_shared().empty() ? "" : ", because " + teams_.why_not_shared());
+}
+
+void Bucket::make_shards(const FlatGradients& gradients) {
+  static std::atomic<int64_t> number = 0;
   const Plan& plan = *memory_.plan;
   shards_.assign(plan.shards.size(), {});
   shard_number_ = ++number;

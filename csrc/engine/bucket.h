@@ -252,7 +252,8 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   FlatGradients flatten(std::vector<at::Tensor> grads, const SendOptions& options, const at::Tensor& side_values);
   PlanKey plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const;
   void choose_plan(const FlatGradients& gradients, const SendOptions& options, SumMemory& memory);
-  void make_shards(const FlatGradients& gradients, const SendOptions& options);
+  void check_may_shard(const PlanKey& key, const SendOptions& options) const;
+  void make_shards(const FlatGradients& gradients);
   std::unique_ptr<SumWork> make_dense_sum(std::vector<at::Tensor> grads, const SendOptions& options,
                                           Stopwatch& stopwatch, const at::Tensor& side_values,
                                           const std::vector<bool>& stand_in);

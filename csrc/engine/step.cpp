@@ -371,7 +371,7 @@ at::Tensor Step::factors_of_used() const {
 
 // After a failure it may be called twice: first early, so that nobody waits for this rank.
 void Step::tell_stats() {
-  if (std::exchange(has_told_stats_, true)) {
+  if (has_told_stats_) {
     return;
   }
   std::vector<at::Tensor> stats;
@@ -384,6 +384,7 @@ void Step::tell_stats() {
   }
   const auto* const numbers = on_host.const_data_ptr<double>();
   context_.shards->tell({numbers, numbers + on_host.numel()});
+  has_told_stats_ = true;  // not if telling has failed
 }
 
 void Step::hear_stats() {

@@ -35,6 +35,7 @@ void MeetingByMessages::tell(const std::vector<double>& numbers) {
 
 std::vector<std::vector<double>> MeetingByMessages::hear() {
   const auto transfer = std::move(transfer_);
+  TORCH_INTERNAL_ASSERT(transfer, "tell() comes first");
   transfer->wait_for_rows();
   transfer->wait_until_sent();
   const at::Tensor rows = rows_.cpu();

@@ -15,6 +15,8 @@ REFUSED = {
     "sync --methods ddp dpp": "methods: 'dpp' is none of no_sync, shared_memory_sum",
     "sync --sizes 1KB": "not a number of bytes",
     "outer --methods ddq": "methods: 'ddq' is none of ddp, fastsync.attach/int8+ef",
+    "outer_loss --methods int8": "methods: expected int8/STEPS, such as int8/30, got 'int8'",
+    "outer_loss --methods attach/lowrnk": "lowrnk",
     "outer_loss --methods int9/30": "methods: 'int9' is none of int8",
     "sync --nproc 999": "choose fewer, or --oversubscribe",
     "sync --device cuda": "device=cuda: torch sees 0 GPUs, for 2 ranks",

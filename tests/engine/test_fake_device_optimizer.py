@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, AdamW
 
@@ -75,6 +76,7 @@ def _gives_the_bits_of_every_rank(rank: int, world_size: int, optimizer: str) ->
             assert_bitwise_equal(one, other, f"{compression}: tensor {index}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_bits_are_those_of_every_rank(world_size: int, optimizer: str) -> None:
@@ -95,6 +97,48 @@ def _a_scaler_skips_and_unscales(rank: int, world_size: int) -> None:
 
 def test_a_scaler_skips_and_unscales_as_on_every_rank() -> None:
     fake_device.run_ranks(_a_scaler_skips_and_unscales, 2)
+
+
+def _a_failed_step_is_told_before_the_next(rank: int, world_size: int) -> None:
+    group = fake_device.new_group()
+    model = model_of(torch.float32)
+    own = OPTIMIZERS["fused"](model.parameters())
+    sync = fastsync.attach(model, optimizer=own, process_group=group)
+    for number in range(3):
+        model([grad.to(DEVICE) for grad in random_grads(rank, number, SHAPES, torch.float32)]).backward()
+        if number == 1 and rank == 1:
+            failing = patch.object(sync._optimizer_shards._inner, "step", side_effect=ZeroDivisionError)
+            with failing, pytest.raises(ZeroDivisionError):
+                own.step()
+        elif number == 2:
+            with pytest.raises(RuntimeError, match="an earlier step of the optimizer has failed on rank 1"):
+                own.step()
+        else:
+            own.step()
+        own.zero_grad()
+
+
+def test_a_failed_step_is_told_before_the_next() -> None:
+    fake_device.run_ranks(_a_failed_step_is_told_before_the_next, 2)
+
+
+def _parameters_may_be_views_of_one_tensor(rank: int, world_size: int) -> None:
+    """As those of cuDNN's LSTMs are."""
+    group = fake_device.new_group()
+    flats = [torch.arange(12.0).to(DEVICE) for _ in range(2)]
+    for flat, is_shared in zip(flats, (True, False), strict=True):
+        parameters = [nn.Parameter(flat[:5]), nn.Parameter(flat[5:].view(7, 1))]
+        own = AdamW(parameters, lr=0.1, fused=True)
+        fastsync.attach(parameters, process_group=group, **({"optimizer": own} if is_shared else {}))
+        for _ in range(2):
+            sum((each * (1.0 + rank)).square().sum() for each in parameters).backward()
+            own.step()
+            own.zero_grad()
+    assert_bitwise_equal(flats[0].cpu(), flats[1].cpu(), "all parameters")
+
+
+def test_parameters_may_be_views_of_one_tensor() -> None:
+    fake_device.run_ranks(_parameters_may_be_views_of_one_tensor, 2)
 
 
 def model_of(dtype: torch.dtype) -> Given:
@@ -131,6 +175,7 @@ def _steps_masters(rank: int, world_size: int, optimizer: str, dtype: torch.dtyp
         assert_bitwise_equal(state[index]["master"].cpu(), reference.masters[index].detach().cpu(), f"master {index}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("world_size", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,12 +22,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fastsync
+from fastsync import _C
 from tests.engine.optimizer_shards import train_both
 from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(24))
 def test_steps_are_those_of_every_rank(seed: int) -> None:
     run_ranks(train_both, 2 + seed % 4, seed, 10, timeout=60)
@@ -56,6 +60,7 @@ def train_apart(rank: int, world_size: int, nodes: Nodes, seed: int) -> None:
     assert sync.stats().transport == "process_group"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     "nodes", [PAIRS, ALTERNATING, UNEQUAL, THREE], ids=["pairs", "alternating", "unequal", "three"]
@@ -121,8 +126,21 @@ def test_parameters_and_state_are_in_one_memory(rank: int, world_size: int) -> N
 
 @on_ranks(2)
 def test_where_memory_has_no_room_for_the_parameters_each_rank_has_its_own(rank: int, world_size: int) -> None:
-    with patch("fastsync._C.SharedTensors", side_effect=ValueError("no room")):
+    shared, calls = _C.SharedTensors, itertools.count()
+
+    def has_room_for_one(*args: Any) -> _C.SharedTensors:
+        if next(calls) > 0:
+            raise ValueError("no room. Leave optimizer out")
+        return shared(*args)
+
+    with (
+        patch("fastsync._C.SharedTensors", side_effect=has_room_for_one),
+        warnings.catch_warnings(record=True) as warned,
+    ):
         model, optimizer, _ = attached()
+    texts = [str(each.message) for each in warned]
+    assert len(texts) == (1 if rank == 0 else 0)
+    assert all(text.startswith("fastsync.attach: no room. So each rank has its own parameters") for text in texts)
     plain, of_plain, sync = attached(shared=False)
     for number in range(3):
         step(model, optimizer, rank, number)
@@ -484,15 +502,27 @@ def test_calls_that_are_refused(rank: int, world_size: int) -> None:
 @in_both_ways
 def test_outer_steps_are_refused(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
-    with pytest.raises(ValueError, match=r"one copy of parameter 0\.weight"):
+    with pytest.raises(ValueError, match=r"ranks step parameter 0\.weight together"):
         fastsync.LocalSGD(model, optimizer)
 
 
 @on_ranks(4)
 def test_two_levels_are_refused(rank: int, world_size: int) -> None:
     model, _, _ = attached(compression=fastsync.Compression("bf16", ranks_per_node=2))
-    with pytest.raises(RuntimeError, match=r"attach\(optimizer=\) takes a ranks_per_node that is"):
-        model(torch.full((1, 5), 1.0 + rank)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"attach\(optimizer=\) takes a ranks_per_node that is"):
+            model(torch.full((1, 5), 1.0 + rank)).sum().backward()
+
+
+@on_ranks(2, shared_memory=False)
+def test_two_levels_are_refused_where_all_ranks_exchange_shards(rank: int, world_size: int) -> None:
+    levels = fastsync.Compression("bf16", ranks_per_node=2)
+    with pytest.raises(ValueError, match="ranks_per_node=2 does not go with"):
+        attached(compression=levels)
+    model, optimizer, sync = attached()
+    with pytest.raises(ValueError, match="ranks_per_node=2 does not go with"):
+        sync.compression = levels
+    step(model, optimizer, rank)
 
 
 @on_ranks(2, shared_memory=False)
@@ -514,16 +544,21 @@ def test_an_optimizer_with_other_parameters_is_told(rank: int, world_size: int) 
         optimizer.step()
 
 
-@pytest.mark.parametrize("what", ["settings", "gradients", "state"])
+@pytest.mark.parametrize("what", ["settings", "lr", "gradients", "state", "clips"])
 @in_both_ways
 def test_ranks_that_would_step_in_different_ways(rank: int, world_size: int, what: str) -> None:
-    model, optimizer, _ = attached()
+    model, optimizer, sync = attached()
     step(model, optimizer, rank)
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     saved = copy.deepcopy(optimizer.state_dict())
-    if rank == 1:
+    if what == "lr":  # a tensor prints four digits
+        what = "settings"
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.00102 + 0.00002 * rank)
+    elif rank == 1:
         if what == "settings":
             optimizer.param_groups[0]["lr"] = 0.2
+        elif what == "clips":
+            fastsync.clip_grad_norm_(sync, 1e-3)
         elif what == "gradients":
             model[0].bias.grad = None
         else:
@@ -532,6 +567,67 @@ def test_ranks_that_would_step_in_different_ways(rank: int, world_size: int, wha
     with pytest.raises(RuntimeError, match=f"different .*{what}.*: rank 1 is not as rank 0"):
         optimizer.step()
     same(values(model), before)
+
+
+@in_both_ways
+def test_a_step_that_one_rank_refuses_is_told(rank: int, world_size: int) -> None:
+    (model, optimizer, _), (plain, own, _) = attached(), attached(shared=False)
+    step(model, optimizer, rank)
+    step(plain, own, rank)
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
+    if rank == 1:
+        model[0].weight.grad.mul_(2.0)
+    with pytest.raises(RuntimeError, match="was changed since" if rank == 1 else "rank 1 refuses this step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    step(model, optimizer, rank, 1)
+    step(plain, own, rank, 1)
+    same(values(model), values(plain))
+
+
+@in_both_ways
+def test_different_scales_are_told(rank: int, world_size: int) -> None:
+    model, optimizer, _ = attached()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**rank)
+    scaler.scale(model(torch.full((1, 5), 1.0 + rank)).sum()).backward()
+    with pytest.raises(RuntimeError, match="different clips of the gradients, or scales of a GradScaler"):
+        scaler.step(optimizer)
+
+
+@in_both_ways
+def test_a_scaler_skips_all_parameters_of_an_optimizer(rank: int, world_size: int) -> None:
+    """Also those of another handle, whose means are finite."""
+    models = two_layers(), two_layers()
+    optimizer = AdamW([parameter for model in models for parameter in model.parameters()], fused=True)
+    for model in models:
+        fastsync.attach(model, optimizer=optimizer)
+    before = [values(model) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for model, factor in zip(models, (1.0, torch.inf if rank == 1 else 1.0), strict=True):
+        scaler.scale(model(torch.full((1, 5), 1.0 + rank)).sum() * factor).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    same([values(model) for model in models], before)
+
+
+@in_both_ways
+def test_momentum_that_was_loaded_as_none_begins(rank: int, world_size: int) -> None:
+    """Older versions of torch have saved that of SGD without momentum."""
+    model, plain = two_layers(), two_layers()
+    optimizer, own = SGD(model.parameters(), 0.1), SGD(plain.parameters(), 0.1)
+    fastsync.attach(model, optimizer=optimizer)
+    fastsync.attach(plain)
+    for each in (optimizer, own):
+        saved = each.state_dict()
+        saved["state"] = {index: {"momentum_buffer": None} for index in range(4)}
+        each.load_state_dict(saved)
+        each.param_groups[0]["momentum"] = 0.9
+    for number in range(3):
+        step(model, optimizer, rank, number)
+        step(plain, own, rank, number)
+    same(values(model), values(plain))
+    same(optimizer.state_dict()["state"], own.state_dict()["state"])
 
 
 @in_both_ways
@@ -636,6 +732,9 @@ def test_a_step_that_fails_on_one_rank_is_told(rank: int, world_size: int) -> No
         with pytest.raises(RuntimeError, match="rank 1 has failed"):
             optimizer.step()
     dist.barrier()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"has failed|has ended"):
+        step(model, optimizer, rank, 1)
 
 
 @in_both_ways
