@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
@@ -32,6 +34,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     torch.set_num_threads(1)
     if os.environ.get("TESTS_WITHOUT_RANKS") != "1" and fresh_process_context().get_start_method() == "forkserver":
         forkserver.ensure_running()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves one in n cases of a sampled test, and makes the others slow.
+
+    They are the same each time, and mixed: of two parameters, every second case would be all of one's values.
+    """
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        (n,) = of_test[0].get_closest_marker("sampled").args
+        mixed = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in mixed[-(-len(mixed) // n) :]:
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(trylast=True)

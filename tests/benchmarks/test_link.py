@@ -69,6 +69,7 @@ def test_hosts_of_several_ranks_send_one_sum(tmp_path: Path, capfd: pytest.Captu
     assert "2 on a host" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_whatever_ends_it_nothing_stays_but_the_rows(tmp_path: Path, number: signal.Signals):

@@ -56,6 +56,7 @@ def test_losses_are_shown_and_drawn_over_the_time_of_a_link(tmp_path: Path, caps
     assert outer_loss.seconds_a_step("int8-lr1/10", by_method) == pytest.approx(0.1 + 0.02 * 50 / 10)
 
 
+@pytest.mark.slow
 def test_a_cnn_is_trained_by_a_wire_at_each_step(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     options = ["--model", "cnn", "--steps", "60", "--validate-every", "30", "--batch", "16", "--starts", "scratch"]

@@ -121,6 +121,7 @@ def assert_trains(train: Callable[[Training], Outcome]) -> None:
 OTHERS_NEED = {"sbx", "rlox", "rejax"}  # in environments of their own, see test_until.py
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("trainer", sorted(TRAINERS.keys() - OTHERS_NEED - {"environment alone"}))
 def test_trainings_run(trainer: str):
     assert_trains(TRAINERS[trainer])

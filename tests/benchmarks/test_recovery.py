@@ -95,6 +95,7 @@ def test_the_picture_shows_the_mean_loss_of_each_step(tmp_path: Path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.end_to_end
 def test_two_kills(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     options = ("--nproc", "2", "--numel", "5000", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))

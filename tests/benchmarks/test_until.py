@@ -218,6 +218,7 @@ def assert_arrives(outcome: Outcome) -> None:
 TRAINED_HERE = {"fastsync", "stable-baselines3", "stable-baselines3, SubprocVecEnv", "cleanrl loop"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("trainer", sorted(TRAINED_HERE))
 def test_trainings_end_when_they_are_good_enough(trainer: str):
@@ -249,6 +250,7 @@ def test_other_trainers_end_when_they_are_good_enough(name: str):
     assert alone.steps == 64
 
 
+@pytest.mark.slow
 @pytest.mark.end_to_end
 def test_until_runs_tiny_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def here(trainer: str, training: Training, **_: object) -> Outcome:

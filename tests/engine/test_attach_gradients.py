@@ -30,6 +30,7 @@ def backward(given: Averaged, rank: int, step: int) -> list[Tensor]:
     return [grad.clone(memory_format=torch.contiguous_format) for grad in given.grads() if grad is not None]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compression", ["none", FEEDBACK])
 @pytest.mark.parametrize("entry_point", WHOLE)
 @on_ranks(3, timeout=60.0)

@@ -153,6 +153,7 @@ def _goes_on_without_the_last(rank: int, world_size: int, wire: str, weighted: b
     assert_same_on_all_ranks(grads_of(model), sync._group)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize(("wire", "weighted"), [("none", False), ("fp16", True), ("int8+ef", False)])
 def test_after_a_step_that_failed_the_others_go_on(wire: str, weighted: bool, shared_memory: bool) -> None:

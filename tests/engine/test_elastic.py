@@ -193,6 +193,7 @@ def check(
     return changes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compression", ["none", "int8+ef"])
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer", "between"])
 @pytest.mark.parametrize("victim", [0, 2])

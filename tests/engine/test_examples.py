@@ -157,6 +157,7 @@ def test_experts_are_trained_the_same_on_any_number_of_ranks():
         after_it_has_learnt(line)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "factor", "steps", "elements"),
     [
@@ -224,6 +225,7 @@ ALONE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ALONE)
 def test_one_process_is_enough(name: str):
     needs_its_package(name)

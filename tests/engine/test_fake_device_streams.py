@@ -136,6 +136,7 @@ def _trains_under_a_side_stream(rank: int, world_size: int, way: str, is_weighte
             assert_all_bitwise_equal([tensor.cpu() for tensor in kept], expected, f"{way}, {compression}: gradient")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world_size", "is_weighted"), [(4, False), (2, True)])
 def test_attached_and_trained_under_side_streams(world_size: int, way: str, is_weighted: bool) -> None:

@@ -66,6 +66,7 @@ def _random_layouts(rank: int, world_size: int, nodes: Nodes, algorithm: str | N
         assert (stats.transport, stats.num_hosts) == ("two_level", len(nodes))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", [None, "one_shot", "two_shot"])
 @pytest.mark.parametrize(
     "nodes", [PAIRS, ALTERNATING, UNEQUAL, THREE], ids=["pairs", "alternating", "unequal", "three"]

@@ -47,6 +47,7 @@ def assert_equal_on_ranks(values: Tensor, world_size: int) -> None:
     assert all(torch.equal(each, theirs[0]) for each in theirs), f"{theirs}"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -83,6 +83,7 @@ class Reference:
 # ---- what arrives ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -433,6 +434,7 @@ def test_it_may_be_set_between_steps(rank: int, world_size: int) -> None:
     assert "factors" not in sync.state_dict()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("through_ddp", [False, True])
 @on_ranks(2)

@@ -96,6 +96,7 @@ def test_weights_of_the_ranks_that_have_a_gradient(rank: int, world_size: int) -
             assert_norm(sync, model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "int8+ef", "int4+ef", "lowrank"])
 @pytest.mark.parametrize("shared_memory", [True, False])
 @on_ranks(3, parametrized=("shared_memory",))

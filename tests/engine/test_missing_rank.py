@@ -475,6 +475,7 @@ sys.exit(4)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("steps", "shared_memory"), [("1", "0"), ("3", "1")])
 def test_an_outer_step_under_way_leaves_the_process_its_status(
     steps: str, shared_memory: str, monkeypatch: pytest.MonkeyPatch

@@ -129,6 +129,7 @@ def test_samples(operator: str, device: str) -> None:
         assert_same_state(built, expected)
 
 
+@pytest.mark.sampled(5)
 @on_each_device
 @pytest.mark.parametrize("operator", OPERATORS)
 @given(bucket=random_buckets())
@@ -140,6 +141,7 @@ def test_random_buckets(operator: str, device: str, bucket: Bucket) -> None:
     check_against_reference(operator, bucket, device)
 
 
+@pytest.mark.sampled(5)
 @in_either_order
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
@@ -162,6 +164,7 @@ def test_sizes_across_chunk_and_block_borders(
         check_against_reference(operator, bucket, device)
 
 
+@pytest.mark.sampled(5)
 @in_either_order
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("wire_dtype", [torch.float16, torch.uint8], ids=["fp16", "int8"])

@@ -90,6 +90,7 @@ def test_steps_with_a_closure(rank: int, world_size: int, entry_point: str, kind
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_fused", [True, False])
 @on_ranks(2)
 def test_a_compiled_step(rank: int, world_size: int, is_fused: bool) -> None:

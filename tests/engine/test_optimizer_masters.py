@@ -78,6 +78,7 @@ def groups(weights: list[Tensor]) -> list[dict[str, Any]]:
     return [{"params": weights[::2]}, {"params": weights[1::2], "lr": 0.02}]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_steps_are_those_of_float32_copies(seed: int) -> None:
     run_ranks(train_both, 1 + seed % 4, seed, timeout=90)
@@ -94,6 +95,7 @@ def test_parameters_that_travel_in_bf16_are_rounded_copies(seed: int, shared_mem
     run_ranks(train_both, 1 + seed % 3, seed, "bf16", timeout=90, shared_memory=shared_memory)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("nodes", [PAIRS, UNEQUAL], ids=["pairs", "unequal"])
 def test_each_host_steps_masters_of_its_own(nodes: Nodes, seed: int) -> None:
@@ -289,6 +291,7 @@ def test_without_the_option_state_is_narrow(rank: int, world_size: int) -> None:
 # ---- saved and loaded -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("AdamW", NARROW), ("AdamW", IN_BF16), ("amsgrad", NARROW), ("momentum", NARROW), ("SGD", NARROW)],

@@ -30,6 +30,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("steps", [(6, 6, 6), (3, 9, 6), (0, 5, 13)], ids=str)
 @on_ranks(3)

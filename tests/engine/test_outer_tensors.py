@@ -345,6 +345,7 @@ def test_frozen_wrappers_become_rank_0s(rank: int, world_size: int, holds: str) 
     assert float(plain.scale) == 0.5
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("compression", ["none", "int8+ef", TopK()], ids=str)
 @pytest.mark.parametrize("mode", ["device", "float64", "bfloat16", "inference", "no_grad"])
 @on_ranks(2)

@@ -105,6 +105,7 @@ def test_each_gather_under_way_has_memory_of_its_own(shared_memory: bool) -> Non
     run_ranks(_many_at_once, 2, shared_memory=shared_memory)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world_size", "shared_memory"), [(1, True), *RANKS])
 def test_gathered_parameters_are_the_references_to_the_bit(world_size: int, shared_memory: bool) -> None:
     run_ranks(_as_the_reference, world_size, "cpu", shared_memory=shared_memory)
@@ -200,6 +201,7 @@ def _trains_as_the_reference(rank: int, world_size: int, cases: list[str], wires
             assert all(stats.num_syncs > 0 for stats in handle.stats().values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world_size", "shared_memory"), RANKS)
 def test_trains_as_with_rounded_parameters(world_size: int, shared_memory: bool) -> None:
     """At full width as fully_shard does by itself."""

@@ -92,6 +92,7 @@ def check_same_on_all_ranks(tensor: Tensor) -> None:
 # ---- the mean -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("entry_point", AVERAGING)

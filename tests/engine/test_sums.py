@@ -118,6 +118,7 @@ def _as_the_reference(rank: int, world_size: int, device: str, way: Way) -> None
             check(wire, SEVERAL_PIECES, torch.float32, 1, "attach")
 
 
+@pytest.mark.sampled(2)
 @each_transport
 @pytest.mark.parametrize(
     ("world_size", "way"),

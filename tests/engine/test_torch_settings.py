@@ -115,6 +115,7 @@ def _checks(entry_point: str, rank: int, around: Callable[[], Any], around_calls
         assert_all_bitwise_equal(actual, expected, f"{entry_point}, {compression}: tensor")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("entry_point", [*ALL, *OUTER])
 @on_ranks(2)

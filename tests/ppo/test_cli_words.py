@@ -42,6 +42,7 @@ def test_a_command_that_is_missing_or_misspelt(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == help_text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", ["plot", "doctor"])
 def test_a_reader_of_the_output_that_has_had_enough(command: str):
     """As in ``fastsync train --help | head -1``, where the output is longer than a pipe holds."""

@@ -79,6 +79,7 @@ def num_rows(settings: Settings) -> int:
     return max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("env", "sync"),

@@ -14,6 +14,7 @@ from tests.drill.cases import Case
 from tests.engine.entry_points import ALL
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("entry_point", ALL)
 def test_random_cases(entry_point: str) -> None:

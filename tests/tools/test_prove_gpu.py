@@ -66,6 +66,7 @@ def test_the_benchmarks_take_these_options(monkeypatch: pytest.MonkeyPatch) -> N
         tyro.cli(module.Options, args=list(each.words[4:]))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_rehearsal_runs_what_goes_without_a_gpu(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are as it is in their parts: tests are collected, of which there are some."""
