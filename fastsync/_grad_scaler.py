@@ -11,6 +11,8 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from ._checks import instances_of
+
 
 def loss_scale(scaler: GradScaler) -> Tensor:
     """Returns the tensor that ``update()`` writes the scale to, on its own device.
@@ -48,6 +50,18 @@ def skip_unless_finite(scaler: GradScaler, optimizer: Optimizer, norm: Tensor) -
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             is_bad = norm.isfinite().logical_not().to(found.device, found.dtype)
             found.copy_(torch.maximum(found, is_bad))  # fused optimizers skip where it is exactly 1
+
+
+def scale_of_step(optimizer: Optimizer) -> Tensor | None:
+    """Returns the scale of the GradScaler that takes this optimizer's step; None after ``unscale_``.
+
+    It searches all objects for the scaler.
+    """
+    for scaler in instances_of(GradScaler):
+        state = scaler._per_optimizer_states.get(id(optimizer))
+        if scaler.is_enabled() and state is not None and state["found_inf_per_device"]:
+            return None if state["stage"] is OptState.UNSCALED else loss_scale(scaler)
+    return None
 
 
 def forget_step(scaler: GradScaler, optimizers: Iterable[Optimizer]) -> None:

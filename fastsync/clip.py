@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._checks import known_ranks, resolve_group
-from ._grad_scaler import has_unscaled, loss_scale, skip_unless_finite
+from ._grad_scaler import has_unscaled, loss_scale, scale_of_step, skip_unless_finite
 from ._handle import GradientHandle
 from ._optimizer_steps import innermost
 from ._optimizer_watch import WatchedHandle
@@ -74,7 +75,10 @@ def clip_grad_norm_(
                 "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step; clip "
                 "once after each synchronised backward, or leave optimizer out both times"
             )
-    optimizer = None if optimizer is None else innermost(optimizer)
+    if optimizer is not None:
+        optimizer = innermost(optimizer)
+        if optimizer in _clipped_steps:
+            _clipped_steps[optimizer].drop(optimizer)
     is_joint = not isinstance(sync, GradientHandle) or process_group is not None
     if is_joint:
         group = resolve_group(process_group)
@@ -104,7 +108,9 @@ def _divide(handles: Sequence[WatchedHandle], divisor: Tensor, optimizer: Optimi
             handle._optimizer_shards.clip(divisor)
     others = [handle for handle in handles if handle._optimizer_shards is None]
     if others and optimizer is not None and _takes_grad_scale(optimizer, others):
-        _scale_next_step(optimizer, divisor, others)
+        if optimizer not in _clipped_steps:
+            _clipped_steps[optimizer] = _ClippedSteps(optimizer)
+        _clipped_steps[optimizer].divide_next(optimizer, divisor, others)
     else:
         _multiply([grad for handle in others for grad in _gradients(handle)], divisor.reciprocal())
 
@@ -220,20 +226,45 @@ def _takes_grad_scale(optimizer: Optimizer, handles: Sequence[WatchedHandle]) ->
     )
 
 
-def _scale_next_step(optimizer: Optimizer, divisor: Tensor, handles: Sequence[WatchedHandle]) -> None:
-    """Lets the optimizer's next step divide the gradients. GradScaler multiplies its own scale into the attribute."""
-    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    for handle in handles:
-        handle._deferred_clip_step = handle._engine.num_steps()
+class _ClippedSteps:
+    """Lets steps of an optimizer divide the gradients, each those of one sync.
 
-    def forget(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if not hasattr(optimizer, "found_inf"):  # else GradScaler has set it, and deletes both attributes itself
+    The hooks stay for the optimizer's life: torch raises an error if hooks go while it calls them.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._steps: dict[WatchedHandle, int] = {}  # whose gradients the next step divides, and of which sync
+        optimizer.register_step_pre_hook(self._check)
+        optimizer.register_step_post_hook(self._forget)
+
+    def divide_next(self, optimizer: Optimizer, divisor: Tensor, handles: Sequence[WatchedHandle]) -> None:
+        """Lets the next step divide. GradScaler multiplies its own scale into the attribute."""
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        self._steps = {handle: handle._engine.num_steps() for handle in handles}
+        for handle, step in self._steps.items():
+            handle._deferred_clip_step = step
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Forgets a clip whose step was left out."""
+        if self._steps:
+            self._forget(optimizer)
+
+    def _check(self, optimizer: Optimizer, *_: object) -> None:
+        if all(handle._engine.num_steps() == step for handle, step in self._steps.items()):
+            return
+        if hasattr(optimizer, "found_inf"):  # a GradScaler has multiplied its scale into that of a left out step
+            optimizer.grad_scale = scale_of_step(optimizer)  # type: ignore[attr-defined]
+        self.drop(optimizer)
+
+    def _forget(self, optimizer: Optimizer, *_: object) -> None:
+        if self._steps and not hasattr(optimizer, "found_inf"):  # else GradScaler deletes both attributes itself
             vars(optimizer).pop("grad_scale", None)
-        for handle in handles:
+        for handle in self._steps:
             handle._deferred_clip_step = -1
-        hook.remove()
+        self._steps = {}
 
-    hook = optimizer.register_step_post_hook(forget)
+
+_clipped_steps: WeakKeyDictionary[Optimizer, _ClippedSteps] = WeakKeyDictionary()
 
 
 def _multiply(grads: list[Tensor], coefficient: Tensor) -> None:

@@ -378,6 +378,34 @@ def test_gradients_that_the_next_step_clips_are_not_clipped_again() -> None:
     assert fastsync.clip_grad_norm_(sync, 4.0).item() == pytest.approx(1.0)  # which the step has divided
 
 
+@pytest.mark.parametrize("clips_again", [True, False])
+@pytest.mark.parametrize("scales", [True, False])
+def test_a_step_that_was_left_out_leaves_no_clip_behind(scales: bool, clips_again: bool) -> None:
+    """As a loop skips steps with large norms. The hooks of others are called all the same."""
+    (model, sync), (plain, _) = (_given("attach", random_grads(9, 9, SHAPES, torch.float32)) for _ in range(2))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, fused=True) for each in (model, plain)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales) for _ in range(2)]
+    called: list[int] = []
+    for step in range(6):
+        skips, clips = step in (1, 2), step in (0, 1, 2, 5) or clips_again
+        for each, optimizer, scaler in zip((model, plain), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(each(random_grads(0, step, SHAPES, torch.float32))).backward()
+            if clips and each is model:
+                fastsync.clip_grad_norm_(sync, 0.1, optimizer=optimizer, scaler=scaler)
+            elif clips and not skips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            if not skips:
+                scaler.step(optimizer)
+                scaler.update()
+        if step == 0:
+            optimizers[0].register_step_post_hook(lambda *_: called.append(1))
+    assert len(called) == 3
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_a_scaler_tells_of_unscaled_gradients_or_is_refused() -> None:
     model = Given([torch.ones(4)])
     sync = fastsync.attach(model, overlap=False)
