@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,10 +30,12 @@ class FastsyncCallback(Callback):  # type: ignore[misc]  # without lightning it 
         self.handle: GradientHandle | None = None
         self._compression = compression
         self._loaded: Mapping[str, Any] | None = None
+        self._module: weakref.ref[LightningModule] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        before = self.handle
-        state = self._loaded if before is None or self._loaded is not None else before.state_dict()
+        before, goes_on = self.handle, self._module is not None and self._module() is pl_module
+        state = before.state_dict() if before is not None and goes_on and self._loaded is None else self._loaded
+        self._module = weakref.ref(pl_module)
         if isinstance(before, GradientSynchronizer):  # the model of a single rank is attached since the fit before
             before.detach()
         self.handle = register_prepared(trainer.strategy.model, self._compression)
@@ -45,7 +48,7 @@ class FastsyncCallback(Callback):  # type: ignore[misc]  # without lightning it 
         if self.handle is None:
             return {}
         state = self.handle.state_dict()
-        if any(each.compression.error_feedback for each in self.handle._candidates):
+        if dist.is_initialized() and any(each.compression.error_feedback for each in self.handle._candidates):
             own = {name: residual.cpu() for name, residual in state["residuals"].items()}
             of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object(own, of_ranks)

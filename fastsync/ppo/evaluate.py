@@ -14,6 +14,7 @@ from typing import Annotated
 
 import gymnasium
 import numpy as np
+import torch
 import tyro
 from gymnasium.wrappers import RecordVideo
 
@@ -22,7 +23,7 @@ from ..doctor import install_command
 from .envs.interface import Environments
 from .envs.lookup import Env
 from .envs.vector import EnvironmentFailedError
-from .evaluation import MAX_STEPS, make_players, play
+from .evaluation import MAX_STEPS, kept_generators, make_players, play
 from .policies import Policy, make_policy
 from .ppo import Settings
 from .runs.checkpoints import BEST, Checkpoint, CheckpointFolder, is_checkpoint_file, load_checkpoint
@@ -113,7 +114,8 @@ def load_policy(run_or_checkpoint: str | Path, *, newest: bool = False) -> Polic
     """
     path = Path(run_or_checkpoint)
     _, checkpoint = find_checkpoint(path, newest=newest)
-    with make_environment(checkpoint, path, seed=0) as environment:
+    # Making an environment seeds what the user's code may draw from.
+    with kept_generators(torch.device("cpu")), make_environment(checkpoint, path, seed=0) as environment:
         return restore_policy(checkpoint, path, environment).eval()
 
 

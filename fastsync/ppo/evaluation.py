@@ -172,10 +172,21 @@ def _kind(space: Space[Any]) -> Any:
 @contextmanager
 def _kept(policy: Policy) -> Iterator[None]:
     """Restores the generators that a process shares, and the buffers of the policy, at the end of a ``with`` block."""
-    device = next(policy.parameters()).device
+    buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    try:
+        with kept_generators(next(policy.parameters()).device):
+            yield
+    finally:
+        for name, buffer in policy.named_buffers():
+            if name in buffers:  # a layer may make one in its first forward
+                buffer.copy_(buffers[name])
+
+
+@contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """Restores the generators of torch, numpy and Python that a process shares, at the end of a ``with`` block."""
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     try:
         yield
     finally:
@@ -184,6 +195,3 @@ def _kept(policy: Policy) -> Iterator[None]:
         random.setstate(states[2])
         if on_gpu is not None:
             torch.cuda.set_rng_state(on_gpu, device)
-        for name, buffer in policy.named_buffers():
-            if name in buffers:  # a layer may make one in its first forward
-                buffer.copy_(buffers[name])

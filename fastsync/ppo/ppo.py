@@ -75,7 +75,7 @@ class Settings(RunSettings):
     warmup_updates: int = 0  # Updates over which the learning rate rises to its full value.
     max_grad_norm: float = 0.5  # Clip the gradient, averaged over ranks, to this norm.
     target_kl: float | None = None
-    """Stop learning from a rollout when the KL divergence of a minibatch, over all ranks, exceeds 1.5 times this. With
+    """Stop learning from a rollout when the KL divergence of a minibatch, over the ranks, exceeds 1.5 times this. With
     lr_schedule=adaptive it sets the learning rate instead, and does not stop."""
 
     def __post_init__(self) -> None:
@@ -486,7 +486,7 @@ class PPO:
                 parameter.grad = None
             metrics = self._backward(minibatch, remaining)
             if settings.target_kl is not None:
-                kl = self.sync.piggybacked()["kl"]  # the mean over ranks, so all ranks decide alike
+                kl = self.sync.piggybacked()["kl"]  # the mean over ranks that average gradients, so these decide alike
                 if settings.lr_schedule == "adaptive":
                     self.learning_rate.adapt(kl)
                 elif kl > KL_TOLERANCE * settings.target_kl:

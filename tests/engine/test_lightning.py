@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -120,6 +121,14 @@ def _alone(rank: int, world_size: int, folder: str) -> None:
     _fit(model, [callback], folder, 1)  # the same model once more
     assert callback.handle.stats().num_steps == 12
     assert isinstance(callback.handle, fastsync.GradientSynchronizer)
+    callback = FastsyncCallback("int8+ef")
+    for is_known in (False, True, False):
+        if not is_known:
+            model = _module()
+        with patch.object(fastsync.GradientSynchronizer, "load_state_dict") as loaded:
+            _fit(model, [callback], folder, 1)
+        assert loaded.called == is_known, "a model goes on with its residuals, and another one has none"
+        assert len(callback.state_dict()["residuals"]) > 0
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for whoever ends it
 
 

@@ -161,7 +161,9 @@ def test_an_environment_that_does_not_suit_the_policy_is_refused_before_ranks_st
 def test_a_loaded_policy_acts(tmp_path: Path):
     settings = replace(TINY, env="tests.toy_envs:Payout", runs_dir=str(tmp_path), learning_rate=0.01)
     run_ranks(train_each, 1, {"run": replace(settings, total_steps=4_000)})
+    generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
     policy, env = load_policy(tmp_path / "run"), Payout()
+    assert generators == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
     assert not policy.training
     observation, _ = env.reset()
     rewards, over = list[float](), False
