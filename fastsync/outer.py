@@ -133,7 +133,7 @@ class DiLoCo:
         self._delay = fragment_sync_delay
         self._alpha = fragment_update_alpha
         self._sync_every = sync_every
-        self._step = 0
+        self._step = self._num_skipped = 0  # at the end of a block steps are skipped, up to the last means
         self._averaged_step = 0  # the step that sent the fragment that was averaged last
         # Blocks that have begun and fragments that were sent, which gives each a number that is equal on all ranks.
         self._num_sent = 0
@@ -181,7 +181,12 @@ class DiLoCo:
     @property
     def num_steps(self) -> int:
         """The steps so far. A site that joins begins with those of the others, and one that resumes with the saved."""
-        return self._step
+        return self._step - self._num_skipped
+
+    @property
+    def rank(self) -> int:
+        """This site's number: its rank in the default group, or a new number if it has joined."""
+        return self._sites.own
 
     # ---- the block --------------------------------------------------------------------------------------------------
 
@@ -215,6 +220,7 @@ class DiLoCo:
             self._note_unsent_steps(error)
             return
         block.begin()
+        num_steps = self.num_steps
         for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
             if fragment.due is not None:
                 self._receive(fragment)
@@ -222,6 +228,7 @@ class DiLoCo:
             fragment = min(self._fragments, key=self._next_step_of)
             self._step = self._next_step_of(fragment)
             self._send(fragment, has_ended=True)
+        self._num_skipped = self._step - num_steps
         block.check_that_ours_stepped()
 
     def _note_unsent_steps(self, error: BaseException) -> None:
@@ -238,6 +245,7 @@ class DiLoCo:
 
     def _begin(self) -> None:
         """Checks before the first step of a block whether loaded weights differ from the common ones."""
+        self._background.wait()  # for what a block has sent before an error ended it
         for fragment in self._fragments:
             fragment.expect_step()
         number = self._num_sent = self._num_sent + 1
@@ -433,8 +441,8 @@ class DiLoCo:
             self._load_outer_state(state["outer"])
             self._num_final, self._averaged_step = state["num_final"], state["averaged_step"]
             self._num_averaged = progress[furthest]
-        if is_new:
-            self._step = self._averaged_step
+            if is_new:
+                self._step, self._num_skipped = self._averaged_step, state["num_skipped"]
 
     def _common_state(self, have_new: bool) -> dict[str, Any]:
         """Returns the state that all ranks take over. New ones get frozen parameters and buffers, too."""
@@ -442,6 +450,7 @@ class DiLoCo:
             "outer": self._outer_state(),
             "num_final": self._num_final,
             "averaged_step": self._averaged_step,
+            "num_skipped": self._num_skipped,
             "beside": self._tensors.beside_weights() if have_new else {},
         }
 
@@ -454,6 +463,7 @@ class DiLoCo:
         self._background.wait()
         return {
             "step": self._step,
+            "num_skipped": self._num_skipped,
             "due": [fragment.due for fragment in self._fragments],
             "outer": self._outer_state(),
             "unsent": [fragment.averager.state_dict() for fragment in self._fragments],
@@ -488,6 +498,7 @@ class DiLoCo:
             fragment.merge_watch = None
             fragment.num_unsent_steps = 0
         self._step = self._averaged_step = state["step"]  # all that was sent is averaged
+        self._num_skipped = state["num_skipped"]
         self._load_outer_state(state["outer"])
         self._num_final, self._is_resumed = 0, True
         if self._block is not None:
@@ -499,6 +510,7 @@ class DiLoCo:
                 "weights": {name: weight.detach() for name, weight in fragment.outer.items()},
                 "optimizer": fragment.optimizer.state_dict(),
                 "buffers": fragment.buffers_mean,
+                "others": dict(fragment.means_of_others),
             }
             for fragment in self._fragments
         ]
@@ -510,6 +522,7 @@ class DiLoCo:
                 weight.copy_(each["weights"][name])
             fragment.optimizer.load_state_dict(each["optimizer"])
             fragment.buffers_mean = each["buffers"].clone()
+            fragment.means_of_others = {name: mean.clone() for name, mean in each["others"].items()}
 
 
 class LocalSGD(DiLoCo):

@@ -104,7 +104,7 @@ class Fragment:
         buffers = self._buffers()
         self._shapes = {name: buffer.shape for name, buffer in buffers.items()}
         self.buffers_mean = _flat(buffers.values())  # the newest mean
-        self._means_of_others: dict[str, Tensor] = {}  # of the newest mean, until ``merge`` writes them
+        self.means_of_others: dict[str, Tensor] = {}  # of the newest mean, until ``merge`` writes them
         self._marks = marks(self._others())
         for outer in self.outer.values():
             outer.requires_grad_()
@@ -202,12 +202,12 @@ class Fragment:
         # A constant buffer has a change of exactly 0, so that roundings do not alter it with each mean.
         has_changed = change.buffers != self.buffers_mean
         buffer_changes = torch.where(has_changed, change.buffers - self.buffers_mean, 0.0)
-        self._means_of_others = {}
+        self.means_of_others = {}
         if num_counting > 0:
             if buffer_changes.numel() > 0:
                 group.allreduce(buffer_changes).wait()
             if any(have_changed for _, _, have_changed, _ in reports):
-                self._means_of_others = self._average_others(group, change, num_counting)
+                self.means_of_others = self._average_others(group, change, num_counting)
             for outer, difference in zip(self.outer.values(), change.differences, strict=True):
                 outer.grad = difference.clone()
             self.averager.synchronize()
@@ -256,10 +256,10 @@ class Fragment:
             buffer.copy_(self.buffers_mean[first : first + buffer.numel()].view_as(buffer))
             first += buffer.numel()
         others = self._others()
-        for name, mean in self._means_of_others.items():
+        for name, mean in self.means_of_others.items():
             others[name].copy_(mean.view_as(others[name]))
-        self._marks |= marks({name: others[name] for name in self._means_of_others})
-        self._means_of_others = {}
+        self._marks |= marks({name: others[name] for name in self.means_of_others})
+        self.means_of_others = {}
 
     def parameters(self) -> list[Tensor]:
         """Returns the model's parameters that a merge writes to."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -61,6 +63,39 @@ def test_the_last_mean_is_of_what_each_site_has_learned_since(rank: int, world_s
     second = ((5 + 6) + 2 * (5 + 6 + 7 + 8)) / 2
     third = 2 * 9  # rank 0 has not moved
     assert torch.equal(weight.detach(), torch.full((4,), first + second + third))
+
+
+@on_ranks(2)
+def test_steps_are_counted_that_the_optimizer_takes(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = DiLoCo(model, optimizer, sync_every=10)
+    for num_steps in (3, 8):
+        with sync:
+            for step in range(sync.num_steps, num_steps + rank):
+                train_step(model, optimizer, rank, step)
+        assert sync.num_steps == num_steps + rank
+    saved = sync.state_dict()
+    resumed = DiLoCo(model, optimizer, sync_every=10)
+    resumed.load_state_dict(saved)
+    assert resumed.num_steps == 8 + rank
+    assert resumed.rank == rank
+
+
+@on_ranks(2)
+def test_a_mean_that_is_on_its_way_when_an_error_ends_the_block_arrives(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = DiLoCo(model, optimizer, sync_every=2, fragments=2, fragment_sync_delay=1)
+    average = sync._average
+    sync._average = lambda *args: (time.sleep(0.5 * rank), average(*args))
+    for epoch in range(2):
+        with contextlib.suppress(KeyError), sync:
+            for step in range(4):
+                train_step(model, optimizer, rank, 100 * epoch + step)
+            if epoch == 0:
+                raise KeyError("both sites")
+    assert_sites_are_equal(model, world_size)
 
 
 @on_ranks(2)

@@ -51,6 +51,31 @@ def test_parameters_that_are_unfrozen_or_added_later_are_averaged(
 
 
 @on_ranks(2)
+def test_a_mean_of_what_was_unfrozen_is_saved_before_it_is_merged(rank: int, world_size: int) -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def begin(of: nn.Module, optimizer: torch.optim.Optimizer) -> DiLoCo:
+        return DiLoCo(of, optimizer, sync_every=2, fragment_sync_delay=1)
+
+    with begin(model, optimizer) as sync:
+        model[0].requires_grad_(True)
+        for step in range(2):
+            train_step(model, optimizer, rank, step)
+        saved, (other, of_other) = copy.deepcopy(sync.state_dict()), copy.deepcopy((model, optimizer))
+        train_step(model, optimizer, rank, 2)
+    other[0].requires_grad_(False)
+    sync = begin(other, of_other)
+    sync.load_state_dict(saved)
+    with sync:
+        other[0].requires_grad_(True)
+        train_step(other, of_other, rank, 2)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights(other), weights(model), strict=True))
+    assert_sites_are_equal(other, world_size)
+
+
+@on_ranks(2)
 def test_local_sgd_takes_the_mean_of_what_was_frozen(rank: int, world_size: int) -> None:
     model = nn.ParameterList([torch.zeros(3), torch.zeros(2), torch.zeros(2, dtype=torch.complex64)])
     model[1].requires_grad_(False)
