@@ -188,7 +188,7 @@ class GradientSynchronizer(WatchedHandle):
         first, took_fewer_steps = maxima.tolist()
         self._init_sync(root=size - first)
         if took_fewer_steps:
-            TrainingState(list(self._named.values())).share(self._group, root=size - first)
+            TrainingState(list(self._named.values())).share(self._group, size - first, "at the end of join()")
 
     def _warn_of_gradients_not_averaged(self) -> None:
         has_gradients = any(parameter.grad is not None for parameter in self.parameters())

@@ -141,6 +141,8 @@ class Elastic:
         self._undone: _Undone | None = None
         self._wants_change = False  # set by the watching thread
         self._newest_failure: Exception | None = None
+        self._num_failed = 0
+        self._failed_at: tuple[int, ...] = ()  # the step, and the members
         self._engine_step = 0
         self._before = _C.BeforeStep()
         self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
@@ -244,6 +246,12 @@ class Elastic:
                         self._index -= 1
                     self._break_off()
                     raise
+                if self._has_ended:
+                    raise RuntimeError(
+                        f"fastsync.Elastic: an error has left the block of step {self._index}, so this rank is out, "
+                        "and the others go on without it; let the error end this process, and start it again to join "
+                        "them"
+                    )
                 if not step.was_entered:
                     raise RuntimeError("fastsync.Elastic: a step was not entered; write `with step:` around its code")
                 if self._must_agree:
@@ -295,7 +303,7 @@ class Elastic:
             self._has_idled = not self._has_stepped
             self._must_agree = wishes > 0
             return True
-        if not self._is_of_lost_rank(error):
+        if not self._is_of_lost_rank(error) or self._fails_again():
             self._has_ended = True
             self._members.leave()
             return False
@@ -341,6 +349,13 @@ class Elastic:
             return False
         is_known = isinstance(error, RankLostError) or self._sync._engine.take_failure()
         return is_known or self._members.may_have_caused(error)
+
+    def _fails_again(self) -> bool:
+        """Whether the same ranks have failed in this step so often that it is not for the loss of one."""
+        place = (self._index, *self.members)
+        self._num_failed = self._num_failed + 1 if place == self._failed_at else 1
+        self._failed_at = place
+        return self._num_failed > MOST_FAILURES
 
     def _take_back(self) -> _Undone:
         """Puts back what the failed step has changed."""
@@ -433,7 +448,7 @@ class Elastic:
         before = [each.detach().clone() for each in tensors] if is_behind else []
         try:
             self._sync._init_sync(root)
-            TrainingState(self._sync.parameters()).share(self._sync._group, root)
+            TrainingState(self._sync.parameters()).share(self._sync._group, root, "as ranks are lost or join,")
         except BaseException:
             with torch.no_grad():
                 for tensor, value in zip(tensors, before, strict=False):

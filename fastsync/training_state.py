@@ -64,22 +64,28 @@ class TrainingState:
         self._alike += [f"{number} times {name}" for name, number in counts.items() if number > 1]
         return [each for name, each in named if counts[name] == 1]
 
-    def share(self, group: dist.ProcessGroup, root: int) -> None:
-        """Gives all ranks of the group the states of rank ``root``. All ranks warn if their optimizers differ."""
+    def share(self, group: dist.ProcessGroup, root: int, when: str) -> None:
+        """Gives all ranks of the group the states of rank ``root``. All ranks warn if their optimizers differ.
+
+        Args:
+            group: the ranks.
+            root: the one whose states they take.
+            when: begins the warning.
+        """
         device = self._parameters[0].device
         try:
             _C.check_agreement(group, self._describe(), device, "their optimizers, schedulers and GradScalers")
         except ValueError as error:
-            _warn(str(error))
+            _warn(when, str(error))
             return
         if self._alike:
-            _warn(f"nobody can tell apart {', '.join(self._alike)}")
+            _warn(when, f"nobody can tell apart {', '.join(self._alike)}")
         tensors: list[Tensor] = []
         message: list[Any] = [self._packed(tensors) if group.rank() == root else None]
         dist.broadcast_object_list(message, group=group, group_src=root)
         packed, sent, problem = message[0]
         if problem is not None:
-            _warn(problem)
+            _warn(when, problem)
             return
         if group.rank() != root:
             tensors = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in sent]
@@ -170,9 +176,9 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _warn(reason: str) -> None:
+def _warn(when: str, reason: str) -> None:
     warnings.warn(
-        f"fastsync: at the end of join() ranks keep their optimizers' states, which differ from now on: {reason}. Make "
+        f"fastsync: {when} ranks keep their optimizers' states, which differ from now on: {reason}. Make "
         "the same optimizers, schedulers and GradScalers on every rank, or give all ranks one rank's state yourself",
         stacklevel=5,
     )

@@ -58,10 +58,12 @@ class Supervisor:
         """What the function has returned on the ranks that have come to its end."""
         self._num_started = self._num_soon = 0
         self._running: dict[int, tuple[PContext, float]] = {}
+        self._local_ranks: dict[int, int] = {}  # a replacement has that of the rank before
         self._nproc = nproc
 
     def _start(self, variables: dict[str, int]) -> None:
         number, self._num_started = self._num_started, self._num_started + 1
+        self._local_ranks[number] = variables["LOCAL_RANK"]
         # What torchrun's agent sets. A rank that joins begins in a group of its own.
         attempt = number if JOINS in variables else 0
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port, "TORCHELASTIC_RESTART_COUNT": attempt}
@@ -124,7 +126,15 @@ class Supervisor:
         elif self._replaces and self._running and not is_over:
             if self._num_soon < MOST_SOON:
                 next_ += f", and rank {self._num_started} is started in its place"
-                self._start({"RANK": 0, "LOCAL_RANK": number, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, JOINS: 1})
+                self._start(
+                    {
+                        "RANK": 0,
+                        "LOCAL_RANK": self._local_ranks[number],
+                        "WORLD_SIZE": 1,
+                        "LOCAL_WORLD_SIZE": 1,
+                        JOINS: 1,
+                    }
+                )
             else:
                 next_ += f"; {MOST_SOON} in a row have ended within {SOON_SECONDS:g} s, so none is started in its place"
         go_on = have_met or is_done

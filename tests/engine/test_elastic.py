@@ -27,7 +27,10 @@ from torch.optim import Optimizer
 
 import fastsync
 from fastsync import _C, _checks, training_state
+from fastsync._membership import Members, Membership, another_connection
+from fastsync._peer_watch import PeerWatch
 from fastsync.elastic import JOINS, STORE, Elastic, RankLostError
+from fastsync.launch.supervisor import Supervisor
 from fastsync.training_state import TrainingState
 from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import run_ranks
@@ -169,7 +172,7 @@ def replay(
                 if min(progress.values()) < index:
                     root = list(progress.values()).index(index)
                     training.sync._init_sync(root)
-                    TrainingState(training.sync.parameters()).share(training.sync._group, root)
+                    TrainingState(training.sync.parameters()).share(training.sync._group, root, "in a test")
         if rank in members:
             training.step(index)
     return training.result() if rank in members else None
@@ -753,6 +756,68 @@ def test_all_objects_are_searched_once(alone: Training, monkeypatch: pytest.Monk
     assert runs == [0, 1, 1, 2]
     assert searches.count(DistributedDataParallel) == 1
     assert GradScaler not in searches
+
+
+def test_an_error_that_comes_again_and_again_leaves_its_block(alone: Training) -> None:
+    runs: list[int] = []
+
+    def train() -> None:
+        for step in Elastic(alone.model, alone.optimizer, alone.sync).steps(3):
+            runs.append(step.index)
+            with step:
+                if step.index == 1:
+                    raise RankLostError("as if a rank had been lost")
+                alone.step(step.index)
+
+    with pytest.raises(RankLostError, match="as if a rank had been lost"):
+        train()
+    assert runs == [0, 1, 1, 1, 1]
+
+
+def test_an_error_that_was_caught_outside_the_block_is_told(alone: Training) -> None:
+    def train() -> None:
+        for step in Elastic(alone.model, alone.optimizer, alone.sync).steps(3):
+            with contextlib.suppress(KeyError), step:
+                if step.index == 1:
+                    raise KeyError("mine")
+                alone.step(step.index)
+
+    with pytest.raises(RuntimeError, match="an error has left the block of step 1, so this rank is out"):
+        train()
+
+
+def test_a_rank_that_was_given_up_does_not_seem_to_wait(store: TCPStore) -> None:
+    """Its kernel answers for it."""
+    watches = [PeerWatch("127.0.0.1", lambda lost: None, lambda: None) for _ in range(2)]
+    old, new = (
+        Members(another_connection(store), each, watch, timeout=0.5)
+        for each, watch in zip((0, 99), watches, strict=True)
+    )
+    look = another_connection(store)
+    old.begin([0])
+    joining = threading.Thread(target=new.join, daemon=True)
+    joining.start()
+    until = time.monotonic() + 30
+    while not old.wants_to_change(look):
+        assert time.monotonic() < until
+    assert old.agree(1, has_ended=False).members == [0, 1]
+    joining.join(30)
+    assert not joining.is_alive()
+    assert old.agree(2, has_ended=False).members == [0], "the new one does not come"
+    assert not old.wants_to_change(look)
+    for watch in watches:
+        watch.close()
+
+
+def test_a_replacement_has_the_local_rank_of_the_one_before() -> None:
+    with patch("fastsync.launch.supervisor.start_processes") as start:
+        supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic", replaces=True)
+        for rank in range(2):
+            supervisor._start({"RANK": rank, "LOCAL_RANK": rank})
+        with patch.object(Supervisor, "_newest", lambda self: Membership(0, {0: 0, 1: 0}, {})):
+            for lost in (1, 2):
+                assert supervisor._goes_on_without(lost, 1, since=0.0, is_done=False)
+    assert [call.args[3][0]["LOCAL_RANK"] for call in start.call_args_list] == ["0", "1", "1", "1"]
 
 
 def test_a_step_that_is_not_entered_is_an_error(alone: Training) -> None:
