@@ -68,3 +68,11 @@ def forget_step(scaler: GradScaler, optimizers: Iterable[Optimizer]) -> None:
     """Lets the scaler take new gradients of these optimizers, in place of those of a step that has failed."""
     for optimizer in optimizers:
         scaler._per_optimizer_states.pop(id(optimizer), None)
+        forget_scale(optimizer)
+
+
+def forget_scale(optimizer: Optimizer) -> None:
+    """Takes a scaler's attributes off a fused optimizer whose step has failed: the next step would multiply by them."""
+    if hasattr(optimizer, "found_inf"):
+        del optimizer.found_inf
+        vars(optimizer).pop("grad_scale", None)

@@ -169,7 +169,7 @@ class Members:
     def _take(self, membership: Membership) -> None:
         before, self.now = self.now, membership
         for gone in before.progress.keys() - membership.progress.keys():
-            self._delete(self._store, f"address/{gone}")  # else one that is stopped would seem to wait for joining
+            self._store.set(f"address/{gone}", "")  # else one that is stopped would seem to wait for joining
         self._watch.watch({each: at for each, at in membership.addresses.items() if each != self.own})
         self._store.set("newest", membership.to_json())
         if self.own == membership.members[0] and before.epoch > 0:
@@ -259,15 +259,11 @@ class Members:
             if each in self.now.progress or not store.check([f"address/{each}"]):
                 continue
             address = store.get(f"address/{each}").decode()
-            if reachable(address):
+            if address and reachable(address):
                 found[each] = address
-            else:  # it tells the address again if it lives
-                self._delete(store, f"address/{each}")
+            elif address:  # it tells the address again if it lives
+                store.set(f"address/{each}", "")
         return found
-
-    def _delete(self, store: Store, key: str) -> None:
-        with suppress(RuntimeError, NotImplementedError):  # not every store can
-            store.delete_key(key)
 
     def join(self) -> Membership | None:
         """Waits until the others take this process in. Returns None if the training is over.
@@ -286,7 +282,7 @@ class Members:
             if newest.is_over:
                 return None
             if self.own in newest.progress:
-                self._delete(self._store, f"address/{self.own}")
+                self._store.set(f"address/{self.own}", "")
                 self._take(newest)
                 return newest
             if any(reachable(address) for address in newest.addresses.values()):

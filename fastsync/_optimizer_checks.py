@@ -40,7 +40,7 @@ def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
         if any(group.get(flag) for group in optimizer.param_groups):
             raise ValueError(f"optimizer: {flag}=True does not go with shards. {WAY_OUT}")
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    owner_of: dict[int, str] = {}
+    spans: dict[int, list[tuple[int, int, str]]] = {}  # the bytes that parameters take, by storage
     device_of: dict[torch.device, str] = {}
     for name, parameter in named.items():
         if parameter.numel() == 0:
@@ -55,9 +55,13 @@ def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
         if obstacle := _obstacle(parameter):
             raise ValueError(f"optimizer: parameter {name} {obstacle}. {WAY_OUT}")
         device_of.setdefault(parameter.device, name)
-        other = owner_of.setdefault(parameter.untyped_storage().data_ptr(), name)
-        if other != name and parameter.is_cpu:  # else parameters stay where they are, as views of cuDNN's weights
-            raise ValueError(f"optimizer: parameters {other} and {name} are views of one tensor. {WAY_OUT}")
+        begin, length = parameter.data_ptr(), parameter.numel() * parameter.element_size()
+        of_storage = spans.setdefault(parameter.untyped_storage().data_ptr(), [])
+        for other_begin, other_end, other in of_storage:
+            # On a device parameters stay where they are, side by side in one tensor as cuDNN's LSTMs have them.
+            if parameter.is_cpu or (begin < other_end and other_begin < begin + length):
+                raise ValueError(f"optimizer: parameters {other} and {name} are views of one tensor. {WAY_OUT}")
+        of_storage.append((begin, begin + length, name))
     if len(device_of) > 1:
         where = ", ".join(f"{name} is on {device}" for device, name in device_of.items())
         raise ValueError(f"optimizer: its parameters have to be on one device, and {where}. {WAY_OUT}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _C
+from ._grad_scaler import forget_scale
 from ._host_memory import HostMemory
 from ._optimizer_checks import WAY_OUT, check_compression, has_count, state_names
 from ._optimizer_masters import MASTER, WideState, rounding_of
@@ -30,6 +31,14 @@ STEP = "the step of the optimizer"
 """What ranks wait for, for errors."""
 TAKES_STEP, REFUSES, HAS_FAILED = 0.0, 1.0, 2.0
 """What a rank tells of itself before a step. HAS_FAILED: an earlier step has ended in an error on it."""
+COMPARED = (
+    "settings in param_groups",
+    "parameters that have gradients",
+    "state, as after a load_state_dict() on some",
+    "clips of the gradients, or scales of a GradScaler",
+    "finds of a GradScaler, whose inf or nan is in a gradient that no rank has averaged",
+)
+"""What has to be equal on all ranks, as an error calls it."""
 
 
 class OptimizerShards:
@@ -135,9 +144,10 @@ class OptimizerShards:
     def check_compression(self, compression: Compression | Auto) -> None:
         """Raises ValueError if the ranks cannot keep shards of means that travel with this compression."""
         check_compression(compression)
-        if isinstance(compression, Compression) and compression.ranks_per_node > 1 and self._home.are_pieces_alone:
+        per_node = compression.ranks_per_node if isinstance(compression, Compression) else 1
+        if 1 < per_node < self._sync._group.size() and self._home.are_pieces_alone:
             raise ValueError(
-                f"compression: ranks_per_node={compression.ranks_per_node} does not go with attach(optimizer=) where "
+                f"compression: ranks_per_node={per_node} does not go with attach(optimizer=) where "
                 f"ranks share no memory, because all of them exchange shards; leave it out. {WAY_OUT}"
             )
 
@@ -210,8 +220,13 @@ class OptimizerShards:
             stepped = self._stepped()
         except RuntimeError as error:
             refusal = error
-        if self._meet(stepped, refusal):
-            stepped = []
+        try:
+            self._meet(stepped, refusal)
+        except RuntimeError:
+            forget_scale(optimizer)
+            raise
+        if self._finds_inf():
+            stepped = []  # all ranks' GradScalers skip this step
         try:
             self._step(stepped)
         except BaseException:
@@ -267,18 +282,18 @@ class OptimizerShards:
             stepped.append(index)
         return stepped
 
-    def _meet(self, stepped: Sequence[int], refusal: RuntimeError | None) -> bool:
-        """Waits until all ranks are about to step. Returns whether they skip the step, as their GradScalers do.
+    def _meet(self, stepped: Sequence[int], refusal: RuntimeError | None) -> None:
+        """Waits until all ranks are about to step.
 
         Raises:
             RuntimeError: ``refusal``, if this rank has one. Or another rank refuses the step, or has failed in an
                 earlier one, or ranks would step in different ways.
         """
-        own = self._differences(stepped)
+        own = self._compared(stepped) if refusal is None else [""] * len(COMPARED)
         state = HAS_FAILED if self._has_failed else TAKES_STEP if refusal is None else REFUSES
-        numbers = [float(zlib.crc32(text.encode())) for text in own.values()]
+        numbers = [float(zlib.crc32(text.encode())) for text in own]
         try:
-            told = self._engine.compare([state, float(self._finds_inf()), *numbers], STEP)
+            told = self._engine.compare([state, *numbers], STEP)
         except RuntimeError:
             if refusal is not None:
                 raise refusal from None
@@ -297,7 +312,7 @@ class OptimizerShards:
                     f"fastsync: rank {rank} refuses this step, and its own error says why. With attach(optimizer=) "
                     "the ranks step together, so no rank has stepped"
                 )
-        for number, what in enumerate(own, start=2):
+        for number, what in enumerate(COMPARED, start=1):
             others = [rank for rank, theirs in zip(ranks, told, strict=True) if theirs[number] != told[0][number]]
             if others:
                 raise RuntimeError(
@@ -305,22 +320,22 @@ class OptimizerShards:
                     f"rank {others[0]} is not as rank {ranks[0]}. "
                     "With attach(optimizer=) do the same to the optimizer on every rank"
                 )
-        return any(has_inf for _, has_inf, *_ in told)
 
-    def _differences(self, stepped: Sequence[int]) -> dict[str, str]:
-        """Returns what has to be equal on all ranks, by what an error calls it."""
+    def _compared(self, stepped: Sequence[int]) -> list[str]:
+        """Returns texts that have to be equal on all ranks, one for each of COMPARED."""
         settings = [
             {name: _values(value) for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
         with_state = [index for index, p in self._parameters.items() if self._optimizer.state.get(p)]
         scales = getattr(self._optimizer, "grad_scale", None), self._clip_divisor()
-        return {
-            "settings in param_groups": repr(settings),
-            "parameters that have gradients": repr(stepped),
-            "state, as after a load_state_dict() on some": repr((with_state, [*map(self._is_foreign, with_state)])),
-            "clips of the gradients, or scales of a GradScaler": repr([*map(_values, scales)]),
-        }
+        return [
+            repr(settings),
+            repr(stepped),
+            repr((with_state, [*map(self._is_foreign, with_state)])),
+            repr([*map(_values, scales)]),
+            repr(self._finds_inf()),
+        ]
 
     def _finds_inf(self) -> bool:
         """Tells whether the GradScaler that takes this step is to skip it."""

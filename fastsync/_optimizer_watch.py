@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _C
+from ._grad_scaler import forget_scale
 from ._handle import GradientHandle
 from ._handles_in_use import in_use
 from ._late_parameters import LateParameters
@@ -101,8 +102,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return None
 
     def check() -> None:
-        for handle in handles:
-            handle._check_before_step(optimizer)
+        try:
+            for handle in handles:
+                handle._check_before_step(optimizer)
+        except RuntimeError:
+            forget_scale(optimizer)
+            raise
 
     # A closure makes the gradients that the step takes, as Lightning's and LBFGS's do. So the check comes after it.
     if len(args) > 1 and callable(args[1]):

@@ -227,8 +227,8 @@ class DiLoCo:
         while self._num_final < len(self._fragments):
             fragment = min(self._fragments, key=self._next_step_of)
             self._step = self._next_step_of(fragment)
+            self._num_skipped = self._step - num_steps
             self._send(fragment, has_ended=True)
-        self._num_skipped = self._step - num_steps
         block.check_that_ours_stepped()
 
     def _note_unsent_steps(self, error: BaseException) -> None:

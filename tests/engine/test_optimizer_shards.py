@@ -514,7 +514,7 @@ def test_two_levels_are_refused(rank: int, world_size: int) -> None:
             model(torch.full((1, 5), 1.0 + rank)).sum().backward()
 
 
-@on_ranks(2, shared_memory=False)
+@on_ranks(4, shared_memory=False)
 def test_two_levels_are_refused_where_all_ranks_exchange_shards(rank: int, world_size: int) -> None:
     levels = fastsync.Compression("bf16", ranks_per_node=2)
     with pytest.raises(ValueError, match="ranks_per_node=2 does not go with"):
@@ -522,6 +522,7 @@ def test_two_levels_are_refused_where_all_ranks_exchange_shards(rank: int, world
     model, optimizer, sync = attached()
     with pytest.raises(ValueError, match="ranks_per_node=2 does not go with"):
         sync.compression = levels
+    sync.compression = fastsync.Compression("bf16", ranks_per_node=4)  # a single node
     step(model, optimizer, rank)
 
 
@@ -541,6 +542,13 @@ def test_an_optimizer_with_other_parameters_is_told(rank: int, world_size: int) 
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     with pytest.raises(RuntimeError, match="the optimizer got other parameters"):
+        optimizer.step()
+    if rank == 0:
+        del optimizer.param_groups[1]
+    else:
+        optimizer.param_groups.clear()
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
+    with pytest.raises(RuntimeError, match="rank 1 refuses" if rank == 0 else "the optimizer got other parameters"):
         optimizer.step()
 
 
@@ -592,6 +600,27 @@ def test_different_scales_are_told(rank: int, world_size: int) -> None:
     scaler.scale(model(torch.full((1, 5), 1.0 + rank)).sum()).backward()
     with pytest.raises(RuntimeError, match="different clips of the gradients, or scales of a GradScaler"):
         scaler.step(optimizer)
+
+
+@in_both_ways
+def test_inf_in_a_gradient_that_is_not_averaged_is_told(rank: int, world_size: int) -> None:
+    model, own = two_layers(), nn.Parameter(torch.ones(3))
+    optimizer = AdamW([*model.parameters(), own], fused=True)
+    fastsync.attach(model, optimizer=optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for finds in (True, False):
+        factor = torch.inf if finds and rank == 1 else 1.0
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((1, 5), 1.0 + rank)).sum() + (own * factor).sum()).backward()
+        if finds:
+            with pytest.raises(RuntimeError, match="different finds of a GradScaler"):
+                scaler.step(optimizer)
+            assert not hasattr(optimizer, "grad_scale"), "the next step would multiply by it"
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 4.0
 
 
 @in_both_ways
