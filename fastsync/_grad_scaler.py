@@ -73,6 +73,5 @@ def forget_step(scaler: GradScaler, optimizers: Iterable[Optimizer]) -> None:
 
 def forget_scale(optimizer: Optimizer) -> None:
     """Takes a scaler's attributes off a fused optimizer whose step has failed: the next step would multiply by them."""
-    if hasattr(optimizer, "found_inf"):
-        del optimizer.found_inf
+    if vars(optimizer).pop("found_inf", None) is not None:
         vars(optimizer).pop("grad_scale", None)

@@ -314,7 +314,7 @@ def test_ranks_do_not_wait_for_the_time_out_after_what_one_did_alone(shared_memo
             elif shared_memory:
                 assert told[3].startswith(case.error or "rank 1 has failed"), (name, text)
             assert re.search(rf"rank 1( \(global \d+\))?: agreeing before .*, because {case.why}", text), (name, text)
-            assert text.endswith(ON_EVERY_RANK), (name, text)
+            assert ON_EVERY_RANK in text, (name, text)  # more follows if another rank has ended its sync by then
 
 
 class _Late(torch.autograd.Function):
