@@ -44,7 +44,7 @@ def clip_grad_norm_(
         sync: what ``attach`` or ``register_comm_hook`` returned, or a list of such handles.
         max_norm: positive, for gradients without a scaler's scale. It may be a 0-dim tensor on their device.
         optimizer: the one that steps with these gradients, or Accelerate's wrapper of it. A fused one that steps these
-            and no others takes the coefficient into its next step.
+            and no others takes the coefficient into its next step, unless another sync comes before that.
         scaler: the one that has scaled the loss. It needs ``optimizer``.
         norm_type: the p of the p-norm. Any other than 2 takes a pass over the gradients.
         error_if_nonfinite: raise if the norm is inf or nan, before anything is scaled. On a GPU the host waits.
