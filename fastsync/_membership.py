@@ -259,9 +259,11 @@ class Members:
             if each in self.now.progress or not store.check([f"address/{each}"]):
                 continue
             address = store.get(f"address/{each}").decode()
-            if address and reachable(address):
+            if not address:
+                continue
+            if reachable(address):
                 found[each] = address
-            elif address:  # it tells the address again if it lives
+            else:  # it tells the address again if it lives
                 store.set(f"address/{each}", "")
         return found
 

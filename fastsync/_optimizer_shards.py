@@ -220,12 +220,13 @@ class OptimizerShards:
             stepped = self._stepped()
         except RuntimeError as error:
             refusal = error
+        finds_inf = self._finds_inf()
         try:
-            self._meet(stepped, refusal)
+            self._meet(stepped, finds_inf, refusal)
         except RuntimeError:
             forget_scale(optimizer)
             raise
-        if self._finds_inf():
+        if finds_inf:
             stepped = []  # all ranks' GradScalers skip this step
         try:
             self._step(stepped)
@@ -282,14 +283,14 @@ class OptimizerShards:
             stepped.append(index)
         return stepped
 
-    def _meet(self, stepped: Sequence[int], refusal: RuntimeError | None) -> None:
+    def _meet(self, stepped: Sequence[int], finds_inf: bool, refusal: RuntimeError | None) -> None:
         """Waits until all ranks are about to step.
 
         Raises:
             RuntimeError: ``refusal``, if this rank has one. Or another rank refuses the step, or has failed in an
                 earlier one, or ranks would step in different ways.
         """
-        own = self._compared(stepped) if refusal is None else [""] * len(COMPARED)
+        own = self._compared(stepped, finds_inf) if refusal is None else [""] * len(COMPARED)
         state = HAS_FAILED if self._has_failed else TAKES_STEP if refusal is None else REFUSES
         numbers = [float(zlib.crc32(text.encode())) for text in own]
         try:
@@ -321,7 +322,7 @@ class OptimizerShards:
                     "With attach(optimizer=) do the same to the optimizer on every rank"
                 )
 
-    def _compared(self, stepped: Sequence[int]) -> list[str]:
+    def _compared(self, stepped: Sequence[int], finds_inf: bool) -> list[str]:
         """Returns texts that have to be equal on all ranks, one for each of COMPARED."""
         settings = [
             {name: _values(value) for name, value in group.items() if name != "params"}
@@ -334,7 +335,7 @@ class OptimizerShards:
             repr(stepped),
             repr((with_state, [*map(self._is_foreign, with_state)])),
             repr([*map(_values, scales)]),
-            repr(self._finds_inf()),
+            repr(finds_inf),
         ]
 
     def _finds_inf(self) -> bool:

@@ -758,6 +758,27 @@ def test_all_objects_are_searched_once(alone: Training, monkeypatch: pytest.Monk
     assert GradScaler not in searches
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_runs_again_has_the_scale_of_one(alone: Training, fails: bool) -> None:
+    """A fused optimizer keeps a scaler's attributes if its step fails, and the next step would multiply by them."""
+    optimizer, scaler = torch.optim.AdamW(alone.model.parameters(), fused=True), GradScaler("cpu", init_scale=4.0)
+    scales: list[float] = []
+
+    def look(optimizer: Any, *_: object) -> None:
+        scales.append(optimizer.grad_scale.item())
+        if fails and len(scales) == 2:
+            raise RankLostError("as if a rank had been lost")
+
+    elastic = Elastic(alone.model, optimizer, alone.sync)
+    optimizer.register_step_pre_hook(look)
+    for step in elastic.steps(3):
+        with step:
+            scaler.scale(sum(each.sum() for each in alone.model.parameters())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scales == [4.0] * (4 if fails else 3)
+
+
 def test_an_error_that_comes_again_and_again_leaves_its_block(alone: Training) -> None:
     runs: list[int] = []
 

@@ -135,6 +135,9 @@ def _parameters_may_be_views_of_one_tensor(rank: int, world_size: int) -> None:
             own.step()
             own.zero_grad()
     assert_bitwise_equal(flats[0].cpu(), flats[1].cpu(), "all parameters")
+    overlapping = [nn.Parameter(flats[0][:5]), nn.Parameter(flats[0][4:])]
+    with pytest.raises(ValueError, match="parameters 0 and 1 are views of one tensor"):
+        fastsync.attach(overlapping, process_group=group, optimizer=AdamW(overlapping, fused=True))
 
 
 def test_parameters_may_be_views_of_one_tensor() -> None:
