@@ -539,6 +539,7 @@ def test_ranks_that_ask_for_the_state_of_different_parameters(rank: int, world_s
 @in_both_ways
 def test_an_optimizer_with_other_parameters_is_told(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
+    step(model, optimizer, rank)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     with pytest.raises(RuntimeError, match="the optimizer got other parameters"):
