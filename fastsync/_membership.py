@@ -24,6 +24,8 @@ LOOK_SECONDS = 0.5
 """Seconds between two looks of a process that waits to join."""
 UNREACHABLE_SECONDS = 20.0
 """Such a process waits no longer for members none of which can be reached, as after the end of the training."""
+PROCESS = "FASTSYNC_PROCESS"
+"""Environment variable: this process's number in ``fastsync launch local``, which asks for the rank it has become."""
 
 
 class TooFewRanksError(RuntimeError):
@@ -172,6 +174,8 @@ class Members:
             self._store.set(f"address/{gone}", "")  # else one that is stopped would seem to wait for joining
         self._watch.watch({each: at for each, at in membership.addresses.items() if each != self.own})
         self._store.set("newest", membership.to_json())
+        if before.epoch < 0 and (process := os.environ.get(PROCESS)):
+            self._store.set(f"process/{process}", str(self.own))
         if self.own == membership.members[0] and before.epoch > 0:
             self._forget(before.epoch - 1)
 
@@ -278,9 +282,7 @@ class Members:
         seen, limit = time.monotonic(), min(self._timeout, UNREACHABLE_SECONDS)
         while True:
             self._store.set(f"address/{self.own}", self._watch.address)
-            newest = Membership.from_json(self._store.get("newest"))
-            while self._store.check([f"{newest.epoch}/next"]):  # a slow member may have written an old one last
-                newest = Membership.from_json(self._store.get(f"{newest.epoch}/next"))
+            newest = newest_membership(self._store)
             if newest.is_over:
                 return None
             if self.own in newest.progress:
@@ -299,6 +301,20 @@ class Members:
     def leave(self) -> None:
         """Tells the others at once that this rank does not go on."""
         self._watch.close()
+
+
+def newest_membership(store: Store) -> Membership:
+    """Returns the newest membership. Waits until there is one."""
+    newest = Membership.from_json(store.get("newest"))
+    while store.check([f"{newest.epoch}/next"]):  # a slow member may have written an old one last
+        newest = Membership.from_json(store.get(f"{newest.epoch}/next"))
+    return newest
+
+
+def rank_of_process(store: Store, process: int) -> int | None:
+    """Returns the rank that a process of ``fastsync launch local`` has become, or None."""
+    key = f"process/{process}"
+    return int(store.get(key)) if store.check([key]) else None
 
 
 def another_connection(store: Store) -> Store:

@@ -42,8 +42,8 @@ STORE_LIMIT = timedelta(seconds=60)
 MOST_FAILURES = 3
 """A new group may fail so often, and once for each rank that may be lost meanwhile."""
 _KEYS = "fastsync/elastic{}/{}"
-BEGUN = _KEYS.format(1, 0) + "/newest"
-"""A key of that store, which is there once the ranks have met."""
+KEYS_OF_FIRST = _KEYS.format(1, 0)
+"""Begins that store's keys for the first Elastic or DiLoCo of a training that was never started again."""
 _num_made = 0
 
 

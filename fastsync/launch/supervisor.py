@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
-from .._membership import Membership
-from ..elastic import BEGUN, JOINS, STORE, RankLostError
+from .._membership import PROCESS, Membership, newest_membership, rank_of_process
+from ..elastic import JOINS, KEYS_OF_FIRST, STORE, RankLostError
 from .torchrun import LAUNCHERS, run_rank, signals_passed_on
 
 POLL_SECONDS = 0.05
@@ -52,6 +52,7 @@ class Supervisor:
         # It would report each rank that has ended, as a failure of all.
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._agreed = PrefixStore(KEYS_OF_FIRST, self._store)
         self._entrypoint, self._words, self._replaces = entrypoint, tuple(words), replaces
         self._command, self._place, self._ranks_tell = command, place, ranks_tell
         self.returned: list[Any] = []
@@ -67,7 +68,11 @@ class Supervisor:
         # What torchrun's agent sets. A rank that joins begins in a group of its own.
         attempt = number if JOINS in variables else 0
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port, "TORCHELASTIC_RESTART_COUNT": attempt}
-        own = {"TORCHELASTIC_USE_AGENT_STORE": "True", STORE: f"127.0.0.1:{self._store.port}"}
+        own = {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            STORE: f"127.0.0.1:{self._store.port}",
+            PROCESS: number,
+        }
         environment = {name: str(value) for name, value in (variables | place | own).items()}
         if isinstance(self._entrypoint, str):  # a function has begun with torch by then; see run_rank
             environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
@@ -106,13 +111,13 @@ class Supervisor:
     def _are_left_behind(self) -> bool:
         """Whether those that still run were taken for lost, and the others have ended. One of them may be stopped."""
         newest = self._newest()
-        if newest is None or not newest.is_over or self._replaces:  # new ranks may have other numbers than here
-            return False
-        return self._running.keys().isdisjoint(newest.members)
+        # One that is none of the ranks may wait to join, and learns by itself that it is too late.
+        ranks = {rank_of_process(self._agreed, number) for number in self._running}
+        return newest is not None and None not in ranks and ranks.isdisjoint(newest.members)
 
     def _newest(self) -> Membership | None:
         """Returns the newest membership; None if the ranks have not met."""
-        return Membership.from_json(self._store.get(BEGUN)) if self._store.check([BEGUN]) else None
+        return newest_membership(self._agreed) if self._agreed.check(["newest"]) else None
 
     def _goes_on_without(self, number: int, code: int, since: float, is_done: bool) -> bool:
         """Says how a rank has ended, and starts another one if that is asked for. Returns whether the others go on."""

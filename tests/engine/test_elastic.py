@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +26,7 @@ from torch.optim import Optimizer
 
 import fastsync
 from fastsync import _C, _checks, training_state
-from fastsync._membership import Members, Membership, another_connection
-from fastsync._peer_watch import PeerWatch
 from fastsync.elastic import JOINS, STORE, Elastic, RankLostError
-from fastsync.launch.supervisor import Supervisor
 from fastsync.training_state import TrainingState
 from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import run_ranks
@@ -38,11 +34,6 @@ from tests.ranks import run_ranks
 NUM_STEPS = 8
 Changes = list[tuple[int, dict[int, int]]]
 """The steps before which the members have changed. For each member: how many steps it had finished; -1 if it is new."""
-
-
-@pytest.fixture
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class Counter(nn.Module):
@@ -807,40 +798,6 @@ def test_an_error_that_was_caught_outside_the_block_is_told(alone: Training) -> 
         train()
 
 
-def test_a_rank_that_was_given_up_does_not_seem_to_wait(store: TCPStore) -> None:
-    """Its kernel answers for it."""
-    watches = [PeerWatch("127.0.0.1", lambda lost: None, lambda: None) for _ in range(2)]
-    old, new = (
-        Members(another_connection(store), each, watch, timeout=0.5)
-        for each, watch in zip((0, 99), watches, strict=True)
-    )
-    look = another_connection(store)
-    old.begin([0])
-    joining = threading.Thread(target=new.join, daemon=True)
-    joining.start()
-    until = time.monotonic() + 30
-    while not old.wants_to_change(look):
-        assert time.monotonic() < until
-    assert old.agree(1, has_ended=False).members == [0, 1]
-    joining.join(30)
-    assert not joining.is_alive()
-    assert old.agree(2, has_ended=False).members == [0], "the new one does not come"
-    assert not old.wants_to_change(look)
-    for watch in watches:
-        watch.close()
-
-
-def test_a_replacement_has_the_local_rank_of_the_one_before() -> None:
-    with patch("fastsync.launch.supervisor.start_processes") as start:
-        supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic", replaces=True)
-        for rank in range(2):
-            supervisor._start({"RANK": rank, "LOCAL_RANK": rank})
-        with patch.object(Supervisor, "_newest", lambda self: Membership(0, {0: 0, 1: 0}, {})):
-            for lost in (1, 2):
-                assert supervisor._goes_on_without(lost, 1, since=0.0, is_done=False)
-    assert [call.args[3][0]["LOCAL_RANK"] for call in start.call_args_list] == ["0", "1", "1", "1"]
-
-
 def test_a_step_that_is_not_entered_is_an_error(alone: Training) -> None:
     with pytest.raises(RuntimeError, match="write `with step:` around its code"):
         for _ in Elastic(alone.model, alone.optimizer, alone.sync).steps(3):
@@ -897,55 +854,3 @@ def test_a_store_that_does_not_answer_is_named(alone: Training, monkeypatch: pyt
         monkeypatch.setenv(STORE, place)
         with pytest.raises(error, match=said):
             Elastic(alone.model, alone.optimizer, alone.sync)
-
-
-SCRIPT = """
-import os, sys, time, torch, fastsync
-with fastsync.distributed.process_group(timeout=60):
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sync = fastsync.attach(model)
-    elastic = fastsync.Elastic(model, optimizer, sync, min_ranks=2, max_ranks=2)
-    lonely = os.environ["RANK"] == "1"
-    for step in elastic.steps(40):
-        with step:
-            if lonely and step.index == 20:
-                os._exit(3)
-            model(torch.ones(4, 3)).sum().backward()
-            optimizer.step()
-    fastsync.check_consistency(model, process_group=elastic.group)
-    sys.stdout.write(f"members {elastic.members} arguments {sys.argv[1:]}" + os.linesep)  # at once, beside another rank
-"""
-
-
-def launch(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "fastsync.cli", "launch", "local", *words, "train.py", "--lr", "1"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.end_to_end
-def test_launch_local_replaces_a_rank(tmp_path: Path) -> None:
-    ran = launch(tmp_path, SCRIPT, "-n", "2", "--replace")
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == ["members [0, 2] arguments ['--lr', '1']"] * 2
-    assert "rank 1 has failed with status 3; 1 ranks go on, and rank 2 is started in its place" in ran.stderr
-
-
-@pytest.mark.end_to_end
-def test_launch_local_takes_a_module_and_leaves_a_scripts_options_alone(tmp_path: Path) -> None:
-    says = "import os, sys; sys.stdout.write(str(sys.argv[1:]) + os.linesep)"
-    (tmp_path / "trainer.py").write_text(says)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    for words in (["-m", "trainer"], ["--", "-m", "trainer"], ["trainer.py"]):
-        command = [sys.executable, "-m", "fastsync.cli", "launch", "local", "-n", "1", *words, "-m", "7", "--", "x"]
-        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-        assert ran.stdout == "['-m', '7', '--', 'x']\n", ran.stderr
-
-
-@pytest.mark.end_to_end
-def test_launch_local_ends_all_if_one_fails_before_they_have_met(tmp_path: Path) -> None:
-    script = "import os, time; os.environ['RANK'] == '0' and time.sleep(100); raise SystemExit(5)"
-    ran = launch(tmp_path, script, "-n", "2")
-    assert ran.returncode == 1
-    assert "rank 1 has failed with status 5; the ranks have not met in fastsync.Elastic or DiLoCo yet" in ran.stderr

@@ -22,18 +22,13 @@ from fastsync._checks import resolve_group
 from fastsync.elastic import JOINS, STORE
 from fastsync.surviving_group import SurvivingGroup
 from tests.engine.sites import make_model, make_optimizer, train_step, weights
-from tests.engine.test_elastic import launch
+from tests.engine.test_launch_local import launch
 from tests.ranks import run_ranks
 
 LR, SYNC_EVERY = 1e-3, 2
 NUM_STEPS = 12
 JOINED = 4
 """The step after which a new site takes part in the mean; it trains from there."""
-
-
-@pytest.fixture
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class Batched(nn.Module):

@@ -1,0 +1,107 @@
+"""``fastsync launch local``: ranks on this host that live when another is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from fastsync._membership import Membership
+from fastsync.launch.supervisor import Supervisor
+
+
+def test_a_replacement_has_the_local_rank_of_the_one_before() -> None:
+    with patch("fastsync.launch.supervisor.start_processes") as start:
+        supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic", replaces=True)
+        for rank in range(2):
+            supervisor._start({"RANK": rank, "LOCAL_RANK": rank})
+        with patch.object(Supervisor, "_newest", lambda self: Membership(0, {0: 0, 1: 0}, {})):
+            for lost in (1, 2):
+                assert supervisor._goes_on_without(lost, 1, since=0.0, is_done=False)
+    assert [call.args[3][0]["LOCAL_RANK"] for call in start.call_args_list] == ["0", "1", "1", "1"]
+
+
+SCRIPT = """
+import os, sys, time, torch, fastsync
+with fastsync.distributed.process_group(timeout=60):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = fastsync.attach(model)
+    elastic = fastsync.Elastic(model, optimizer, sync, min_ranks=2, max_ranks=2)
+    lonely = os.environ["RANK"] == "1"
+    for step in elastic.steps(40):
+        with step:
+            if lonely and step.index == 20:
+                os._exit(3)
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+    fastsync.check_consistency(model, process_group=elastic.group)
+    sys.stdout.write(f"members {elastic.members} arguments {sys.argv[1:]}" + os.linesep)  # at once, beside another rank
+"""
+
+
+def launch(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "fastsync.cli", "launch", "local", *words, "train.py", "--lr", "1"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.end_to_end
+def test_launch_local_replaces_a_rank(tmp_path: Path) -> None:
+    ran = launch(tmp_path, SCRIPT, "-n", "2", "--replace")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["members [0, 2] arguments ['--lr', '1']"] * 2
+    assert "rank 1 has failed with status 3; 1 ranks go on, and rank 2 is started in its place" in ran.stderr
+
+
+@pytest.mark.end_to_end
+def test_launch_local_takes_a_module_and_leaves_a_scripts_options_alone(tmp_path: Path) -> None:
+    says = "import os, sys; sys.stdout.write(str(sys.argv[1:]) + os.linesep)"
+    (tmp_path / "trainer.py").write_text(says)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    for words in (["-m", "trainer"], ["--", "-m", "trainer"], ["trainer.py"]):
+        command = [sys.executable, "-m", "fastsync.cli", "launch", "local", "-n", "1", *words, "-m", "7", "--", "x"]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert ran.stdout == "['-m', '7', '--', 'x']\n", ran.stderr
+
+
+@pytest.mark.end_to_end
+def test_launch_local_ends_all_if_one_fails_before_they_have_met(tmp_path: Path) -> None:
+    script = "import os, time; os.environ['RANK'] == '0' and time.sleep(100); raise SystemExit(5)"
+    ran = launch(tmp_path, script, "-n", "2")
+    assert ran.returncode == 1
+    assert "rank 1 has failed with status 5; the ranks have not met in fastsync.Elastic or DiLoCo yet" in ran.stderr
+
+
+STOPPED = """
+import os, signal, torch, fastsync
+with fastsync.distributed.process_group(timeout=60):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    {begin}
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    os.write(1, b"done" + os.linesep.encode())
+"""
+STOPS = "os.environ['RANK'] == '1' and {index} == 20 and os.kill(os.getpid(), signal.SIGSTOP)"
+ELASTIC = f"""elastic = fastsync.Elastic(model, optimizer, fastsync.attach(model), timeout=2)
+    for step in elastic.steps(40):
+      with step:
+        {STOPS.format(index="step.index")}
+"""
+DILOCO = f"""with fastsync.DiLoCo(model, optimizer, sync_every=5, timeout=2.0):
+      for step in range(40):
+        {STOPS.format(index="step")}
+"""
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(("begin", "words"), [(ELASTIC, ["--replace"]), (DILOCO, [])], ids=["Elastic", "DiLoCo"])
+def test_launch_local_ends_although_a_stopped_rank_is_left_behind(tmp_path: Path, begin: str, words: list[str]) -> None:
+    ran = launch(tmp_path, STOPPED.format(begin=begin.rstrip()), "-n", "3", *words)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["done"] * 2, ran.stderr
