@@ -19,9 +19,9 @@
 #include <utility>
 #include <vector>
 
-#include "engine/before_step.h"
 #include "engine/bucket.h"
 #include "engine/ddp_hook.h"
+#include "engine/elastic_step.h"
 #include "engine/parameter_gather.h"
 #include "engine/sharded.h"
 #include "engine/synchronizer.h"
@@ -40,11 +40,11 @@ namespace {
 namespace py = pybind11;
 using c10::ivalue::Future;
 using fastsync::Algorithm;
-using fastsync::BeforeStep;
 using fastsync::BucketTotals;
 using fastsync::Compression;
 using fastsync::CompressionTable;
 using fastsync::DType;
+using fastsync::ElasticStep;
 using fastsync::EngineState;
 using fastsync::GatherWork;
 using fastsync::HookState;
@@ -227,6 +227,43 @@ auto between_steps(Result (Part::*method)(Args...)) {
   };
 }
 
+// The methods of fastsync.Step that each step calls. They call methods of the Python class where something has failed.
+py::object enter_step(py::object self) {
+  ElasticStep& step = self.cast<ElasticStep&>();
+  std::vector<at::Tensor> buffers;
+  if (step.has_buffers) {
+    buffers = self.attr("_keep_buffers")().cast<std::vector<at::Tensor>>();
+  }
+  {
+    const PythonWarnings warnings;
+    const py::gil_scoped_release no_gil;
+    step.enter(std::move(buffers));
+  }
+  return self;
+}
+
+bool exit_step(const py::object& self, py::handle /*kind*/, const py::object& error, py::handle /*traceback*/) {
+  ElasticStep& step = self.cast<ElasticStep&>();
+  if (error.is_none()) {
+    const py::gil_scoped_release no_gil;
+    if (step.finish()) {
+      return true;
+    }
+  }
+  return self.attr("_fail")(error).cast<bool>();
+}
+
+void before_optimizer(const py::object& self, py::handle /*optimizer*/, py::handle /*args*/, py::handle /*kwargs*/) {
+  ElasticStep& step = self.cast<ElasticStep&>();
+  const bool is_refused = [&] {
+    const py::gil_scoped_release no_gil;
+    return step.is_inside && !step.may_step();
+  }();
+  if (is_refused) {
+    self.attr("_refuse_optimizer")();
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -262,11 +299,6 @@ PYBIND11_MODULE(_C, m) {
       .def("tensor", &SharedTensors::tensor, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"))
       .def("ranks", &SharedTensors::ranks)
       .def("give_up", &SharedTensors::give_up, no_gil);
-
-  py::class_<BeforeStep>(m, "BeforeStep")
-      .def(py::init<>())
-      .def("keep", &BeforeStep::keep, py::arg("buffers"))
-      .def("put_back", &BeforeStep::put_back);
 
   py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")
       .def("set_compressions", between_steps(&EngineState::set_compressions), py::arg("compressions"), no_gil)
@@ -352,6 +384,34 @@ PYBIND11_MODULE(_C, m) {
       .def("meet", locked<Synchronizer>(&ParameterSync::meet), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil)
       .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
+
+  py::class_<ElasticStep>(m, "ElasticStep")
+      .def(py::init<>())
+      .def_readwrite("engine", &ElasticStep::engine)
+      .def_readwrite("has_buffers", &ElasticStep::has_buffers)
+      .def_readonly("index", &ElasticStep::index)
+      .def_readwrite("num_finished", &ElasticStep::num_finished)
+      .def_readonly("engine_step", &ElasticStep::engine_step)
+      .def_readonly("was_entered", &ElasticStep::was_entered)
+      .def_property_readonly("is_smooth", &ElasticStep::is_smooth)
+      .def("goes_on", &ElasticStep::goes_on, py::arg("num_steps"))
+      .def_property(
+          "is_inside", [](const ElasticStep& step) { return step.is_inside.load(); },
+          [](ElasticStep& step, bool is_inside) { step.is_inside = is_inside; })
+      .def_readonly("has_stepped", &ElasticStep::has_stepped)
+      .def_readonly("has_idled", &ElasticStep::has_idled)
+      .def_property(
+          "wants_change", [](const ElasticStep& step) { return step.wants_change.load(); },
+          [](ElasticStep& step, bool wants_change) { step.wants_change = wants_change; })
+      .def_readwrite("must_agree", &ElasticStep::must_agree)
+      .def("signals", &ElasticStep::signals, no_gil)
+      .def("put_back", [](ElasticStep& step) { step.before.put_back(); })
+      .def("__enter__", &enter_step)
+      .def("__exit__", &exit_step)
+      .def("before_optimizer", &before_optimizer)
+      .def("after_optimizer", [](ElasticStep& step, py::handle, py::handle, py::handle) {
+        step.has_stepped = step.is_inside;  // one outside of a block is not ours
+      });
 
   py::class_<ShardedState, EngineState, std::shared_ptr<ShardedState>>(m, "ShardedState")
       .def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import warnings
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -117,7 +115,6 @@ class Elastic:
         check_at_least(self, min_ranks=1, max_ranks=max(1, min_ranks))
         self._model, self._sync = model, sync
         self._on_change = on_change
-        self._with_buffers = [module for module in model.modules() if module._buffers]
         store = members_store(dist.get_process_group_ranks(sync._group), store)
         if store is None:
             raise ValueError(_NO_STORE)
@@ -134,22 +131,16 @@ class Elastic:
         self._joins = os.environ.get(JOINS) == "1"
         if not self._joins:
             self._check_number(sync._group.size())
-        self._index = 0
-        self._has_begun = self._has_ended = self._must_agree = False
-        self._is_inside = self._has_stepped = self._has_failed = False
-        self._has_idled = False  # whether the newest block has ended without an error, and without the optimizer's step
+        self._has_begun = self._has_ended = self._has_failed = False
         self._undone: _Undone | None = None
-        self._wants_change = False  # set by the watching thread
         self._newest_failure: Exception | None = None
         self._num_failed = 0
         self._failed_at: tuple[int, ...] = ()  # the step, and the members
-        self._engine_step = 0
-        self._before = _C.BeforeStep()
-        self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
+        self._step = Step(self)
         inner = innermost(optimizer)
         self._optimizers = (optimizer, inner)
-        inner.register_step_pre_hook(self._before_optimizer)
-        inner.register_step_post_hook(self._after_optimizer)
+        inner.register_step_pre_hook(self._step.before_optimizer)
+        inner.register_step_post_hook(self._step.after_optimizer)
         if not self._joins:
             self._members.begin(list(range(sync._group.size())))
 
@@ -193,7 +184,9 @@ class Elastic:
             )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(step {self._index} of rank {self._members.own}, members {self.members})"
+        return (
+            f"{type(self).__name__}(step {self._step.num_finished} of rank {self._members.own}, members {self.members})"
+        )
 
     # ---- what a training asks ---------------------------------------------------------------------------------------
 
@@ -235,27 +228,27 @@ class Elastic:
         if self._has_ended:
             raise RuntimeError("fastsync.Elastic: steps() has ended; put all steps of a training into one loop")
         self._begin()
-        step = Step(self)
+        step = self._step
         while True:
-            while self._index < num_steps:
-                step.index, step.was_entered = self._index, False
+            while step.goes_on(num_steps):
                 try:
                     yield step
                 except GeneratorExit:
-                    if step.was_entered and self._has_idled:  # amid the block: the others take the step without it
-                        self._index -= 1
+                    if step.was_entered and step.has_idled:  # amid the block: the others take the step without it
+                        step.num_finished -= 1
                     self._break_off()
                     raise
                 if self._has_ended:
                     raise RuntimeError(
-                        f"fastsync.Elastic: an error has left the block of step {self._index}, so this rank is out, "
-                        "and the others go on without it; let the error end this process, and start it again to join "
-                        "them"
+                        f"fastsync.Elastic: an error has left the block of step {step.num_finished}, so this rank is "
+                        "out, and the others go on without it; let the error end this process, and start it again to "
+                        "join them"
                     )
+                if step.is_smooth:
+                    continue
                 if not step.was_entered:
                     raise RuntimeError("fastsync.Elastic: a step was not entered; write `with step:` around its code")
-                if self._must_agree:
-                    self._agree(has_ended=False)
+                self._agree(has_ended=False)
             self._has_ended = True
             if self._agree(has_ended=True).is_over:
                 return
@@ -270,7 +263,7 @@ class Elastic:
             if self._members.join() is None:
                 print("fastsync.Elastic: the training was over before this process could join it", file=sys.stderr)
                 sys.exit()
-            self._index = -1
+            self._step.num_finished = -1
         if not self._move(self._members.now):
             self._agree(has_ended=False)
 
@@ -280,68 +273,39 @@ class Elastic:
             return
         self._has_ended = True
         self._sync._engine.give_up()  # in shared memory; whoever waits for messages looks
-        self._members.break_off(self._index)
+        self._members.break_off(self._step.num_finished)
         self._agree(has_ended=True)
         self._members.leave()
 
-    def _enter(self) -> None:
-        self._has_stepped = self._has_idled = False
-        self._is_inside = True
-        self._buffers = [module._buffers.copy() for module in self._with_buffers]
-        self._before.keep([buffer for each in self._buffers for buffer in each.values() if buffer is not None])
-        self._engine_step = self._sync._engine.set_signal(float(self._wants_change))
+    def _fail(self, error: BaseException | None) -> bool:
+        """Ends a step that has failed. Returns whether the error is dealt with: the ranks agree before the next step.
 
-    def _exit(self, error: BaseException | None) -> bool:
-        """Ends a step. Returns whether the error is dealt with: the ranks agree before the next step."""
-        self._is_inside = False
-        signals = self._sync._engine.signals()
-        wishes = signals or 0.0
-        if error is None and math.isnan(wishes):  # the block has caught the error
-            error = RankLostError("fastsync.Elastic: a rank has failed in this step")
-        if error is None:
-            self._index += 1
-            self._has_idled = not self._has_stepped
-            self._must_agree = wishes > 0
-            return True
+        Args:
+            error: what has left the block. None if the block has caught it.
+        """
+        step = self._step
+        step.is_inside = False
+        error = error or RankLostError("fastsync.Elastic: a rank has failed in this step")
         if not self._is_of_lost_rank(error) or self._fails_again():
             self._has_ended = True
             self._members.leave()
             return False
-        self._must_agree = True
+        signals = step.signals()
+        step.must_agree = True
         self._sync._engine.give_up()
         self._close_group()
-        self._has_failed = not self._has_stepped
+        self._has_failed = not step.has_stepped
         if signals is not None:  # else no scaler has seen means of this step; the search takes long
             for scaler in scalers_in_use():
                 forget_step(scaler, self._optimizers)
-        if self._has_stepped:
-            self._index += 1
+        if step.has_stepped:
+            step.num_finished += 1
             warnings.warn(
-                f"fastsync.Elastic: step {self._index - 1} has failed after its optimizer had stepped, so it does not "
-                f"run again, and what followed in the block was left out ({error})",
-                stacklevel=3,
+                f"fastsync.Elastic: step {step.num_finished - 1} has failed after its optimizer had stepped, so it "
+                f"does not run again, and what followed in the block was left out ({error})",
+                stacklevel=2,
             )
         return True
-
-    def _before_optimizer(self, *_: object) -> None:
-        if not self._is_inside:
-            return
-        if self._has_stepped:
-            raise ValueError(
-                "fastsync.Elastic: the optimizer steps twice in one step, which could not be taken back; give each of "
-                "its steps a block of its own"
-            )
-        wishes = self._sync._engine.signals()
-        if wishes is None:
-            raise ValueError(
-                "fastsync.Elastic: the optimizer was about to step, and no backward of this block has averaged "
-                "gradients; put the backward into the block, and let its errors leave the block"
-            )
-        if math.isnan(wishes):
-            raise RankLostError("fastsync.Elastic: this rank's backward has failed, so the step runs again")
-
-    def _after_optimizer(self, *_: object) -> None:
-        self._has_stepped = self._is_inside
 
     def _is_of_lost_rank(self, error: BaseException) -> bool:
         """Whether an error comes from a group that has lost a rank."""
@@ -352,7 +316,7 @@ class Elastic:
 
     def _fails_again(self) -> bool:
         """Whether the same ranks have failed in this step so often that it is not for the loss of one."""
-        place = (self._index, *self.members)
+        place = (self._step.num_finished, *self.members)
         self._num_failed = self._num_failed + 1 if place == self._failed_at else 1
         self._failed_at = place
         return self._num_failed > MOST_FAILURES
@@ -365,11 +329,9 @@ class Elastic:
             engine.end_interrupted()
         residuals = self._sync.state_dict()["residuals"]
         undone = _Undone(torch.get_rng_state(), residuals, self._sync._group.size())
-        if engine.step() != self._engine_step:
+        if engine.step() != self._step.engine_step:
             engine.take_back_step()
-        self._before.put_back()
-        for module, buffers in zip(self._with_buffers, self._buffers, strict=True):
-            module._buffers.update(buffers)  # a forward may have put others there
+        self._step.put_back()
         return undone
 
     def _redo(self, undone: _Undone) -> None:
@@ -383,11 +345,11 @@ class Elastic:
 
     def _agree(self, has_ended: bool) -> Membership:
         """Agrees on the members, and makes all of them equal."""
-        self._must_agree = False
+        self._step.must_agree = False
         num_failures = 0
         try:
             while True:
-                decided = self._members.agree(self._index, has_ended)
+                decided = self._members.agree(self._step.num_finished, has_ended)
                 are_equal = len({*decided.progress.values()}) == 1
                 if (decided.is_over and are_equal) or self._move(decided):
                     return decided
@@ -420,10 +382,10 @@ class Elastic:
             self._sync._engine.make_revocable()
             if min(steps) < furthest:
                 self._share(root)
-            if self._undone is not None and self._index < furthest:
+            if self._undone is not None and self._step.num_finished < furthest:
                 self._redo(self._undone)
         except (RuntimeError, ValueError) as error:  # torch raises the latter for a group that it does not list
-            if self._index < 0 and isinstance(error, ValueError) and not self._members.has_lost():
+            if self._step.num_finished < 0 and isinstance(error, ValueError) and not self._members.has_lost():
                 raise  # this rank is new, and has other settings: the others go on without it
             self._newest_failure = error
             self._close_group()
@@ -431,19 +393,18 @@ class Elastic:
             kept = {part: own[part] for part in ("step", "scales", "factors") if part in own}
             self._sync.load_state_dict(self._sync.state_dict() | kept)
             return False
-        if self._undone is not None or self._index < furthest:
+        if self._undone is not None or self._step.num_finished < furthest:
             for parameter in (*self._sync.parameters(), *self._sync._left_to_each_rank()):
                 parameter.grad = None
         self._undone = None
-        self._index = furthest
-        self._wants_change = False
+        self._step.engine, self._step.num_finished, self._step.wants_change = self._sync._engine, furthest, False
         if decided.epoch > 0 and self._on_change is not None:
             self._on_change(decided.members)
         return True
 
     def _share(self, root: int) -> None:
         """Gives all ranks the state of one, or leaves it as it is."""
-        is_behind = self._index < max(self._members.now.progress.values())
+        is_behind = self._step.num_finished < max(self._members.now.progress.values())
         tensors = [*self._model.parameters(), *self._model.buffers()]
         before = [each.detach().clone() for each in tensors] if is_behind else []
         try:
@@ -468,31 +429,47 @@ class Elastic:
         """Looks whether a rank has broken off, and on the first member, whether one waits to join."""
         now = self._members.now
         with suppress(RuntimeError):
-            if self._is_inside and self._members.is_missed(self._index, store):
+            if self._step.is_inside and self._members.is_missed(self._step.num_finished, store):
                 self._close_group()
             if now.progress and now.members[0] == self._members.own:
-                self._wants_change = self._members.wants_to_change(store)
+                self._step.wants_change = self._members.wants_to_change(store)
 
 
-class Step:
-    """One step of a training, as a context. See ``Elastic``."""
-
-    index: int
-    """The step's number, from 0."""
+class Step(_C.ElasticStep):
+    """One step of a training, as a context. See ``Elastic``. ``index`` is its number, from 0."""
 
     def __init__(self, elastic: Elastic) -> None:
+        super().__init__()
         self._elastic = elastic
-        self.was_entered = False
+        self._with_buffers = [module for module in elastic._model.modules() if module._buffers]
+        self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
+        self.has_buffers = bool(self._with_buffers)
 
-    def __enter__(self) -> Step:
-        self.was_entered = True
-        self._elastic._enter()
-        return self
+    def _keep_buffers(self) -> list[Tensor]:
+        self._buffers = [module._buffers.copy() for module in self._with_buffers]
+        return [buffer for each in self._buffers for buffer in each.values() if buffer is not None]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        return self._elastic._exit(error)
+    def put_back(self) -> None:
+        """Puts back buffers, and the random state."""
+        super().put_back()
+        for module, buffers in zip(self._with_buffers, self._buffers, strict=True):
+            module._buffers.update(buffers)  # a forward may have put others there
+
+    def _fail(self, error: BaseException | None) -> bool:
+        return self._elastic._fail(error)
+
+    def _refuse_optimizer(self) -> None:
+        if self.has_stepped:
+            raise ValueError(
+                "fastsync.Elastic: the optimizer steps twice in one step, which could not be taken back; give each of "
+                "its steps a block of its own"
+            )
+        if self.signals() is None:
+            raise ValueError(
+                "fastsync.Elastic: the optimizer was about to step, and no backward of this block has averaged "
+                "gradients; put the backward into the block, and let its errors leave the block"
+            )
+        raise RankLostError("fastsync.Elastic: this rank's backward has failed, so the step runs again")
 
 
 def members_store(ranks: Sequence[int], given: Store | None = None) -> Store | None:

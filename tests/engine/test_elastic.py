@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import fastsync
-from fastsync import _C, _checks, training_state
+from fastsync import _checks, training_state
 from fastsync.elastic import JOINS, STORE, Elastic, RankLostError
 from fastsync.training_state import TrainingState
 from tests.engine.wrappers import OptimizerWrapper
@@ -68,7 +68,7 @@ class Training:
             self.model,
             self.optimizer,
             self.sync,
-            on_change=lambda members: changes.append((elastic._index, elastic._members.now.progress)),
+            on_change=lambda members: changes.append((elastic._step.num_finished, elastic._members.now.progress)),
             **options,
         )
         return elastic, changes
@@ -143,7 +143,7 @@ def go_on(
                 os.kill(os.getpid(), signal.SIGSTOP)
             training.step(step.index, die_amid if place == "backward" else Tensor.backward)
             until = time.monotonic() + 10
-            while rank == 0 and step.index == 0 and not (elastic._wants_change or {*new} <= {*elastic.members}):
+            while rank == 0 and step.index == 0 and not (elastic._step.wants_change or {*new} <= {*elastic.members}):
                 if time.monotonic() > until:  # this rank was stopped, and the others have gone on without it
                     break
                 time.sleep(0.01)  # until the new ones are there
@@ -530,7 +530,7 @@ def join_with_another_model(rank: int, world_size: int, port: int) -> list[int] 
         for step in elastic.steps(NUM_STEPS):
             with step:
                 training.step(step.index)
-                while rank == 0 and step.index == 0 and not elastic._wants_change:
+                while rank == 0 and step.index == 0 and not elastic._step.wants_change:
                     time.sleep(0.01)
     except ValueError as error:
         return str(error)
@@ -664,18 +664,20 @@ def test_the_scalers_other_optimizers_keep_their_stage(alone: Training) -> None:
 
 
 @pytest.mark.parametrize("num_drawn", [0, 1, 2])
-def test_what_a_step_changes_is_put_back(num_drawn: int) -> None:
+def test_what_a_step_changes_is_put_back(alone: Training, num_drawn: int) -> None:
     """Random numbers go on as before, also where half of a pair of normal ones is left, and buffers of any kind."""
     torch.randn(num_drawn)
     buffers = [torch.arange(6.0).view(2, 3).t(), torch.tensor(3), torch.empty(0), torch.ones(2, dtype=torch.bool)]
-    before = _C.BeforeStep()
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    step = next(elastic.steps(1))
+    step._with_buffers, step._keep_buffers = [], lambda: [*buffers]
     for _ in range(2):  # the second time in the memory of the first
         expected, state = [each.clone() for each in buffers], torch.get_rng_state()
-        before.keep(buffers)
+        step.__enter__()
         torch.randn(1), torch.randn(1, dtype=torch.float64), torch.rand(700)
         for each in buffers:
             each.fill_(0)
-        before.put_back()
+        step.put_back()
         assert torch.equal(torch.get_rng_state(), state)
         torch.testing.assert_close(buffers, expected, rtol=0, atol=0)
         buffers[1] += 1
