@@ -108,7 +108,8 @@ class Session:
         if self._checkpoint:
             self._notes += self._resume(self._checkpoint)
         self._resumed_step, self._resumed_update, self._resumed_seconds = ppo.step, ppo.update, self._seconds
-        self._evaluated_step = ppo.step
+        before = self._checkpoint.evaluated_step if self._checkpoint else None
+        self._evaluated_step = ppo.step if before is None else before  # a signal leaves out an evaluation that is due
         self._logged: tuple[int, dict[str, float]] | None = None  # the newest row of the logs
         self._logged_until = ppo.step  # the step of the row before
         if self._survivors is not None:
@@ -333,7 +334,7 @@ class Session:
             checkpoint = Checkpoint(
                 settings=self._settings.as_dict(), world_size=self._world_size, step=ppo.step, update=ppo.update,
                 seconds=self._seconds, learner=learner | {"num_draws": ppo.streams.num_draws}, environments=states,
-                window=[list(episode) for episode in self._last_episodes],
+                window=[list(episode) for episode in self._last_episodes], evaluated_step=self._evaluated_step,
             )  # fmt: skip
             self._checkpoints.save(checkpoint, score)
         if self._survivors is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import random
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,33 @@ def test_a_run_that_goes_on_compares_with_the_best_evaluation_so_far(tmp_path: P
     # Without evaluations the returns of the training count, which are other figures.
     run_ranks(train_each, 1, {"run": replace(longer, eval_interval=0, total_steps=2_200)})
     assert file.read_bytes() != before
+
+
+class Stopping(Payout):
+    """Tells its process to stop."""
+
+    num_steps, stops_at = 0, -1
+
+    def step(self, action: Any):
+        Stopping.num_steps += 1
+        if Stopping.num_steps == Stopping.stops_at:
+            signal.raise_signal(signal.SIGTERM)
+        return super().step(action)
+
+
+def train_and_stop(rank: int, world_size: int, runs: dict[str, Settings]) -> None:
+    Stopping.stops_at = 150  # in the second update: each has some 100 steps
+    train_each(rank, world_size, runs)
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_up(tmp_path: Path):
+    settings = replace(TINY, runs_dir=str(tmp_path), env=f"{__name__}:Stopping")
+    settings = replace(settings, eval_interval=200, eval_env="tests.toy_envs:Payout")
+    run_ranks(train_and_stop, 1, {"run": settings})
+    run_ranks(train_each, 1, {"run": replace(settings, resume="auto")})
+    rows = read_rows(tmp_path / "run")
+    assert 200 < int(rows[1]["step"]) < int(rows[2]["step"]) < 400
+    assert [bool(row["evaluation/return"]) for row in rows[:3]] == [False, False, True]
 
 
 def test_episodes_are_the_same_each_time_whoever_plays_them():

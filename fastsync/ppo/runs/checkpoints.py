@@ -35,6 +35,8 @@ class Checkpoint:
     best_return: float = -math.inf
     """Mean return of the best checkpoint so far, this one included: of its newest evaluation, if the run has any, and
     else of the last episodes of the training."""
+    evaluated_step: int | None = None
+    """The step that the next evaluation is counted from. None in checkpoints of before: ``step``."""
 
     def settings_as(self, kind: type[Kind]) -> Kind:
         """Returns the settings as a ``kind``. It leaves out those that ``kind`` lacks, such as those of a script's
