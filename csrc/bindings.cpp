@@ -227,7 +227,7 @@ auto between_steps(Result (Part::*method)(Args...)) {
   };
 }
 
-// The methods of fastsync.Step that each step calls. They call methods of the Python class where something has failed.
+// The methods of fastsync.elastic.Step that each step calls. They call Python to list buffers, and after a failure.
 py::object enter_step(py::object self) {
   ElasticStep& step = self.cast<ElasticStep&>();
   std::vector<at::Tensor> buffers;
@@ -390,7 +390,9 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("engine", &ElasticStep::engine)
       .def_readwrite("has_buffers", &ElasticStep::has_buffers)
       .def_readonly("index", &ElasticStep::index)
-      .def_readwrite("num_finished", &ElasticStep::num_finished)
+      .def_property(
+          "num_finished", [](const ElasticStep& step) { return step.num_finished.load(); },
+          [](ElasticStep& step, int64_t num_finished) { step.num_finished = num_finished; })
       .def_readonly("engine_step", &ElasticStep::engine_step)
       .def_readonly("was_entered", &ElasticStep::was_entered)
       .def_property_readonly("is_smooth", &ElasticStep::is_smooth)

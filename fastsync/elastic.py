@@ -114,6 +114,7 @@ class Elastic:
         self.min_ranks, self.max_ranks = min_ranks, max_ranks
         check_at_least(self, min_ranks=1, max_ranks=max(1, min_ranks))
         self._model, self._sync = model, sync
+        self._step = Step(self)
         self._on_change = on_change
         store = members_store(dist.get_process_group_ranks(sync._group), store)
         if store is None:
@@ -136,7 +137,6 @@ class Elastic:
         self._newest_failure: Exception | None = None
         self._num_failed = 0
         self._failed_at: tuple[int, ...] = ()  # the step, and the members
-        self._step = Step(self)
         inner = innermost(optimizer)
         self._optimizers = (optimizer, inner)
         inner.register_step_pre_hook(self._step.before_optimizer)
@@ -258,7 +258,6 @@ class Elastic:
         """Goes over to a group that ends with a rank, once."""
         if self._has_begun:
             return
-        self._has_begun = True
         if self._joins:
             if self._members.join() is None:
                 print("fastsync.Elastic: the training was over before this process could join it", file=sys.stderr)
@@ -266,6 +265,7 @@ class Elastic:
             self._step.num_finished = -1
         if not self._move(self._members.now):
             self._agree(has_ended=False)
+        self._has_begun = True
 
     def _break_off(self) -> None:
         """Ends the training on this rank, and leaves the others its state if they lack it."""
@@ -303,7 +303,7 @@ class Elastic:
             warnings.warn(
                 f"fastsync.Elastic: step {step.num_finished - 1} has failed after its optimizer had stepped, so it "
                 f"does not run again, and what followed in the block was left out ({error})",
-                stacklevel=2,
+                stacklevel=3,
             )
         return True
 
@@ -393,11 +393,13 @@ class Elastic:
             kept = {part: own[part] for part in ("step", "scales", "factors") if part in own}
             self._sync.load_state_dict(self._sync.state_dict() | kept)
             return False
+        finally:
+            self._step.engine = self._sync._engine
         if self._undone is not None or self._step.num_finished < furthest:
             for parameter in (*self._sync.parameters(), *self._sync._left_to_each_rank()):
                 parameter.grad = None
         self._undone = None
-        self._step.engine, self._step.num_finished, self._step.wants_change = self._sync._engine, furthest, False
+        self._step.num_finished, self._step.wants_change = furthest, False
         if decided.epoch > 0 and self._on_change is not None:
             self._on_change(decided.members)
         return True
@@ -441,6 +443,7 @@ class Step(_C.ElasticStep):
     def __init__(self, elastic: Elastic) -> None:
         super().__init__()
         self._elastic = elastic
+        self.engine = elastic._sync._engine
         self._with_buffers = [module for module in elastic._model.modules() if module._buffers]
         self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
         self.has_buffers = bool(self._with_buffers)

@@ -6,9 +6,12 @@
 namespace fastsync {
 
 bool ElasticStep::goes_on(int64_t num_steps) {
+  if (num_finished >= num_steps) {
+    return false;  // index stays that of the last step
+  }
   index = num_finished;
   was_entered = false;
-  return num_finished < num_steps;
+  return true;
 }
 
 void ElasticStep::enter(std::vector<at::Tensor> buffers) {

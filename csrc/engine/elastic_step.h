@@ -14,9 +14,9 @@
 
 namespace fastsync {
 
-// Python reads and sets its state, under the GIL.
+// Python reads and sets its state between calls, in the thread that takes the steps.
 struct ElasticStep {
-  // Whether there is another step, which index then tells.
+  // Whether there is another step. If so, index tells its number.
   bool goes_on(int64_t num_steps);
   // Whether the newest step was entered, and the next one needs nothing before it.
   bool is_smooth() const { return was_entered && !must_agree; }
@@ -34,13 +34,13 @@ struct ElasticStep {
   BeforeStep before;
   bool has_buffers = false;
   int64_t index = 0;
-  int64_t num_finished = 0;
   int64_t engine_step = 0;  // the engine's number of this step
   bool was_entered = false;
   bool has_stepped = false;  // whether the optimizer has
   bool has_idled = false;    // whether the newest step has ended without an error, and without the optimizer's step
   bool must_agree = false;   // whether the ranks agree on the members before the next step
-  // A thread of its own reads and sets these.
+  // The thread that watches other ranks reads or sets these, while C++ runs without the GIL.
+  std::atomic<int64_t> num_finished = 0;
   std::atomic<bool> is_inside = false;
   std::atomic<bool> wants_change = false;  // whether a new rank waits; this rank's signal tells it to the others
 };

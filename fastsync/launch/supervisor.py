@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -92,7 +93,7 @@ class Supervisor:
         try:
             for first in range(size):
                 self._start({"RANK": first, "LOCAL_RANK": first, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
-            while self._running and not (is_done and self._are_left_behind()):
+            while self._running and not self._are_left_behind():
                 time.sleep(POLL_SECONDS)
                 for number, (rank, since) in list(self._running.items()):
                     if (result := rank.wait(timeout=0)) is None:
@@ -109,11 +110,13 @@ class Supervisor:
         return 0 if is_done else 1
 
     def _are_left_behind(self) -> bool:
-        """Whether those that still run were taken for lost, and the others have ended. One of them may be stopped."""
+        """Whether those that still run were members, were taken for lost because they are stopped, and stay so."""
         newest = self._newest()
-        # One that is none of the ranks may wait to join, and learns by itself that it is too late.
         ranks = {rank_of_process(self._agreed, number) for number in self._running}
-        return newest is not None and None not in ranks and ranks.isdisjoint(newest.members)
+        if newest is None or None in ranks or not ranks.isdisjoint(newest.members):
+            return False
+        # Another may have broken off, or waits no longer for a member that has ended. It may have a file to write.
+        return all(_is_stopped(pid) for rank, _ in self._running.values() for pid in rank.pids().values())
 
     def _newest(self) -> Membership | None:
         """Returns the newest membership; None if the ranks have not met."""
@@ -125,10 +128,11 @@ class Supervisor:
         self._num_soon = self._num_soon + 1 if time.monotonic() - since < SOON_SECONDS else 0
         newest = self._newest()
         have_met, is_over = newest is not None, newest is not None and newest.is_over
-        next_ = f"{len(self._running)} ranks go on" if self._running else "no rank is left"
+        are_left = bool(self._running) and not self._are_left_behind()
+        next_ = f"{len(self._running)} ranks go on" if are_left else "no rank is left"
         if not have_met and not is_done:
             next_ = f"the ranks have not met in {self._place} yet, so all of them end"
-        elif self._replaces and self._running and not is_over:
+        elif self._replaces and are_left and not is_over:
             if self._num_soon < MOST_SOON:
                 next_ += f", and rank {self._num_started} is started in its place"
                 self._start(
@@ -143,9 +147,18 @@ class Supervisor:
             else:
                 next_ += f"; {MOST_SOON} in a row have ended within {SOON_SECONDS:g} s, so none is started in its place"
         go_on = have_met or is_done
-        if not (self._ranks_tell and go_on and self._running):
+        if not (self._ranks_tell and go_on and are_left):
             print(f"{self._command}: rank {number} {how}; {next_}", file=sys.stderr, flush=True)
         return go_on
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP has stopped a process."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in ("T", "t")
 
 
 def launch_survivors(fn: Callable[..., Any], nproc: int, *args: Any, stop_timeout: float) -> list[Any]:

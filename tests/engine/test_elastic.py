@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -669,7 +669,8 @@ def test_what_a_step_changes_is_put_back(alone: Training, num_drawn: int) -> Non
     torch.randn(num_drawn)
     buffers = [torch.arange(6.0).view(2, 3).t(), torch.tensor(3), torch.empty(0), torch.ones(2, dtype=torch.bool)]
     elastic = Elastic(alone.model, alone.optimizer, alone.sync)
-    step = next(elastic.steps(1))
+    steps = elastic.steps(1)
+    step = next(steps)
     step._with_buffers, step._keep_buffers = [], lambda: [*buffers]
     for _ in range(2):  # the second time in the memory of the first
         expected, state = [each.clone() for each in buffers], torch.get_rng_state()
@@ -698,6 +699,23 @@ def test_a_buffer_that_a_failed_step_made_is_gone(alone: Training) -> None:
 def test_where_it_is_shows_in_its_text(alone: Training) -> None:
     elastic = Elastic(alone.model, alone.optimizer, alone.sync)
     assert repr(elastic) == "Elastic(step 0 of rank 0, members [0])"
+
+
+def test_the_last_step_tells_its_number_after_the_loop(alone: Training) -> None:
+    for step in Elastic(alone.model, alone.optimizer, alone.sync).steps(3):
+        with step:
+            alone.step(step.index)
+    assert step.index == 2
+
+
+def test_a_loop_whose_begin_has_failed_may_be_tried_again(alone: Training) -> None:
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    with patch.object(elastic, "_move", Mock(side_effect=KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
+        next(elastic.steps(3))
+    steps = elastic.steps(3)
+    with next(steps):
+        alone.step(0)
+    assert next(steps).index == 1
 
 
 def test_a_change_between_two_steps_keeps_gradients(alone: Training) -> None:
@@ -812,8 +830,9 @@ def test_what_follows_the_optimizer_is_told_to_be_left_out(alone: Training) -> N
     step, error = next(steps), RankLostError("as if a rank had been lost")
     step.__enter__()
     alone.step(0)
-    with pytest.warns(UserWarning, match="step 0 has failed after its optimizer had stepped"):
+    with pytest.warns(UserWarning, match="step 0 has failed after its optimizer had stepped") as warned:
         assert step.__exit__(type(error), error, None)
+    assert warned[0].filename == __file__
     assert next(steps).index == 1
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+from torch.distributed import PrefixStore
 
 from fastsync._membership import Membership
+from fastsync.elastic import KEYS_OF_FIRST
 from fastsync.launch.supervisor import Supervisor
 
 
@@ -23,6 +27,31 @@ def test_a_replacement_has_the_local_rank_of_the_one_before() -> None:
             for lost in (1, 2):
                 assert supervisor._goes_on_without(lost, 1, since=0.0, is_done=False)
     assert [call.args[3][0]["LOCAL_RANK"] for call in start.call_args_list] == ["0", "1", "1", "1"]
+
+
+def test_only_stopped_ranks_are_left_behind() -> None:
+    """Another that is no member any more ends by itself, and may have a file to write."""
+    supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic", replaces=True)
+    store = PrefixStore(KEYS_OF_FIRST, supervisor._store)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        supervisor._running = {1: (SimpleNamespace(pids=lambda: {0: process.pid}), 0.0)}
+        store.set("newest", Membership(1, {0: 7}, {}).to_json())
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert not supervisor._are_left_behind(), "it may join yet"
+        store.set("process/1", "1")
+        assert supervisor._are_left_behind()
+        with patch.object(supervisor, "_start") as start:
+            assert supervisor._goes_on_without(0, 1, since=0.0, is_done=True)
+        start.assert_not_called()
+        os.kill(process.pid, signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+        assert not supervisor._are_left_behind()
+        store.set("newest", Membership(1, {0: 7, 1: 7}, {}).to_json())
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert not supervisor._are_left_behind(), "the others still wait for it"
+        os.kill(process.pid, signal.SIGKILL)
 
 
 SCRIPT = """
@@ -88,12 +117,12 @@ with fastsync.distributed.process_group(timeout=60):
     os.write(1, b"done" + os.linesep.encode())
 """
 STOPS = "os.environ['RANK'] == '1' and {index} == 20 and os.kill(os.getpid(), signal.SIGSTOP)"
-ELASTIC = f"""elastic = fastsync.Elastic(model, optimizer, fastsync.attach(model), timeout=2)
+ELASTIC = f"""elastic = fastsync.Elastic(model, optimizer, fastsync.attach(model), timeout=10)
     for step in elastic.steps(40):
       with step:
         {STOPS.format(index="step.index")}
 """
-DILOCO = f"""with fastsync.DiLoCo(model, optimizer, sync_every=5, timeout=2.0):
+DILOCO = f"""with fastsync.DiLoCo(model, optimizer, sync_every=5, timeout=10.0):
       for step in range(40):
         {STOPS.format(index="step")}
 """
