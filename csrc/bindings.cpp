@@ -257,7 +257,7 @@ void before_optimizer(const py::object& self, py::handle /*optimizer*/, py::hand
   ElasticStep& step = self.cast<ElasticStep&>();
   const bool is_refused = [&] {
     const py::gil_scoped_release no_gil;
-    return step.is_inside && !step.may_step();
+    return !step.may_step();
   }();
   if (is_refused) {
     self.attr("_refuse_optimizer")();
@@ -394,6 +394,7 @@ PYBIND11_MODULE(_C, m) {
           "num_finished", [](const ElasticStep& step) { return step.num_finished.load(); },
           [](ElasticStep& step, int64_t num_finished) { step.num_finished = num_finished; })
       .def_readonly("engine_step", &ElasticStep::engine_step)
+      .def_readwrite("is_in_loop", &ElasticStep::is_in_loop)
       .def_readonly("was_entered", &ElasticStep::was_entered)
       .def_property_readonly("is_smooth", &ElasticStep::is_smooth)
       .def("goes_on", &ElasticStep::goes_on, py::arg("num_steps"))

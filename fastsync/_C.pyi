@@ -112,6 +112,7 @@ class ElasticStep:
     has_buffers: bool
     num_finished: int
     is_inside: bool
+    is_in_loop: bool
     wants_change: bool
     must_agree: bool
     @property

@@ -228,7 +228,14 @@ class Elastic:
         if self._has_ended:
             raise RuntimeError("fastsync.Elastic: steps() has ended; put all steps of a training into one loop")
         self._begin()
+        try:
+            yield from self._loop(num_steps)
+        finally:
+            self._step.is_in_loop = False
+
+    def _loop(self, num_steps: int) -> Iterator[Step]:
         step = self._step
+        step.is_in_loop = True
         while True:
             while step.goes_on(num_steps):
                 try:
@@ -462,6 +469,11 @@ class Step(_C.ElasticStep):
         return self._elastic._fail(error)
 
     def _refuse_optimizer(self) -> None:
+        if not self.is_inside:
+            raise ValueError(
+                "fastsync.Elastic: the optimizer stepped outside the block of a step, where a step that has failed "
+                "would step, too; put it into the block, behind the backward"
+            )
         if self.has_stepped:
             raise ValueError(
                 "fastsync.Elastic: the optimizer steps twice in one step, which could not be taken back; give each of "

@@ -35,6 +35,9 @@ bool ElasticStep::finish() {
 }
 
 bool ElasticStep::may_step() const {
+  if (!is_inside) {
+    return !is_in_loop;
+  }
   const std::optional<double> wishes = has_stepped ? std::nullopt : signals();
   return wishes && !std::isnan(*wishes);
 }

@@ -25,7 +25,7 @@ struct ElasticStep {
   void enter(std::vector<at::Tensor> buffers);
   // Ends a step that no error has left. Returns whether no rank has failed in it. If one has, nothing changes.
   bool finish();
-  // Whether the optimizer may step now.
+  // Whether the optimizer may step now. Before and after the loop it may.
   bool may_step() const;
   // See ParameterSync::signals.
   std::optional<double> signals() const;
@@ -35,6 +35,7 @@ struct ElasticStep {
   bool has_buffers = false;
   int64_t index = 0;
   int64_t engine_step = 0;  // the engine's number of this step
+  bool is_in_loop = false;
   bool was_entered = false;
   bool has_stepped = false;  // whether the optimizer has
   bool has_idled = false;    // whether the newest step has ended without an error, and without the optimizer's step

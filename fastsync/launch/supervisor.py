@@ -104,6 +104,11 @@ class Supervisor:
                         self.returned += result.return_values.values()
                     elif not self._goes_on_without(number, result.failures[0].exitcode, since, is_done):
                         return 1
+            for number in self._running:
+                told = (
+                    f"{self._command}: rank {number} is stopped, and the others have gone on without it, so it is ended"
+                )
+                print(told, file=sys.stderr, flush=True)
         finally:
             for rank, _ in self._running.values():
                 rank.close(signal.SIGTERM, timeout=5)
@@ -129,7 +134,8 @@ class Supervisor:
         newest = self._newest()
         have_met, is_over = newest is not None, newest is not None and newest.is_over
         are_left = bool(self._running) and not self._are_left_behind()
-        next_ = f"{len(self._running)} ranks go on" if are_left else "no rank is left"
+        go = "1 rank goes on" if len(self._running) == 1 else f"{len(self._running)} ranks go on"
+        next_ = go if are_left else "no rank is left"
         if not have_met and not is_done:
             next_ = f"the ranks have not met in {self._place} yet, so all of them end"
         elif self._replaces and are_left and not is_over:

@@ -100,6 +100,7 @@ class Session:
         self._usage = UsageMeter(self.device)
         self._last_episodes = deque[Episode](maxlen=WINDOW)
         self._seconds = self._gathering_seconds = self._reporting_seconds = self._evaluation_seconds = 0.0
+        self._evaluated_step = 0
         self._is_stopped = False
 
     def begin(self, ppo: Any) -> None:

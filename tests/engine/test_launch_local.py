@@ -84,7 +84,7 @@ def test_launch_local_replaces_a_rank(tmp_path: Path) -> None:
     ran = launch(tmp_path, SCRIPT, "-n", "2", "--replace")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["members [0, 2] arguments ['--lr', '1']"] * 2
-    assert "rank 1 has failed with status 3; 1 ranks go on, and rank 2 is started in its place" in ran.stderr
+    assert "rank 1 has failed with status 3; 1 rank goes on, and rank 2 is started in its place" in ran.stderr
 
 
 @pytest.mark.end_to_end
@@ -134,3 +134,4 @@ def test_launch_local_ends_although_a_stopped_rank_is_left_behind(tmp_path: Path
     ran = launch(tmp_path, STOPPED.format(begin=begin.rstrip()), "-n", "3", *words)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["done"] * 2, ran.stderr
+    assert "rank 1 is stopped, and the others have gone on without it, so it is ended" in ran.stderr

@@ -344,7 +344,7 @@ with fastsync.distributed.process_group(timeout=60):
 def test_launch_local_replaces_a_site(tmp_path: Path) -> None:
     ran = launch(tmp_path, SCRIPT, "-n", "2", "--replace")
     assert ran.returncode == 0, ran.stderr
-    assert "rank 1 was ended by SIGKILL; 1 ranks go on, and rank 2 is started in its place" in ran.stderr
+    assert "rank 1 was ended by SIGKILL; 1 rank goes on, and rank 2 is started in its place" in ran.stderr
     said = sorted(ran.stdout.splitlines())
     assert [line.partition(" weights ")[0] for line in said] == ["joined False", "joined True"], ran.stderr
     assert len({line.partition(" weights ")[2] for line in said}) == 1
