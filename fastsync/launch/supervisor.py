@@ -116,12 +116,12 @@ class Supervisor:
 
     def _are_left_behind(self) -> bool:
         """Whether those that still run were members, were taken for lost because they are stopped, and stay so."""
+        # Another may have broken off, or waits no longer for a member that has ended. It may have a file to write.
+        if not all(_is_stopped(pid) for rank, _ in self._running.values() for pid in rank.pids().values()):
+            return False
         newest = self._newest()
         ranks = {rank_of_process(self._agreed, number) for number in self._running}
-        if newest is None or None in ranks or not ranks.isdisjoint(newest.members):
-            return False
-        # Another may have broken off, or waits no longer for a member that has ended. It may have a file to write.
-        return all(_is_stopped(pid) for rank, _ in self._running.values() for pid in rank.pids().values())
+        return newest is not None and None not in ranks and ranks.isdisjoint(newest.members)
 
     def _newest(self) -> Membership | None:
         """Returns the newest membership; None if the ranks have not met."""
