@@ -42,7 +42,9 @@ class Options:
     trainers: tuple[Literal[tuple(COMPARED)], ...] = tuple(COMPARED)
     """Who trains. `make baselines` installs sbx, rlox and rejax, each in an environment of its own."""
     repetitions: int = 10
-    """Trainings of each kind, with seeds from 1. The kinds take turns."""
+    """Trainings of each kind, each with the next seed. The kinds take turns."""
+    first_seed: int = 1
+    """The first of these seeds. With 6, five more repetitions go on where five have ended; --rows shows both files."""
     nproc: tuple[int, ...] = (1, 2)
     """Numbers of ranks of fastsync's runs. They share the batch of one, so hyperparameters stay as they are."""
     threads: tuple[int, ...] = ()
@@ -67,7 +69,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_positive(self, "timeout", "total_steps")
-        check_at_least(self, repetitions=1)
+        check_at_least(self, repetitions=1, first_seed=0)
         for option in ("json", "plot"):
             check_file(option, getattr(self, option))
         if self.plot is not None and self.plot.suffix not in (".svg", ".png"):
@@ -81,6 +83,7 @@ class Options:
         for file in self.rows:
             if any(record.benchmark != BENCHMARK for record in read_json(file)):
                 raise ValueError(f"rows={file} has rows of another benchmark than {BENCHMARK}")
+        _check_that_each_training_counts_once(self.rows)
         if "fastsync" in self.trainers and not self.rows:
             check_device("cpu", max(self.nproc), self.oversubscribe)
         for whose, env in self.pairs():
@@ -110,6 +113,21 @@ class Options:
             until=THRESHOLDS[env] if self.threshold is None else self.threshold,
             gsde=training.gsde and self.gsde,
         )
+
+
+def _check_that_each_training_counts_once(files: Sequence[Path]) -> None:
+    """Trainings that two files have would narrow the intervals without being evidence."""
+    where_from = dict[tuple[object, ...], Path]()
+    for file in files:
+        for record in read_json(file):
+            if record.figures["reached"] is None:
+                continue
+            env, whose, seed = (record.settings[key] for key in ("env", "hyperparameters", "seed"))
+            if (other := where_from.setdefault((env, whose, seed, record.method), file)) is not file:
+                raise ValueError(
+                    f"rows={file} and {other} both have seed {seed} of {record.method} on {env}; "
+                    "measure with --first-seed to go on with other seeds"
+                )
 
 
 @dataclass(frozen=True)
@@ -196,9 +214,10 @@ def turns_of(options: Options, whose: str, env: str, notes: list[str]) -> Iterat
     """All seeds of all methods, the methods in turns. Adds notes as ``methods_of`` does."""
     methods = list(methods_of(options, options.training(whose, env), notes))
     firsts = {method.who.trainer: method for method in reversed(methods)}
-    for seed in range(1, options.repetitions + 1):
+    for repetition in range(options.repetitions):
+        seed = options.first_seed + repetition
         yield from (Turn(whose, method, seed) for method in methods)
-        if seed <= ALONE_REPETITIONS:
+        if repetition < ALONE_REPETITIONS:
             yield from (Turn(whose, method, seed, alone=True) for method in firsts.values())
 
 

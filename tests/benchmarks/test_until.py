@@ -117,6 +117,25 @@ def test_until_compares_trainers(
     assert len(measured) == number
     again = capsys.readouterr().out
     assert lines["fastsync, 1 rank"] in again
+    # Two more seeds, in a file of their own, count together with these, but no seed counts twice.
+    more = tmp_path / "more.json"
+    assert main(["ppo", "--until", "--first-seed", "6", "--repetitions", "2", "--json", str(more)]) == 0
+    assert {training.seed for _, training in measured[number:]} == {6, 7}
+    capsys.readouterr()
+    assert main(["ppo", "--until", "--rows", str(json_file), str(more)]) == 0
+    assert "7/7" in next(line for line in capsys.readouterr().out.splitlines() if "fastsync, 1 rank" in line)
+    with pytest.raises(ValueError, match="both have seed 5 of fastsync, 1 rank on CartPole-v1"):
+        Options(rows=(json_file, _copied(json_file)))
+
+
+def _copied(file: Path) -> Path:
+    """Only the rows of the last seed."""
+    rows = [
+        row for row in json.loads(file.read_text()) if row["settings"]["seed"] == 5 and "fastsync, 1" in row["method"]
+    ]
+    copy = file.with_name("copy.json")
+    copy.write_text(json.dumps(rows))
+    return copy
 
 
 def test_until_leaves_out_what_cannot_train_and_says_why(
@@ -197,6 +216,7 @@ def test_without_gsde_nobody_has_it(measured: list[tuple[str, Training]], capsys
         ({"nproc": (0,)}, r"nproc=\(0,\) must be at least 1"),
         ({"trainers": ()}, "trainers: choose at least one"),
         ({"repetitions": 0}, "repetitions"),
+        ({"first_seed": -1}, "first_seed"),
         ({"plot": Path("times.jpg")}, r"plot=times.jpg must be the name of a file that ends in .svg or .png"),
         ({"json": Path("/nonexistent/rows.json")}, "there is no folder /nonexistent"),
         ({"total_steps": 0}, "total_steps=0 must be more than 0"),
