@@ -318,7 +318,8 @@ def run(command: Command, log: Path, limit: float) -> int | None:
     """Runs a command and appends what it prints to ``log``. Returns its exit status, None if it was ended."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **command.environment}
     environment["PYTHONPATH"] = f"{command.folder}:{os.environ.get('PYTHONPATH', '')}"
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/local/cuda/bin"
+    commands = [Path(sys.executable).parent, os.environ["PATH"], INSTALLED / "bin", "/usr/local/cuda/bin"]
+    environment["PATH"] = ":".join(map(str, commands))
     with log.open("ab", buffering=0) as output:
         output.write(f"\n$ {command}\n".encode())
         # In a session of its own, for Ctrl-C is for this process, which ends the others.

@@ -380,7 +380,11 @@ std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOpt
   team->begin(options.step_count > 0 ? 2 * options.step_count + is_second : 0,
               options.scatter ? agreement->number : -1);
   if (memory.plan) {
-    return std::make_unique<PlannedSum>(std::move(gradients), memory);
+    auto sum = std::make_unique<PlannedSum>(std::move(gradients), memory);
+    if (options.scatter && !options.scatter->memory) {
+      memory.buffer.reset();  // the device's allocator keeps it for the next bucket, in the order of streams
+    }
+    return sum;
   }
   return std::make_unique<AllReduceSum>(std::move(gradients), teams_.all(), memory.buffer,
                                         /*is_lossless=*/!options.compression.wire, options.in_place);

@@ -66,12 +66,13 @@ struct Agreement {
 
 // Tells how a bucket is sent in one step. All members but the weight and has_failed are the same on all ranks.
 struct SendOptions {
-  // Tells where a reduce-scatter takes place. Several buckets share its teams and memory, one after the other.
+  // Tells where a reduce-scatter takes place. Several buckets share its teams and, on a CPU, its memory, one after the
+  // other. On a device the memory is null. There each bucket keeps a plan of its own, and its buffer only for one sum.
   struct Scatter {
     at::Tensor output;  // becomes this rank's shard of the sum, times the factor
     double factor;
     Teams& teams;
-    SumMemory& memory;
+    SumMemory* memory;
   };
 
   Compression compression;
@@ -259,7 +260,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
                                           const std::vector<bool>& stand_in);
   std::unique_ptr<SumWork> make_sparse_sum(const at::Tensor& gradient, SendOptions options, Stopwatch& stopwatch,
                                            const at::Tensor& side_values);
-  SumMemory& memory_for(const SendOptions& options) { return options.scatter ? options.scatter->memory : memory_; }
+  SumMemory& memory_for(const SendOptions& options) {
+    return options.scatter && options.scatter->memory ? *options.scatter->memory : memory_;
+  }
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options);
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options, SumMemory& memory);
   std::unique_ptr<SumWork> make_low_rank_sum(FlatGradients gradients, SendOptions options);

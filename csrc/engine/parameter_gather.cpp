@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "passes/backend.h"
+#include "passes/graph_memory.h"
 #include "transport/progress_thread.h"
 #include "transport/without_python_objects.h"
 
@@ -209,6 +210,7 @@ std::vector<FlatGradients> ParameterGather::encoded(GatheredModule& module, cons
     module.workspace = std::make_shared<Workspace>(output.device());
     module.stats = at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(output.device()));
   }
+  hold_for_graph(output.device(), {module.stats, module.workspace->totals()});
   const int64_t size = group_->getSize();
   const int64_t shard = output.numel() / size;
   FlatGradients first(output.narrow(0, 0, shard).split_with_sizes(numels), wire, output.device());

@@ -50,9 +50,8 @@ void ShardedState::reduce_scatter(const at::Tensor& identity, const std::string&
       teams_.emplace(group_, input.device());
     }
   }
-  SumMemory for_once;  // enough on a device, whose allocator caches memory
   const SendOptions::Scatter scatter{output, factor_of(op, group_->getSize()), *teams_,
-                                     input.is_cpu() ? memory_ : for_once};
+                                     input.is_cpu() ? &memory_ : nullptr};
   run(identity, name, input, &scatter);
 }
 

@@ -27,13 +27,19 @@ std::string backend_name(c10d::ProcessGroup& group, c10::Device device) {
 
 bool is_nccl(const std::string& name) { return name == "nccl" || name == "nccl2"; }
 
-// Makes one launch of what the call gives the process group, if the backend can do that. The end of the launch is one
-// more work to wait for. The calls' own works matter too: some backends' collectives do not join the launch, and only
-// their own works tell when they are done. The launch ends even if the call throws, because otherwise nothing that
-// this thread calls later would be launched.
+// Note [Works of a launch]
+//   torch has two classes for NCCL, and they differ in what tells that the calls between startCoalescing and
+//   endCoalescing are done. In the older one, "nccl", all calls are one launch, and only the work of the end tells. The
+//   calls' own works hold events that torch has used before, because it takes them from a cache. A wait for those is
+//   for an earlier collective, and breaks the capture of a CUDA graph. In the newer one, "nccl2", each collective runs
+//   at once, and only its own work tells. Other backends are waited for in both ways.
+//
+// Makes one launch of what the call gives the process group, if the backend can do that. Adds the works to wait for.
+// The launch ends even if the call throws, because otherwise nothing that this thread calls later would be launched.
 template <class Call>
 void coalesced(c10d::ProcessGroup& group, c10::Device device, Transfer::Works& works, const Call& call) {
   const WithoutPythonObjects without_python;
+  const auto num_before = static_cast<Transfer::Works::difference_type>(works.size());
   const c10::DeviceGuard guard(device);  // the backend asks for the current device where nothing else tells it
   group.startCoalescing(device.type());
   try {
@@ -47,6 +53,9 @@ void coalesced(c10d::ProcessGroup& group, c10::Device device, Transfer::Works& w
     throw;
   }
   if (Work end = group.endCoalescing(device.type())) {
+    if (backend_name(group, device) == "nccl") {
+      works.erase(works.begin() + num_before, works.end());
+    }
     works.push_back(std::move(end));
   }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,6 +79,25 @@ def blank_unused(
     is_blank = ~is_usual & torch.cat([~valid[:1], terminated])  # [T + 1, N]
     observations[is_blank], values[is_blank] = 0, 0
     outputs[is_blank[:-1]], actions[is_blank[:-1]] = 0, 0
+
+
+def check_rewards(rewards: Array, *, first_index: int) -> None:
+    """Checks the rewards [T, N] of a rollout. Vectorised environments come without other checks.
+
+    Args:
+        rewards: of the rollout.
+        first_index: number of the first environment.
+
+    Raises:
+        RuntimeError: one is not finite.
+    """
+    wrong = ~np.isfinite(rewards)
+    if wrong.any():
+        row, index = np.argwhere(wrong)[0]
+        raise RuntimeError(
+            f"environment {first_index + index} has returned the reward {rewards[row, index]} in step {row + 1} of the "
+            "rollout; it must be finite"
+        )
 
 
 @dataclass(frozen=True)

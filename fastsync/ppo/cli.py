@@ -60,6 +60,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("--capture-video", "--video"), _AFTERWARDS.format("--video FOLDER", "writes videos of the policy")
     ),
+    "--backend": "the device decides it: --device cuda takes NCCL, and --device cpu takes Gloo",
     "--track": "name a project of Weights & Biases, by --wandb-project",
 }
 """What to use in place of options that a training does not have."""
@@ -188,7 +189,7 @@ def check_environment(settings: Settings) -> None:
     check_wandb(settings.wandb_project)
     rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
     with make_one(settings) as environments:
-        if settings.eval_env is not None:
+        if settings.eval_interval:
             Evaluator(settings, environments).check()
         spaces = environments.single_observation_space, environments.single_action_space
         with _playing(settings):

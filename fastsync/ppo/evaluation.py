@@ -28,6 +28,9 @@ MAX_STEPS = 100_000
 PROGRESS_SECONDS = 10.0
 """The seconds between messages about the progress."""
 
+SLICE_SECONDS = 2.0
+"""The seconds after which ranks that evaluate hear from each other."""
+
 
 def make_players(
     env: str, kwargs: Mapping[str, Any] | None = None, *, seed: int, indices: Sequence[int] = (UNSEEN,),
@@ -61,7 +64,7 @@ def make_players(
 @torch.no_grad()
 def play(
     policy: Policy, environments: Environments, num_episodes: int, *, max_steps: int = MAX_STEPS,
-    say: Callable[[str], None] = lambda sentence: None,
+    say: Callable[[str], None] = lambda sentence: None, goes_on: Callable[[], bool] = lambda: True,
 ) -> list[Episode]:  # fmt: skip
     """Plays episodes with the likeliest actions, in eval mode. One environment plays all, or each plays one.
 
@@ -74,12 +77,14 @@ def play(
         max_steps: the most steps of an episode.
         say: is called with messages: about the first cut episode, about the number of cut episodes at the end, and now
             and then about the progress.
+        goes_on: is called every ``SLICE_SECONDS``. If it returns False, the play ends there.
     """
     num_envs, first = environments.num_envs, environments.first_index
     assert num_envs in (1, num_episodes)
     observations, episodes = environments.reset(), list[Episode]()
     left = np.full(num_envs, num_episodes // num_envs)
     lengths, totals, num_cut, told = np.zeros(num_envs, np.int64), np.zeros(num_envs), 0, time.monotonic()
+    asked = told
     device = next(policy.parameters()).device
     with in_eval_mode(policy):
         while left.any():
@@ -111,6 +116,10 @@ def play(
                     f"{len(episodes)} of {num_episodes} episodes have ended, and {lengths.max():,} steps of the next "
                     "are done"
                 )
+            if time.monotonic() - asked >= SLICE_SECONDS:
+                if not goes_on():
+                    return episodes
+                asked = time.monotonic()
     if num_cut > 1:
         say(f"{num_cut} of {num_episodes} episodes were cut after {max_steps:,} steps")
     return episodes
@@ -137,18 +146,30 @@ class Evaluator:
         """
         self._make([UNSEEN]).close()
 
-    def evaluate(self, policy: Policy, exchange: Exchange) -> list[Episode]:
-        """Plays this rank's episodes. Every rank must call it. Returns the episodes of all ranks.
+    def evaluate(
+        self, policy: Policy, exchange: Exchange, stop_requested: Callable[[], bool] = lambda: False
+    ) -> list[Episode] | None:
+        """Plays this rank's episodes. Every rank must call it.
 
         The training's random numbers, and the buffers of the policy, are afterwards what they were before. So the
         training goes on as if there had been no evaluation.
+
+        Args:
+            policy: the policy.
+            exchange: of the ranks that evaluate.
+            stop_requested: tells whether this rank was asked to stop. Then all ranks leave the evaluation.
+
+        Returns:
+            The episodes of all ranks; None if a rank was asked to stop meanwhile.
         """
-        numbers = list[float]()
+        numbers, together = list[float](), _Together(exchange, stop_requested)
         mine = self._indices[exchange.rank :: exchange.world_size]
         if mine:
             with _kept(policy), self._make(mine) as environments:
-                for number, value, length, _ in play(policy, environments, len(mine)):
+                for number, value, length, _ in play(policy, environments, len(mine), goes_on=together.go_on):
                     numbers += [mine[number - environments.first_index], value, length]
+        if not together.wait_for_all():
+            return None
         gathered = [number for ranks_numbers in exchange.all_gather(numbers) for number in ranks_numbers]
         columns = zip(gathered[::3], gathered[1::3], gathered[2::3], strict=True)
         return sorted(Episode(int(environment), value, int(length)) for environment, value, length in columns)
@@ -161,6 +182,30 @@ class Evaluator:
                 environments.close()
                 raise ValueError(f"eval_env={self._env!r} has {name} {has}, and the training's environment has {needs}")
         return environments
+
+
+class _Together:
+    """Ranks that evaluate hear from each other now and then.
+
+    So a rank that is done waits for the others however long their episodes are, and a stop waits for no episode.
+    """
+
+    def __init__(self, exchange: Exchange, stop_requested: Callable[[], bool]) -> None:
+        self._exchange, self._stop_requested = exchange, stop_requested
+        self._are_done = self._are_stopped = False
+
+    def go_on(self, *, is_done: bool = False) -> bool:
+        """Whether no rank was asked to stop. Every rank calls it until all are done or one of them has been asked."""
+        answers = self._exchange.all_gather([is_done, self._stop_requested()])
+        self._are_done = all(done for done, _ in answers)
+        self._are_stopped = any(asked for _, asked in answers)
+        return not self._are_stopped
+
+    def wait_for_all(self) -> bool:
+        """Waits until all ranks are done. Returns False if one was asked to stop before that."""
+        while not (self._are_done or self._are_stopped):
+            self.go_on(is_done=True)
+        return self._are_done
 
 
 def _kind(space: Space[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -31,6 +32,16 @@ def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     divisor = count.clamp(min=1)
     mean = total / divisor
     return count, mean, (squares / divisor - mean.square()).clamp(min=0)
+
+
+def explained_variance(moments: Tensor) -> float:
+    """Returns which share of the variance of the returns the critic's values explain, from ``moments`` [5].
+
+    ``moments`` are those of advantages and returns. An advantage is what a return differs from its value by. 1 is
+    perfect, 0 is as good as a constant. NaN means that all returns are equal, or that there are none.
+    """
+    unexplained, variance = mean_and_variance(moments)[2].tolist()
+    return 1 - unexplained / variance if variance > 0 else math.nan
 
 
 class RunningMoments(nn.Module):

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from re import fullmatch
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -68,7 +69,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def grouped(folders: Sequence[Path], x: str, metric: str) -> dict[str, list[Rows]]:
     """Reads runs. Returns those of each curve by its label, which names the settings that differ between curves."""
-    runs = [(_settings(folder), _rows(folder, x, metric)) for folder in folders]
+    runs = list[tuple[Mapping[str, Any], Rows]]()
+    for folder in folders:
+        settings = _settings(folder)
+        rows, num_ranks = _rows(folder, x, metric)
+        runs.append(({**settings, "ranks": num_ranks}, rows))
     varying = [
         name for name in dict.fromkeys(name for settings, _ in runs for name in settings)
         if len({str(settings.get(name)) for settings, _ in runs}) > 1 and name not in SAME
@@ -88,8 +93,8 @@ def _settings(folder: Path) -> Mapping[str, Any]:
         raise ValueError(f"run={str(folder)!r} is not the folder of a run; {runs_here('plot')}") from None
 
 
-def _rows(folder: Path, x: str, metric: str) -> Rows:
-    """Reads the rows of a run that have the metric."""
+def _rows(folder: Path, x: str, metric: str) -> tuple[Rows, int]:
+    """Reads the rows of a run that have the metric. Returns them, and how many ranks it had at most."""
     try:
         with (folder / PROGRESS).open(newline="") as file:
             reader = csv.DictReader(line for line in file if line.endswith("\n"))
@@ -101,7 +106,7 @@ def _rows(folder: Path, x: str, metric: str) -> Rows:
         raise ValueError(f"metric={metric!r} is not in {folder / PROGRESS}; it has {', '.join(names)}")
     if not rows:
         raise ValueError(f"{folder / PROGRESS} has no values of {metric}: no episode may have ended yet")
-    return np.array(rows)
+    return np.array(rows), sum(fullmatch(r"rank\d+/environment_seconds", name) is not None for name in names)
 
 
 def mean_curve(runs: Sequence[Rows]) -> tuple[Rows, Rows, Rows, Rows]:

@@ -256,6 +256,12 @@ class Policy(nn.Module):
         """Returns the rows that the environments of a training have: observations, and then the mask."""
         mask = np.concatenate(action_mask, axis=-1) if isinstance(action_mask, tuple) else np.asarray(action_mask)
         size = 0 if self.parts is None else self.parts.mask_size
+        if size and (seen.ndim not in (1, 2) or seen.shape[-1] + size != self._observation_shape[0]):
+            raise ValueError(
+                f"observations: expected one of shape {(self._observation_shape[0] - size,)}, or several, got "
+                f"{seen.shape}; wrap the environment as the training did, in fastsync.ppo.envs.parts.PartsInARow("
+                "env, masks_in_info=True), whose rows hold the mask already"
+            )
         if mask.shape != (*seen.shape[:-1], size):
             needs = f"expected shape {(*seen.shape[:-1], size)}" if size else "the training had none"
             raise ValueError(f"action_mask: {needs}, got shape {mask.shape}")

@@ -29,13 +29,13 @@ from ..stopwatch import Stopwatch
 from ..sync_weights import broadcast_named
 from . import fused
 from .adam import Adam
-from .batches import Batch, Rows, Shuffler, blank_unused
+from .batches import Batch, Rows, Shuffler, blank_unused, check_rewards
 from .envs.interface import Environments, Episode, seed_from
 from .exchange import Exchange
-from .normalize import RewardNormalizer, mean_and_variance, moments
+from .normalize import RewardNormalizer, explained_variance, mean_and_variance, moments
 from .policies import Policy, autocast, explain_batch_norm, in_eval_mode, make_policy, own_buffers
 from .random_streams import RandomStreams
-from .runs.metrics import TrainResult, add_infos, mean
+from .runs.metrics import TrainResult, add_infos, mean, mean_of_steps
 from .session import open_session
 from .settings import RunSettings
 
@@ -164,6 +164,7 @@ class Collector:
             self.next_observation = step.observations
             episodes += [episode._replace(row=t) for episode in step.episodes]
             add_infos(infos, step)
+        check_rewards(self.rewards, first_index=self.environments.first_index)
         last = self.observations.write(num_steps, self.next_observation)
         observations, values = self.observations.tensor, self.values.tensor
         if policy.trunk is not None:
@@ -227,16 +228,6 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
     counts the same, even if a minibatch or a rank has more restarts than others. Without valid rows all are 0.
     """
     return valid * (world_size * num_minibatches / num_valid.clamp(min=1))
-
-
-def explained_variance(moments: Tensor) -> float:
-    """Returns which share of the variance of the returns the critic's values explain, from ``moments`` [5].
-
-    ``moments`` are those of advantages and returns. An advantage is what a return differs from its value by. 1 is
-    perfect, 0 is as good as a constant. NaN means that all returns are equal, or that there are none.
-    """
-    unexplained, variance = mean_and_variance(moments)[2].tolist()
-    return 1 - unexplained / variance if variance > 0 else math.nan
 
 
 # --- Loss -------------------------------------------------------------------------------------------------------------
@@ -492,7 +483,9 @@ class PPO:
                 elif kl > KL_TOLERANCE * settings.target_kl:
                     break
             steps.append([*metrics.values(), self._take_step()])
-        return self._mean_metrics(steps, (*metrics, "grad_norm"))
+        # GradScaler skips steps whose gradients are not finite. At a scale of 0 the training is lost, so all count.
+        skips = self.scaler.is_enabled() and self.scaler.get_scale() > 0.0
+        return mean_of_steps(steps, (*metrics, "grad_norm"), self.device, only_finite=skips)
 
     def _backward(self, minibatch: Batch, remaining: float) -> dict[str, Tensor]:
         """Computes gradients, which are means over ranks. Returns this rank's metrics."""
@@ -526,21 +519,6 @@ class PPO:
         self.scaler.step(self.optimizer)  # optimizer.step(), unless precision is fp16
         self.scaler.update()
         return grad_norm
-
-    @torch.no_grad()
-    def _mean_metrics(self, steps: list[list[Tensor]], names: tuple[str, ...]) -> dict[str, float]:
-        """Returns the means over optimizer steps, and the number of steps."""
-        logged = [torch.as_tensor(value, device=self.device) for values in steps for value in values]
-        for name, value in zip(names, logged, strict=False):
-            if value.dim():
-                raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
-        none = torch.empty(0, len(names), device=self.device)
-        table = torch.stack(logged).float().view(len(steps), -1) if steps else none
-        # GradScaler skips steps whose gradients are not finite. At a scale of 0 the training is lost, so all count.
-        if self.scaler.is_enabled() and self.scaler.get_scale() > 0.0:
-            table = table[table[:, -1].isfinite()]
-        means = table.mean(0).tolist()
-        return dict(zip(names, means, strict=True)) | {"optimizer_steps": len(table)}
 
 
 # --- Loop -------------------------------------------------------------------------------------------------------------

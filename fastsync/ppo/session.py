@@ -255,9 +255,13 @@ class Session:
         is_due = step // interval > before // interval or step >= self._settings.total_steps
         episodes: list[Episode] = []
         if is_due and not self._is_stopped:
-            self._evaluated_step = step
             evaluator, ppo = self._evaluator, self._ppo
-            episodes = self._on_all_ranks(lambda: evaluator.evaluate(ppo.policy, ppo.exchange))
+            played = self._on_all_ranks(
+                lambda: evaluator.evaluate(ppo.policy, ppo.exchange, lambda: self._signals.requested)
+            )
+            self._is_stopped = played is None
+            if played is not None:
+                self._evaluated_step, episodes = step, played
         returns = returns_of(episodes)
         metrics = spread("evaluation/return", returns) | spread("evaluation/length", [each.length for each in episodes])
         is_best = mean(returns) > self._best_return
@@ -267,6 +271,7 @@ class Session:
 
     def finish(self) -> TrainResult:
         """Compares the ranks' weights, and returns how the run ended."""
+        self._count_last_evaluation()
         stopped_by = None
         if self._ppo.step < self._settings.total_steps:
             stopped_by = self._signals.received.name if self._signals.received else "a signal to another rank"
@@ -283,6 +288,15 @@ class Session:
             for hint in hints(self._folder):
                 self._console.say(hint)
         return result
+
+    def _count_last_evaluation(self) -> None:
+        """Adds its time to that of the run, because no update follows that would count it."""
+        if self._evaluator is not None:
+            exchange = self._ppo.exchange
+            of_ranks = self._on_all_ranks(lambda: exchange.all_gather([self._evaluation_seconds]))
+            self._seconds += self._evaluation_seconds
+            if self._rank == 0:
+                self._console.add_seconds({f"rank{rank}/evaluation": each for rank, (each,) in enumerate(of_ranks)})
 
     def _speed(self, step: int, seconds: float) -> float:
         since = seconds - self._resumed_seconds
@@ -416,7 +430,9 @@ def _check_finite(reports: Sequence[RankReport], update: int) -> None:
     for rank, report in enumerate(reports):
         if not report.metrics["learning/optimizer_steps"]:
             continue  # no step was taken, such as while GradScaler looks for its scale
-        lost = [name for name in METRICS if not math.isfinite(report.metrics.get(f"learning/{name}", 0.0))]
+        # A loss of one's own may lack all of METRICS, but if it is nan, the gradients are, too.
+        names = (*METRICS, "grad_norm")
+        lost = [name for name in names if not math.isfinite(report.metrics.get(f"learning/{name}", 0.0))]
         if lost:
             raise RuntimeError(
                 f"{', '.join(lost)} of rank {rank} in update {update} are not finite: are there nan or inf in the "

@@ -40,11 +40,25 @@ class StreamWork : public c10d::Work {
   c10::intrusive_ptr<Future> future_;
 };
 
-// What a call inside a group returns, and what the end of a group does that has run before: nobody waits for it.
+// What the end of a group returns whose calls have run before: it waits for nothing.
 class EmptyWork : public c10d::Work {
  public:
   bool isCompleted() override { return true; }
   bool wait(std::chrono::milliseconds /*timeout*/) override { return true; }
+};
+
+// What a collective inside a group returns. Its event is one of an earlier collective, because nobody has recorded it.
+class StaleWork : public EmptyWork {
+ public:
+  explicit StaleWork(std::string name) : name_(std::move(name)) {}
+
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    report("waited for the work of " + name_ + " inside a group, whose event is of an earlier call");
+    return true;
+  }
+
+ private:
+  std::string name_;
 };
 
 std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
@@ -96,7 +110,10 @@ Group::Work Group::give(const std::string& name, Tensors read, Tensors written, 
   Given call{name, stream, std::move(read), std::move(written), std::move(on_gloo)};
   if (is_queued) {
     queued_.push_back(std::move(call));
-    return c10::make_intrusive<EmptyWork>();
+    if (peer) {
+      return {};
+    }
+    return c10::make_intrusive<StaleWork>(name);
   }
   if (is_open_) {  // the host may not wait: the others may be sent their messages only after this rank's have come
     under_way_.push_back(call.on_gloo());

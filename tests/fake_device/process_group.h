@@ -29,7 +29,7 @@ class Group : public c10d::Backend {
   Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size);
 
   // Its rules are NCCL's, so the engine is to treat it as NCCL.
-  const std::string getBackendName() const override { return "nccl"; }
+  const std::string getBackendName() const override { return runs_at_once_ ? "nccl2" : "nccl"; }
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsCoalescing() const override { return true; }

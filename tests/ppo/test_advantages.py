@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsync.ppo.envs.make import make_environments
-from fastsync.ppo.normalize import ObservationNormalizer, RewardNormalizer, RunningMoments, moments
+from fastsync.ppo.normalize import ObservationNormalizer, RewardNormalizer, RunningMoments, explained_variance, moments
 from fastsync.ppo.ppo import (
     PPO,
     Settings,
     discounted_sums,
     estimate_advantages,
-    explained_variance,
     normalize_advantages,
 )
 from tests.models import group_of_one

@@ -177,6 +177,17 @@ def test_a_loss_of_ones_own_runs_and_its_figures_are_logged(tmp_path: Path):
         assert float(row["learning/kl_penalty"]) >= 0
 
 
+def lost(new: Any, batch: Batch, settings: Settings, remaining: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Has no metric of ppo_loss."""
+    loss = new.values.mean() * float("nan")
+    return loss, {"my_loss": loss.detach()}
+
+
+def test_a_loss_of_ones_own_that_is_nan_ends_the_run(tmp_path: Path):
+    with pytest.raises(RankError, match="grad_norm of rank 0 in update 1 are not finite"):
+        trained(tmp_path, loss=lost)
+
+
 def test_a_metric_of_ones_own_is_in_every_log_and_changes_nothing(tmp_path: Path):
     usual, _ = trained(tmp_path)
     weights, said = trained(tmp_path, loss=with_value_error)

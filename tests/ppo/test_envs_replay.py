@@ -81,6 +81,15 @@ def test_copies_in_processes_go_on():
             first.restore(state)
 
 
+@pytest.mark.parametrize("kinds", [("vector_entry_point", "sync"), ("sync", "vector_entry_point")])
+def test_states_of_another_vectorization_are_not_restored(kinds: tuple[str, str]):
+    saved, other = (settings("CartPole-v1", 2, vectorization=kind) for kind in kinds)
+    with make_environments(saved, rank=0) as first, make_environments(other, rank=0) as second:
+        first.reset()
+        assert second.restore(through_a_file(first.state())) is None
+        assert second.reset().shape == (2, 4)
+
+
 def test_cartpole_in_its_own_vectorisation_goes_on():
     assert_goes_on("CartPole-v1", before=37, after=100, num_envs=8)
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import csv
 import random
+import re
 import signal
+import time
+from contextlib import redirect_stdout
 from dataclasses import replace
+from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastsync.ppo import load_policy
+from fastsync.ppo import evaluation, load_policy
 from fastsync.ppo.cli import check_environment
 from fastsync.ppo.envs.make import make_one
 from fastsync.ppo.envs.parts import PartsInARow
@@ -27,7 +34,7 @@ from fastsync.ppo.runs.folder import CHECKPOINTS
 from tests.ppo.test_modes import WithLayer
 from tests.ppo.test_runs_checkpoints import assert_same
 from tests.ranks import run_ranks
-from tests.toy_envs import Countdown, InDict, OneForbidden, Payout, SeesAndMayNot, SeveralForbidden
+from tests.toy_envs import Countdown, Endless, InDict, OneForbidden, Payout, SeesAndMayNot, SeveralForbidden
 
 TINY = Settings(total_steps=1_500, num_envs=4, num_epochs=2, checkpoint_interval=1e9)
 
@@ -142,6 +149,86 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up(tmp_path: Path):
     assert [bool(row["evaluation/return"]) for row in rows[:3]] == [False, False, True]
 
 
+class SlowAndEndless(Endless):
+    def step(self, action: Any):
+        time.sleep(0.001)
+        return super().step(action)
+
+
+def evaluate_for_ever(rank: int, world_size: int, settings: Settings) -> Any:
+    """Rank 0 plays an episode without an end. Rank 1 has none to play, and is asked to stop at last."""
+    evaluation.SLICE_SECONDS = 0.01
+    policy = make_policy(settings, Countdown.observation_space, Countdown.action_space)
+    with make_one(settings) as training:
+        evaluator = Evaluator(settings, training)
+    exchange = Exchange(torch.device("cpu"))
+    exchange.use_group(dist.new_group(timeout=timedelta(seconds=6)))
+    began = time.monotonic()
+    return evaluator.evaluate(policy, exchange, lambda: rank == 1 and time.monotonic() - began > 8)
+
+
+def test_ranks_wait_for_long_episodes_and_a_stop_ends_them(tmp_path: Path):
+    """The group's time-out is shorter than the episode."""
+    settings = replace(TINY, eval_episodes=1, eval_interval=1, env=f"{__name__}:SlowAndEndless")
+    assert run_ranks(evaluate_for_ever, 2, settings) == [None, None]
+
+
+class NeverEnds(Payout):
+    """Tells its process to stop, and has no end."""
+
+    def step(self, action: Any):
+        if self.row == 0:
+            signal.raise_signal(signal.SIGTERM)
+        observation, reward, *_ = super().step(action)
+        return observation, reward, False, False, {}
+
+
+def test_a_stop_amid_an_evaluation_saves_and_the_evaluation_is_made_up(tmp_path: Path):
+    settings = replace(TINY, runs_dir=str(tmp_path), env="tests.toy_envs:Payout", eval_interval=200, eval_episodes=1)
+    run_ranks(train_in_slices, 1, {"run": replace(settings, eval_env=f"{__name__}:NeverEnds")})
+    _, checkpoint = find_checkpoint(tmp_path / "run", newest=True)
+    assert 200 < checkpoint.step < 400
+    assert checkpoint.evaluated_step == 0
+    run_ranks(train_each, 1, {"run": replace(settings, resume="auto", eval_env="tests.toy_envs:Payout")})
+    rows = read_rows(tmp_path / "run")
+    assert [bool(row["evaluation/return"]) for row in rows[:3]] == [False, False, True]
+
+
+def train_in_slices(rank: int, world_size: int, runs: dict[str, Settings]) -> None:
+    evaluation.SLICE_SECONDS = 0.01
+    train_each(rank, world_size, runs)
+
+
+def test_a_run_from_a_checkpoint_has_a_best_one_of_its_own(tmp_path: Path):
+    settings = replace(TINY, runs_dir=str(tmp_path), env="tests.toy_envs:Payout", eval_interval=500, learning_rate=0.05)
+    run_ranks(train_each, 1, {"run": settings})
+    best = tmp_path / "run" / CHECKPOINTS / "best.pt"
+    again = replace(settings, resume=str(best), total_steps=1_800, learning_rate=1e-5)
+    run_ranks(train_each, 1, {"again": again})
+    assert (tmp_path / "again" / CHECKPOINTS / "best.pt").exists()
+
+
+def what_a_training_says(rank: int, world_size: int, settings: Settings) -> str:
+    with redirect_stdout(StringIO()) as said:
+        train(settings, torch.device("cpu"))
+    return said.getvalue()
+
+
+def test_the_table_counts_the_last_evaluation(tmp_path: Path):
+    """It is the only one, and no update comes after it."""
+    settings = replace(TINY, runs_dir=str(tmp_path), env="tests.toy_envs:Payout", total_steps=300, eval_interval=300)
+    (said,) = run_ranks(what_a_training_says, 1, replace(settings, eval_env=f"{__name__}:Slow"))
+    share = re.search(r"time in evaluation\s*│\s*([\d.]+)%", said)
+    assert share is not None
+    assert float(share[1]) > 20
+
+
+class Slow(Payout):
+    def step(self, action: Any):
+        time.sleep(0.01)
+        return super().step(action)
+
+
 def test_episodes_are_the_same_each_time_whoever_plays_them():
     settings = replace(TINY, eval_episodes=5, eval_interval=1, env=f"{__name__}:Draws")
     one, again = run_ranks(evaluate, 1, settings)[0]
@@ -184,6 +271,17 @@ def test_an_environment_that_does_not_suit_the_policy_is_refused_before_ranks_st
             check_environment(replace(TINY, eval_interval=5, eval_env=env))
     with pytest.raises(ValueError, match="eval_env='x:y' needs eval_interval, such as 50000"):
         Settings(eval_env="x:y")
+
+
+def test_an_environment_that_only_vectors_have_is_refused_before_ranks_start():
+    env_id = "OnlyVectors-v0"
+    gymnasium.register(env_id, vector_entry_point="gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv")
+    try:
+        check_environment(replace(TINY, env=env_id))
+        with pytest.raises(ValueError, match="entry_point"):
+            check_environment(replace(TINY, env=env_id, eval_interval=1))
+    finally:
+        del gymnasium.registry[env_id]
 
 
 def test_a_loaded_policy_acts(tmp_path: Path):
@@ -272,6 +370,15 @@ def test_a_loaded_policy_acts_on_rows_of_parts(kind: Any):
         over = terminated or truncated
     with pytest.raises(ValueError, match=r"observations: expected .*, in fastsync\.ppo\.envs\.parts\.PartsInARow"):
         policy.act(np.asarray(kind().reset(seed=1)[0]))
+
+
+def test_a_mask_beside_an_image_is_answered_with_the_wrapper():
+    env = PartsInARow(SeesAndMayNot(), masks_in_info=True)
+    settings = replace(TINY, env="tests.toy_envs:SeesAndMayNot")
+    policy = make_policy(settings, env.observation_space, env.action_space)
+    image, info = SeesAndMayNot().reset(seed=1)
+    with pytest.raises(ValueError, match=r"got \(1, 36, 36\); wrap .*\.PartsInARow\(env, masks_in_info=True\)"):
+        policy.act(image, info["action_mask"])
 
 
 def test_a_policy_without_masks_refuses_one():

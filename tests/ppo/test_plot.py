@@ -42,6 +42,19 @@ def test_runs_that_differ_in_their_seeds_are_one_curve(tmp_path: Path):
     np.testing.assert_allclose((mean, least, most), (2 * grid, grid, 3 * grid))
 
 
+def test_runs_of_other_numbers_of_ranks_are_other_curves(tmp_path: Path):
+    alone, *pair = (make_run(tmp_path / f"{seed}", 1.0, seed=seed) for seed in range(3))
+    for run, num_ranks in ((alone, 1), *((each, 2) for each in pair)):
+        (header, *rows) = (run / "progress.csv").read_text().splitlines()[:-1]
+        names = [f"rank{rank}/environment_seconds" for rank in range(num_ranks)]
+        lines = [",".join([header, *names]), *(",".join([row, *["1.0"] * num_ranks]) for row in rows)]
+        (run / "progress.csv").write_text("\n".join([*lines, ""]))
+    curves = grouped([alone, *pair], "step", "episodes/return")
+    assert {label: len(rows) for label, rows in curves.items()} == {
+        "CartPole-v1, ranks 1": 1, "CartPole-v1, ranks 2": 2
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("words", [[], ["--x", "seconds"], ["--metric", "evaluation/return"]])
 def test_a_picture_of_several_runs_is_written_and_named(
     tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

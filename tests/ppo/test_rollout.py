@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import gymnasium
@@ -13,6 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from fastsync.ppo.envs.interface import Episode
+from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.envs.vector import EpisodeRecorder, RecordedEnvironments
 from fastsync.ppo.policies import make_policy
 from fastsync.ppo.ppo import Collector, Rollout, Settings
@@ -40,6 +42,25 @@ class Scripted(gymnasium.Env[Any, Any]):
         self.time += 1
         over = self.time == self.length
         return self._observe(), 1.0, over and not self.truncates, over and self.truncates, {}
+
+
+def test_a_vectorised_environment_without_a_finite_reward_is_named(monkeypatch: pytest.MonkeyPatch):
+    settings = Settings(num_envs=3, num_steps=4, num_minibatches=1)
+    with make_environments(settings, rank=0) as environments:
+        policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
+        collector = Collector(
+            settings, environments, policy, RandomStreams(0, first_index=0, num_envs=3, device=torch.device("cpu"))
+        )
+        step, steps = environments._vector.step, itertools.count(1)
+
+        def broken(actions: Any) -> Any:
+            observations, rewards, *rest = step(actions)
+            return observations, np.where((np.arange(3) == 2) & (next(steps) == 3), np.nan, rewards), *rest
+
+        monkeypatch.setattr(environments._vector, "step", broken)
+        message = "environment 2 has returned the reward nan in step 3 of the rollout; it must be finite"
+        with pytest.raises(RuntimeError, match=message):
+            collector.collect()
 
 
 def collector_for(*scripts: Scripted, num_steps: int, network: Any = "separate") -> Collector:

@@ -202,7 +202,7 @@ class RecordedEnvironments(Environments):
         return {"episodes": list(self._vector.call("snapshot"))}
 
     def _restore(self, state: dict[str, Any]) -> Array | None:
-        if None in state["episodes"]:
+        if None in state.get("episodes", [None]):  # none at all: from environments of another vectorization
             return None
         self._reset()  # or the next step would restart environments whose episodes have just ended
         self._vector.set_attr("restore_from", state["episodes"])
@@ -259,7 +259,7 @@ class VectorizedEnvironments(Environments):
         return {"seed": self._seed, "actions": np.frombuffer(bytes(self._actions), np.uint8) if is_kept else None}
 
     def _restore(self, state: dict[str, Any]) -> Array | None:
-        if state["actions"] is None:
+        if state.get("actions") is None:  # too many to keep, or from environments of another vectorization
             return None
         observations = self._begin(state["seed"])
         shape = (-1, self.num_envs, *self.single_action_space.shape)  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -95,7 +96,7 @@ def _find(settings: RunSettings, world_size: int, stack: ExitStack) -> Opened:
     except RuntimeError as error:
         raise RuntimeError("\n".join([str(error), *notes])) from error
     if found is None and source:
-        found = source, load_checkpoint(source)
+        found = source, replace(load_checkpoint(source), best_return=-math.inf)  # this folder has no best one yet
     if found is None:
         return folder, None, notes
     path, checkpoint = found

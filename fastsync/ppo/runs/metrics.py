@@ -10,6 +10,8 @@ from operator import attrgetter
 from zlib import crc32
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ...stats import SyncStats
 from ..envs.interface import Episode, Step
@@ -88,6 +90,32 @@ def add_infos(values: Mapping[str, list[float]], step: Step) -> None:
         if name in step.infos:
             known = step.valid & step.infos.get(f"_{name}", step.valid)
             numbers_of_name += np.asarray(step.infos[name])[known].tolist()
+
+
+@torch.no_grad()
+def mean_of_steps(
+    steps: Sequence[Sequence[Tensor]], names: Sequence[str], device: torch.device, *, only_finite: bool
+) -> dict[str, float]:
+    """Returns the means of metrics over optimizer steps, NaN without steps; and the number of steps.
+
+    Args:
+        steps: the values of each step, 0-dim. The last one is the norm of the gradient.
+        names: of the values.
+        device: where values are averaged that are numbers.
+        only_finite: leave out steps whose norm is not finite.
+
+    Raises:
+        ValueError: a value is not 0-dim.
+    """
+    logged = [torch.as_tensor(value, device=device) for values in steps for value in values]
+    for name, value in zip(names, logged, strict=False):
+        if value.dim():
+            raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
+    none = torch.empty(0, len(names), device=device)
+    table = torch.stack(logged).float().view(len(steps), -1) if steps else none
+    if only_finite:
+        table = table[table[:, -1].isfinite()]
+    return dict(zip(names, table.mean(0).tolist(), strict=True)) | {"optimizer_steps": len(table)}
 
 
 def gather_reports(mine: RankReport, exchange: Exchange) -> list[RankReport]:
