@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.errors import record
+
+if TYPE_CHECKING:
+    from .ppo.settings import RunSettings
 
 
 def require_extra() -> None:
@@ -37,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_not_joining()
         this = this_rank()
         if this.rank == 0:
+            _check_name(settings)
             check_device(settings)
             check_environment(settings)
             check_run(settings, this.world_size)
@@ -45,6 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     if train_rank(settings) and this.rank == 0 and this.launcher != "torchrun":
         sys.exit(STOPPED)
+
+
+def _check_name(settings: RunSettings) -> None:
+    """Checks that ranks that torchrun starts again would find their run.
+
+    Raises:
+        ValueError: they would begin another run, because the name of this one has its time.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and settings.run_name is None and settings.resume != "auto":
+        raise ValueError(
+            f"torchrun starts the ranks again up to {restarts} times, and they find their run by its name: "
+            "add --run-name NAME"
+        )
 
 
 if __name__ == "__main__":

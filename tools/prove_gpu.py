@@ -318,8 +318,8 @@ def run(command: Command, log: Path, limit: float) -> int | None:
     """Runs a command and appends what it prints to ``log``. Returns its exit status, None if it was ended."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **command.environment}
     environment["PYTHONPATH"] = f"{command.folder}:{os.environ.get('PYTHONPATH', '')}"
-    commands = [Path(sys.executable).parent, os.environ["PATH"], INSTALLED / "bin", "/usr/local/cuda/bin"]
-    environment["PATH"] = ":".join(map(str, commands))
+    folders = [Path(sys.executable).parent, os.environ["PATH"], INSTALLED / "bin", "/usr/local/cuda/bin"]
+    environment["PATH"] = ":".join(map(str, folders))
     with log.open("ab", buffering=0) as output:
         output.write(f"\n$ {command}\n".encode())
         # In a session of its own, for Ctrl-C is for this process, which ends the others.

@@ -44,7 +44,7 @@ class Options:
     repetitions: int = 10
     """Trainings of each kind, each with the next seed. The kinds take turns."""
     first_seed: int = 1
-    """The first of these seeds. With 6, five more repetitions go on where five have ended; --rows shows both files."""
+    """The first of these seeds. After seeds 1 to 5, 6 goes on with others; --rows shows both files."""
     nproc: tuple[int, ...] = (1, 2)
     """Numbers of ranks of fastsync's runs. They share the batch of one, so hyperparameters stay as they are."""
     threads: tuple[int, ...] = ()

@@ -210,7 +210,9 @@ std::vector<FlatGradients> ParameterGather::encoded(GatheredModule& module, cons
     module.workspace = std::make_shared<Workspace>(output.device());
     module.stats = at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(output.device()));
   }
-  hold_for_graph(output.device(), {module.stats, module.workspace->totals()});
+  if (is_capturing(output.device())) {  // asked first, because the list costs more
+    hold_for_graph(output.device(), {module.stats, module.workspace->totals()});
+  }
   const int64_t size = group_->getSize();
   const int64_t shard = output.numel() / size;
   FlatGradients first(output.narrow(0, 0, shard).split_with_sizes(numels), wire, output.device());

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 _OMPI = "OMPI_COMM_WORLD_"
 _MPI = {
@@ -25,6 +26,7 @@ _NAMING_HOSTS = {
 _NOT_READ = ("PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 """Variables of other launchers, which do not all tell how many ranks there are."""
 _FIRST_PORT, _NUM_PORTS = 20000, 12000  # below Linux's ports for outgoing connections, from 32768 on
+_SHELLS = ("bash", "sh", "dash", "ksh", "zsh", "fish", "csh", "tcsh")
 _PORT = 29500
 """torchrun's port, for launchers that tell no job number."""
 
@@ -101,12 +103,12 @@ def this_rank() -> Rank:
     if "RANK" in os.environ:
         return _rank("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if _has_srun_set_pmi():
-        return _unless_alone(_slurm_rank())
+        return _unless_alone(_slurm_rank(), is_alone=_is_typed_into_a_shell())
     for launcher, names in _MPI.items():
         if all(name in os.environ for name in names):
             return _unless_alone(replace(_rank(launcher, *names), port=_port_of_open_mpi()))
     if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-        return _unless_alone(_slurm_rank())
+        return _unless_alone(_slurm_rank(), is_alone=_is_typed_into_a_shell())
     if "PMI_RANK" in os.environ and "PMI_SIZE" in os.environ:
         return _unless_alone(_rank("PMI", "PMI_RANK", "PMI_SIZE"))
     for name in _NOT_READ:
@@ -155,9 +157,22 @@ def _number(name: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _unless_alone(rank: Rank) -> Rank:
+def _unless_alone(rank: Rank, *, is_alone: bool = False) -> Rank:
     """Returns the rank. A single one, such as a shell that srun has opened, counts as a process without a launcher."""
-    return rank if rank.world_size > 1 else Rank()
+    return rank if rank.world_size > 1 and not is_alone else Rank()
+
+
+def _is_typed_into_a_shell() -> bool:
+    """Tells whether the task of this step of Slurm is a shell without a script, as after ``srun -n 4 --pty bash``.
+
+    The step's other tasks have no terminal, so their shells have ended.
+    """
+    try:
+        words = Path(f"/proc/{int(os.environ['SLURM_TASK_PID'])}/cmdline").read_text().split("\0")[:-1]
+    except (KeyError, OSError, ValueError):
+        return False
+    is_shell = bool(words) and Path(words[0]).name.lstrip("-") in _SHELLS
+    return is_shell and all(word.startswith("-") and word != "-c" for word in words[1:])
 
 
 def _port_of_open_mpi() -> int:

@@ -11,8 +11,8 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields, make_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,8 +69,9 @@ class Script:
     words: Sequence[str]
     own: ClassVar[str | None] = ""
     resumes: ClassVar[str | None] = None
-    """``own`` marks the lines of a template for a user's script, and ``resumes`` those for the trainer. An empty string
-    keeps these lines, and None leaves them out."""
+    from_folder: ClassVar[str | None] = ""
+    """``own`` marks the lines of a template for a user's script, ``resumes`` those for the trainer, and ``from_folder``
+    those for what takes files of this folder. An empty string keeps these lines, and None leaves them out."""
 
     def __post_init__(self) -> None:
         first = self.words[0] if self.words else ""
@@ -102,6 +103,12 @@ class Trainer:
     settings: Settings
     own: ClassVar[str | None] = None
     resumes: ClassVar[str | None] = ""
+
+    @property
+    def from_folder(self) -> str | None:
+        """See ``Script``. Names such as my_env:MyEnv are of the user's own modules, which have to be there, too."""
+        named = (self.settings.env, self.settings.eval_env, self.settings.policy)
+        return "" if any(":" in (name or "") for name in named) else None
 
     def __post_init__(self) -> None:
         if self.settings.resume not in (None, "auto"):
@@ -267,12 +274,14 @@ def main(arguments: Sequence[str]) -> int:
     if name not in KINDS:
         raise ValueError(f"{name!r} is not one of local, {', '.join(KINDS)}{did_you_mean(name, ['local', *KINDS])}")
     job, work = read(name, words)
-    text = content(job, work)
+    text = content(job, work).encode()
     try:
-        with Path(job.file).open("x") as file:
+        with Path(job.file).open("xb") as file:
             file.write(text)
     except FileExistsError:
         raise ValueError(f"file={job.file!r} exists already; remove it or choose another name") from None
+    except OSError as error:
+        raise ValueError(f"file={job.file!r} cannot be written: {error.strerror}") from None
     print(f"wrote {job.file}. Submit it with: {_submitting(job, job.file)}")
     return 0
 
@@ -287,40 +296,44 @@ def read(name: str, words: Sequence[str]) -> tuple[Slurm | Kubernetes | SkyPilot
     if "--" in words:
         end = list(words).index("--")
         work = Script(words[end + 1 :])
+        own = [re.sub(r"^--nproc[-_]per[-_]node(?==|$)", "--nproc", word) for word in words[:end]]  # torchrun's name
         try:
             import tyro
         except ImportError:
             raise ValueError("tyro is missing, which reads options: pip install tyro") from None
-        _check_options(prog, kind, words[:end], fields(kind))
-        return tyro.cli(kind, prog=prog, args=words[:end]), work
+        _check_options(prog, kind, own, _names(kind))
+        return tyro.cli(kind, prog=prog, args=own), work
     from ..train import require_extra
 
     require_extra()
     try:
-        from ..ppo.cli import Arguments, parse
+        from ..ppo.cli import SYNONYMS, Arguments, parse
         from ..ppo.ppo import Settings
     except ImportError as error:  # the extension is not built
         raise ValueError(str(error)) from None
     both = make_dataclass(kind.__name__, [], bases=(kind, Arguments), frozen=True)
     both.__doc__ = kind.__doc__
-    _check_options(prog, kind, words, [*fields(both), *fields(Settings)])
+    others = {name.lstrip("-").replace("-", "_") for name in SYNONYMS}
+    _check_options(prog, kind, words, _names(both) | _names(Settings) | others)
     job: Any = parse(both, prog, words)
     return job, Trainer(job.settings)
 
 
 def content(job: Slurm | Kubernetes | SkyPilot, work: Script | Trainer) -> str:
     """Fills the template of a job. It leaves out lines with a placeholder whose value is None."""
-    values = job.values(work) | {"own": work.own, "resumes": work.resumes}
+    values = job.values(work) | {"own": work.own, "resumes": work.resumes, "from_folder": work.from_folder}
     lines = Path(__file__).with_name(job.template).read_text().splitlines(keepends=True)
     kept = [line for line in lines if all(values[name] is not None for name in _PLACEHOLDER.findall(line))]
     return _PLACEHOLDER.sub(lambda found: str(values[found[1]]), "".join(kept))
 
 
-def _check_options(
-    prog: str, kind: type[Slurm | Kubernetes | SkyPilot], words: Sequence[str], known: Iterable[Field[Any]]
-) -> None:
+def _names(options: Any) -> set[str]:
+    return {option.name for option in fields(options)}
+
+
+def _check_options(prog: str, kind: type[Slurm | Kubernetes | SkyPilot], words: Sequence[str], known: set[str]) -> None:
     """Raises ValueError for unknown words. It says where to put them: into the submitting command, or after ``--``."""
-    names = {option.name for option in known} | {"h", "help"}
+    names = known | {"h", "help"}
     unknown: list[str] = []
     is_known = False
     for number, word in enumerate(words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from .jobs import Script
 from .signals import handling
 from .supervisor import Supervisor
+from .torchrun import LAUNCHERS, without_ignored
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     def stop(number: int, frame: object) -> None:
         raise SignalException(f"ended by {signal.Signals(number).name}", sigval=signal.Signals(number))
 
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", without_ignored((signal.SIGTERM, *LAUNCHERS)))
     try:
         with handling(stop, (signal.SIGTERM,)):
             told: dict[str, Any] = {"command": "fastsync launch local", "place": "fastsync.Elastic or DiLoCo"}

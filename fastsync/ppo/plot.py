@@ -72,7 +72,7 @@ def grouped(folders: Sequence[Path], x: str, metric: str) -> dict[str, list[Rows
     runs = list[tuple[Mapping[str, Any], Rows]]()
     for folder in folders:
         settings = _settings(folder)
-        rows, num_ranks = _rows(folder, x, metric)
+        rows, num_ranks = _rows_and_ranks(folder, x, metric)
         runs.append(({**settings, "ranks": num_ranks}, rows))
     varying = [
         name for name in dict.fromkeys(name for settings, _ in runs for name in settings)
@@ -93,7 +93,7 @@ def _settings(folder: Path) -> Mapping[str, Any]:
         raise ValueError(f"run={str(folder)!r} is not the folder of a run; {runs_here('plot')}") from None
 
 
-def _rows(folder: Path, x: str, metric: str) -> tuple[Rows, int]:
+def _rows_and_ranks(folder: Path, x: str, metric: str) -> tuple[Rows, int]:
     """Reads the rows of a run that have the metric. Returns them, and how many ranks it had at most."""
     try:
         with (folder / PROGRESS).open(newline="") as file:

@@ -144,8 +144,14 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are done, or a rank was asked to stop."""
-        return self._is_stopped or self._ppo.step >= self._settings.total_steps
+        """Whether all is done, or a rank was asked to stop."""
+        return self._is_stopped or self._is_done
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether all steps are done, and the evaluation after them. A stop may have left that out."""
+        total = self._settings.total_steps
+        return self._ppo.step >= total and (self._evaluator is None or self._evaluated_step >= total)
 
     def update(self, learn: Callable[[Any], dict[str, float]], rollout: Any) -> None:
         """Learns from a rollout, and gathers, prints and logs the metrics. Saves a checkpoint if due.
@@ -273,7 +279,7 @@ class Session:
         """Compares the ranks' weights, and returns how the run ended."""
         self._count_last_evaluation()
         stopped_by = None
-        if self._ppo.step < self._settings.total_steps:
+        if not self._is_done:
             stopped_by = self._signals.received.name if self._signals.received else "a signal to another rank"
         if stopped_by is None or self._ppo.outer is None:  # DiLoCo's ranks differ until weights are averaged again
             ppo = self._ppo
@@ -296,7 +302,9 @@ class Session:
             of_ranks = self._on_all_ranks(lambda: exchange.all_gather([self._evaluation_seconds]))
             self._seconds += self._evaluation_seconds
             if self._rank == 0:
-                self._console.add_seconds({f"rank{rank}/evaluation": each for rank, (each,) in enumerate(of_ranks)})
+                self._console.add_seconds(
+                    {f"rank{rank}/evaluation_seconds": each for rank, (each,) in enumerate(of_ranks)}
+                )
 
     def _speed(self, step: int, seconds: float) -> float:
         since = seconds - self._resumed_seconds

@@ -184,6 +184,23 @@ def test_a_rank_whose_peers_do_not_come_says_by_whose_variables_it_waits(rank: i
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+@pytest.mark.parametrize(
+    ("shell", "is_alone"), [(["bash"], True), (["bash", "-i"], True), (["bash", "-c", "cat; cat"], False)]
+)
+def test_a_shell_of_several_tasks_is_alone(only: SetOnly, shell: list[str], is_alone: bool) -> None:
+    """srun -n 4 --pty bash: only the first task has a terminal."""
+    with subprocess.Popen(shell, stdin=subprocess.PIPE) as task:
+        only(slurm(0, 4, tasks="4", TASK_PID=task.pid))
+        expected = Rank() if is_alone else this_rank_of(slurm(0, 4, tasks="4"), only)
+        only(slurm(0, 4, tasks="4", TASK_PID=task.pid))
+        assert this_rank() == expected
+
+
+def this_rank_of(variables: Variables, only: SetOnly) -> Rank:
+    only(variables)
+    return this_rank()
+
+
 def test_a_slurm_job_without_srun_is_told_that_it_trains_alone(only: SetOnly) -> None:
     only({"SLURM_JOB_ID": 7, "SLURM_PROCID": 0, "SLURM_NTASKS": 8})
     message = "trains alone, in a Slurm job of 8 tasks .* Put srun before"

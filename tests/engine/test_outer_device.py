@@ -17,7 +17,8 @@ DEVICES = pytest.mark.parametrize("device", [fake_device.DEVICE, pytest.param("c
 
 
 def trained(rank: int, world_size: int, device: str) -> list[Tensor]:
-    # Behind the layers it would take away what a bias adds. AdamW would follow the noise of such a gradient of zero.
+    # BatchNorm comes first. Behind the layers it would take away what a bias adds, and AdamW would follow the noise of
+    # such a gradient of zero.
     model = nn.Sequential(nn.BatchNorm1d(7), make_model())
     model[1][2].requires_grad_(False)
     if rank == 1:
@@ -28,6 +29,7 @@ def trained(rank: int, world_size: int, device: str) -> list[Tensor]:
         for step in range(5 + rank):
             inputs = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * rank + step))
             optimizer.zero_grad()
+            # Without a gradient for the inputs, BatchNorm returns a tensor that the fake device cannot handle.
             model(inputs.to(device).requires_grad_()).square().sum().backward()
             optimizer.step()
     sync.load_state_dict(sync.state_dict())

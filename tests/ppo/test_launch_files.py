@@ -108,6 +108,32 @@ def test_a_task_of_skypilot_asks_for_what_was_said_and_starts_torchrun(tmp_path:
     assert settings.resume == "auto"
 
 
+def test_skypilot_copies_the_folder_of_ones_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    task = launch(tmp_path, monkeypatch, "skypilot", "--env", "my_env:MyEnv")
+    assert task["workdir"] == "."
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--nproc-per-node", "8", "--", "train.py"], ["--nproc_per_node=8", "--", "train.py"], ["--nproc-per-node", "8"]],
+)
+def test_torchruns_name_of_an_option_is_understood(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    job = launch(tmp_path, monkeypatch, "kubernetes", "--image", "mine", *words)
+    assert job["spec"]["trainer"]["numProcPerNode"] == 8
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["launch", "slurm", "--file", "jobs/train.sbatch", "--", "train.py"]) == 2
+    assert "file='jobs/train.sbatch' cannot be written: No such file or directory" in capsys.readouterr().err
+
+
 def test_scripts_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").touch()
     script = ("--", "train.py", "--lr", "it's")

@@ -19,8 +19,10 @@ from fastsync.distributed import dist_sum, process_group
 from fastsync.launch.torchrun import launch_ranks
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
+from fastsync.train import main as train_main
 from tests.forked import Command, forked_ranks, until
 from tests.ppo.launched import main
+from tests.ranks import fresh_process_context
 
 pytestmark = pytest.mark.end_to_end
 
@@ -99,6 +101,33 @@ def test_the_way_to_go_on_is_that_of_the_run(
     command = shlex.split(capsys.readouterr().err.partition(" with: ")[2])
     config = ["--config", "runs/a b/settings.yaml", "--resume", "auto"]
     assert command == ["fastsync", "train", "--nproc", "2", "--max-restarts", "1", *config]
+
+
+def hang_up() -> str:
+    os.kill(os.getppid(), signal.SIGHUP)
+    return "went on"
+
+
+def launch_as_nohup_does(said: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    said.write_text(launch_ranks(hang_up, 1)[0])
+
+
+def test_a_launch_ignores_what_nohup_ignores(tmp_path: Path):
+    process = fresh_process_context().Process(target=launch_as_nohup_does, args=(tmp_path / "said",))
+    process.start()
+    process.join()
+    assert (tmp_path / "said").read_text() == "went on"
+
+
+def test_ranks_that_torchrun_starts_again_need_a_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train_main(["--env", "CartPole-v1"])
+    message = "torchrun starts the ranks again up to 3 times, and they find their run by its name: add --run-name NAME"
+    assert message in capsys.readouterr().err
 
 
 def test_a_rank_that_is_stopped_alone_stops_the_job(tmp_path: Path):

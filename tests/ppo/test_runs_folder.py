@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
-from fastsync.ppo.runs.folder import CHECKPOINTS, Opened, changes, check_run, open_run
+from fastsync.ppo.runs.folder import CHECKPOINTS, Opened, changes, check_run, default_run_name, locked, open_run
 from fastsync.ppo.settings import load_settings
 from tests.ppo.test_runs_checkpoints import make_checkpoint
 from tests.ranks import fresh_process_context
@@ -154,6 +156,23 @@ def test_a_run_that_is_alive_is_left_alone(settings: Settings, tmp_path: Path):
         checkpoint = opened(auto)[1]
         assert checkpoint is not None
         assert checkpoint.step == 20
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_warning(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def acquire(lock: FileLock) -> None:
+        assert not getattr(lock, "fallback_to_soft", False)  # its marker would outlive a killed process
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    with pytest.warns(UserWarning, match="cannot be locked: make sure that no other process trains"), locked(tmp_path):
+        pass
+
+
+def test_runs_that_are_started_within_a_second_have_different_names():
+    name = default_run_name(Settings(), 1e9)
+    assert name.endswith(f"-{os.getpid()}")
+    assert default_run_name(Settings(), None) == "CartPole-v1-none-1"
 
 
 def everything(folder: Path) -> dict[str, bytes]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fastsync.cli import main
 from fastsync.elastic import JOINS, STORE, RankLostError
 from fastsync.launch import supervisor
-from fastsync.ppo import ppo, session
+from fastsync.ppo import evaluation, ppo, session
 from fastsync.ppo.cli import Launch, option_words
 from fastsync.ppo.evaluation import Evaluator
 from fastsync.ppo.exchange import Exchange
@@ -51,6 +51,7 @@ LEARNING: dict[str, Moment] = {
 }
 AFTERWARDS: dict[str, Moment] = {
     "evaluation": (Evaluator, "evaluate", UPDATE - 2),
+    "amid an evaluation": (evaluation._Together, "go_on", 3),
     "checkpoint": (Exchange, "gather_objects", UPDATE - 2),
 }
 FILE: Moment = (CheckpointFolder, "save", UPDATE - 2)
@@ -97,6 +98,7 @@ def go_on(
 ) -> Outcome:
     """Trains. Ranks die, and others do not get the result of a call that all have come to."""
     os.environ[STORE] = f"127.0.0.1:{port}"
+    evaluation.SLICE_SECONDS = 0.0  # so that ranks hear from each other after each step of an evaluation
     with ExitStack() as stack:
         if rank in dying:
             stack.enter_context(at(dying[rank], end_now))

@@ -202,7 +202,8 @@ class RecordedEnvironments(Environments):
         return {"episodes": list(self._vector.call("snapshot"))}
 
     def _restore(self, state: dict[str, Any]) -> Array | None:
-        if None in state.get("episodes", [None]):  # none at all: from environments of another vectorization
+        episodes = state.get("episodes")  # environments of another vectorization have none
+        if episodes is None or None in episodes:
             return None
         self._reset()  # or the next step would restart environments whose episodes have just ended
         self._vector.set_attr("restore_from", state["episodes"])

@@ -74,8 +74,7 @@ class RunConsole:
 
         Metrics of the user's own loss, and those of --log-info, come last, under their own names.
         """
-        seconds = {name: value for name, value in scalars.items() if name.endswith("_seconds")}
-        self.add_seconds({name.removesuffix("_seconds"): value for name, value in seconds.items()})
+        self.add_seconds(scalars)
         self._last = step, scalars
         if self._panel is not None:
             self._panel.update(step, scalars, self._seconds, self._evaluations)
@@ -86,10 +85,11 @@ class RunConsole:
         self._next_step, self._next_time = step + self._total_steps // LINES, now + LINE_SECONDS
         self.say(self._line(step, scalars))
 
-    def add_seconds(self, of_phases: Mapping[str, float]) -> None:
-        """Adds seconds to the sums that the table at the end shows, by names such as rank0/evaluation."""
-        for name, value in of_phases.items():
-            self._seconds[f"{name}_seconds"] += value
+    def add_seconds(self, scalars: Mapping[str, float]) -> None:
+        """Adds those that are seconds, such as rank0/evaluation_seconds, to the sums of the table at the end."""
+        for name, value in scalars.items():
+            if name.endswith("_seconds"):
+                self._seconds[name] += value
 
     def evaluated(self, step: int, scalars: Mapping[str, float], best: float) -> None:
         """Tells the result of an evaluation, and the mean return of the best one so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -20,6 +22,9 @@ from .checkpoints import Checkpoint, CheckpointFolder, is_checkpoint_file, load_
 
 CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.yaml"
+
+_HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of file systems that lack locks, such as Lustre without the option flock."""
 
 # Settings that must not change: otherwise the saved state does not fit the policy, observations, or averages.
 _FIXED = ("env", "env_kwargs", "policy", "network", "hidden_sizes", "activation", "norm_observations", "sync")
@@ -31,9 +36,14 @@ Opened = tuple[Path, Checkpoint | None, list[str]]
 
 
 def default_run_name(settings: RunSettings, started: float | None) -> str:
-    """Returns environment, compression, seed and, if given in seconds since 1970, the time."""
+    """Returns environment, compression, seed and, if given in seconds since 1970, the time.
+
+    After the time comes the number of this process, because a loop in a shell starts several runs within a second.
+    """
     name = re.sub("[/: ]", "-", f"{settings.env}-{settings.compression}-{settings.seed}")
-    return name if started is None else f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
+    if started is None:
+        return name
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}-{os.getpid()}"
 
 
 def check_run(settings: RunSettings, world_size: int) -> None:
@@ -121,15 +131,19 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: another process trains there.
     """
-    lock = FileLock(folder / ".lock", timeout=0)
+    # Else newer versions of filelock take a marker where the file system has no locks, and a killed process leaves it.
+    strict: dict[str, Any] = {"fallback_to_soft": False} if hasattr(FileLock, "fallback_to_soft") else {}
+    lock = FileLock(folder / ".lock", timeout=0, **strict)
     try:
         lock.acquire()
     except Timeout:
         in_use = f"the run folder {folder} is in use: another process trains there"
         raise ValueError(f"{in_use}; wait for its end, stop it, or choose another run_name") from None
-    except NotImplementedError:
-        warnings.warn(f"{folder} cannot be locked: make sure that no other process trains there", stacklevel=2)
-    except OSError as error:
+    except (NotImplementedError, OSError) as error:
+        if isinstance(error, NotImplementedError) or error.errno in _HAS_NO_LOCKS:
+            warnings.warn(f"{folder} cannot be locked: make sure that no other process trains there", stacklevel=2)
+            yield
+            return
         raise ValueError(f"the run folder {folder} cannot be written: {error.strerror}") from error
     try:
         yield
