@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -78,6 +79,21 @@ def with_gradients(named: Mapping[str, Tensor], argument: str) -> dict[str, Tens
     return able
 
 
+def check_strided(named: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for a tensor in a sparse layout, whose values are not compared and sent."""
+    for name, tensor in named.items():
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{name} has the layout {tensor.layout}, and only dense tensors are compared and sent; leave it to "
+                "each rank, by ignored_states of fastsync.attach, or keep it in an attribute that is no buffer"
+            )
+
+
+def without_compiler(name: str) -> str:
+    """Returns a parameter's name without what torch.compile's wrapper adds. Checkpoints come from both."""
+    return name.replace("_orig_mod.", "")
+
+
 def named_parameters(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str, but: Container[int] = ()
 ) -> dict[str, Tensor]:
@@ -89,18 +105,18 @@ def named_parameters(
     named: dict[str, Tensor]
     if isinstance(module_or_params, nn.Module):
         _check_unwrapped(module_or_params, argument)
-        # Checkpoints come from models with and without torch.compile's wrapper, so names must not show it.
-        named = {
-            name.replace("_orig_mod.", ""): p for name, p in module_or_params.named_parameters() if id(p) not in but
-        }
+        named = {without_compiler(name): p for name, p in module_or_params.named_parameters() if id(p) not in but}
     else:
         named = {}
         seen: set[int] = set()
         for index, parameter in enumerate(listed(module_or_params, argument)):
             if not isinstance(parameter, Tensor):
+                way_out = "pass the module or its parameters, not names"
+                if isinstance(parameter, nn.Module):
+                    way_out = "put several modules into one nn.ModuleList"
                 raise ValueError(
                     f"{argument}: expected a module or tensors, but number {index} is a {type(parameter).__name__}; "
-                    "pass the module or its parameters, not names"
+                    + way_out
                 )
             if id(parameter) not in seen:
                 seen.add(id(parameter))

@@ -182,16 +182,20 @@ class GradientHandle(SyncHandle, ABC):
         return f"{text}\n{UNTRIED}" if is_untried else text
 
     def _follow(self, compression: Compression | Auto) -> None:
-        named = self._planned_parameters()
-        for device in {parameter.device for parameter in named.values()}:
+        named, moved_to = self._planned_parameters(), self._device_of_gradients()
+        for device in {parameter.device for parameter in named.values()} if moved_to is None else {moved_to}:
             _C.check_device(self._group, device)
             warn_of_generic_kernels(device.type)
-        candidates = candidates_of(compression, self._group, named)
+        candidates = candidates_of(compression, self._group, named, moved_to)
         self._engine.set_compressions(in_engine(candidates))
         self._candidates, self._compression = candidates, compression
 
     @abstractmethod
     def _named_parameters(self) -> Mapping[str, Tensor]: ...
+
+    def _device_of_gradients(self) -> torch.device | None:
+        """Returns the device where gradients are sent, if that is not the one of the parameters."""
+        return None
 
     def _planned_parameters(self) -> Mapping[str, Tensor]:
         """Returns the parameters whose gradients have to be sent."""

@@ -29,11 +29,16 @@ def unwrapped(given: object) -> Optimizer | None:
 def innermost(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer that a wrapper, such as Accelerate's, shares its groups with; else the optimizer itself.
 
-    Only the inner one is sure to run step hooks, and a GradScaler may know only the inner one.
+    Only the inner one is sure to run step hooks.
     """
+    return from_outside_in(optimizer)[-1]
+
+
+def from_outside_in(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns the optimizer, the one inside that shares its groups, the one inside that, and so on."""
     inside = (each for each in vars(optimizer).values() if isinstance(each, Optimizer) and each is not optimizer)
     wrapped = next((each for each in inside if each.param_groups is optimizer.param_groups), None)
-    return optimizer if wrapped is None else innermost(wrapped)
+    return [optimizer] if wrapped is None else [optimizer, *from_outside_in(wrapped)]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

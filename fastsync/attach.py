@@ -389,6 +389,7 @@ class GradientSynchronizer(WatchedHandle):
             )
         ]
         begin_use(self, modules, kept_by=modules or [NOBODY])
+        self._searched = [weakref.ref(module) for module in ([] if owner is None else owner.modules())]
         watch_optimizers()
 
     def _follow(self, compression: Compression | Auto) -> None:
@@ -408,7 +409,7 @@ class GradientSynchronizer(WatchedHandle):
         return [parameter for parameter in self._named.values() if parameter.requires_grad]
 
     def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
-        modules = [module for known in self._modules if (module := known()) is not None]
+        modules = [module for known in self._searched if (module := known()) is not None]
         ignored = self._ignored.ids()
         named = chain.from_iterable(module.named_parameters() for module in modules)  # the owner's names come first
         return ((name, parameter) for name, parameter in named if id(parameter) not in ignored)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
-from ._checks import check_not_sharded, plain_parts, resolve_group
+from ._checks import check_not_sharded, check_strided, plain_parts, resolve_group
 from ._handles_in_use import ids_left_to_each_rank
 from ._ignored_states import states_of
 from .distributed import as_bytes, every_rank_calls
@@ -44,6 +44,7 @@ def check_consistency(
     state = {name: value for name, value in module.state_dict().items() if name not in names_left}
     saved = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     tensors = plain_parts({name: each for name, each in saved.items() if buffers or name not in names_of_buffers})
+    check_strided(tensors)
     lines = [f"{name} {_digest(each)}" for name, each in tensors.items()]
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     try:

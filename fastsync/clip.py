@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +16,7 @@ from . import _C
 from ._checks import known_ranks, resolve_group
 from ._grad_scaler import has_unscaled, loss_scale, scale_of_step, skip_unless_finite
 from ._handle import GradientHandle
-from ._optimizer_steps import innermost
+from ._optimizer_steps import from_outside_in, unwrapped
 from ._optimizer_watch import WatchedHandle
 from .distributed import every_rank_calls
 
@@ -23,11 +24,11 @@ from .distributed import every_rank_calls
 def clip_grad_norm_(
     sync: GradientHandle | Sequence[GradientHandle],
     max_norm: float | Tensor,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
     *,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
     """Scales the gradients so that their norm is at most ``max_norm``; the host never waits to find out.
@@ -43,11 +44,11 @@ def clip_grad_norm_(
     Args:
         sync: what ``attach`` or ``register_comm_hook`` returned, or a list of such handles.
         max_norm: positive, for gradients without a scaler's scale. It may be a 0-dim tensor on their device.
+        norm_type: the p of the p-norm. Any other than 2 takes a pass over the gradients.
+        error_if_nonfinite: raise if the norm is inf or nan, before anything is scaled. On a GPU the host waits.
         optimizer: the one that steps with these gradients, or Accelerate's wrapper of it. A fused one that steps these
             and no others takes the coefficient into its next step, unless another sync comes before that.
         scaler: the one that has scaled the loss. It needs ``optimizer``.
-        norm_type: the p of the p-norm. Any other than 2 takes a pass over the gradients.
-        error_if_nonfinite: raise if the norm is inf or nan, before anything is scaled. On a GPU the host waits.
         process_group: the ranks whose parameters count, a group or a one-dimensional ``DeviceMesh``. None means all
             ranks for a list, and for a single handle the ranks that it averages over. Handles' groups lie within it.
 
@@ -59,7 +60,7 @@ def clip_grad_norm_(
         RuntimeError: no backward was synchronised yet. Or the gradients were clipped already in the optimizer's next
             step. Or the norm is not finite, with ``error_if_nonfinite``.
     """
-    if not isinstance(max_norm, Tensor) and not max_norm > 0:
+    if not isinstance(max_norm, Tensor) and not (isinstance(max_norm, Real) and max_norm > 0):
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
     handles = _listed(sync)
     if scaler is not None and not scaler.is_enabled():
@@ -75,15 +76,20 @@ def clip_grad_norm_(
                 "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step; clip "
                 "once after each synchronised backward, or leave optimizer out both times"
             )
+    known_to_scaler = optimizer
     if optimizer is not None:
-        optimizer = innermost(optimizer)
+        all_of_it = from_outside_in(_checked(optimizer))
+        states = {} if scaler is None else scaler._per_optimizer_states
+        # A wrapper or the one inside: whichever unscale_() got.
+        known_to_scaler = next((each for each in (optimizer, *all_of_it) if id(each) in states), all_of_it[-1])
+        optimizer = all_of_it[-1]
         if optimizer in _clipped_steps:
             _clipped_steps[optimizer].drop(optimizer)
     is_joint = not isinstance(sync, GradientHandle) or process_group is not None
     if is_joint:
         group = resolve_group(process_group)
         _check_may_be_joint(handles, norm_type, scaler, group)
-    norms = [_norm(handle, norm_type, optimizer, scaler) for handle in handles]
+    norms = [_norm(handle, norm_type, known_to_scaler, scaler) for handle in handles]
     grad_norm = _joint_norm(handles, norms, norm_type, group) if is_joint else norms[0]
     if error_if_nonfinite and not grad_norm.isfinite():
         raise RuntimeError(
@@ -91,13 +97,24 @@ def clip_grad_norm_(
             "error_if_nonfinite"
         )
     divisor = (grad_norm + 1e-6).div_(max_norm).clamp_(min=1.0)
-    if is_joint and scaler is not None and optimizer is not None:
+    if is_joint and scaler is not None and known_to_scaler is not None:
         # A scaler looks at this rank's gradients alone, and other ranks may have other ones. All must skip a step.
         divisor = torch.where(grad_norm.isfinite(), divisor, math.nan)
-        skip_unless_finite(scaler, optimizer, grad_norm)
+        skip_unless_finite(scaler, known_to_scaler, grad_norm)
         optimizer = None  # the gradients have to be divided now, for the scaler to see it
     _divide(handles, divisor, optimizer)
     return grad_norm
+
+
+def _checked(optimizer: object) -> Optimizer:
+    """Returns the optimizer, or the one inside a wrapper that is none itself. Raises ValueError without one."""
+    inside = unwrapped(optimizer)
+    if inside is None:
+        raise ValueError(
+            f"optimizer: expected the torch.optim.Optimizer that steps with these gradients, got "
+            f"{type(optimizer).__name__}; if several step with them, leave optimizer out"
+        )
+    return inside
 
 
 def _divide(handles: Sequence[WatchedHandle], divisor: Tensor, optimizer: Optimizer | None) -> None:

@@ -12,7 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from . import _C
-from ._checks import MEAN_OF_USED, as_weight, check_not_sharded, check_op, resolve_group, sparse_weights
+from ._checks import (
+    MEAN_OF_USED,
+    as_weight,
+    check_not_sharded,
+    check_op,
+    resolve_group,
+    sparse_weights,
+    without_compiler,
+)
 from ._handle import SyncHandle, warn_of_generic_kernels
 from ._handles_in_use import begin_use, check_free, handles_of
 from ._optimizer_watch import WatchedHandle, watch_optimizers
@@ -62,7 +70,11 @@ class CommHook(HookState, WatchedHandle):
         self._module = ddp_model.module
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
         # DDP decides which parameters it averages when it wraps the model, and never again.
-        averaged = {name: p for name, p in self._named_parameters().items() if p.requires_grad and name not in ignored}
+        averaged = {
+            without_compiler(name): p
+            for name, p in self._module.named_parameters()
+            if p.requires_grad and name not in ignored
+        }
         self._names, self._parameters = list(averaged), list(averaged.values())
         self._ids = frozenset(map(id, self._parameters))
         sparse = sparse_weights(self._module)
@@ -91,7 +103,7 @@ class CommHook(HookState, WatchedHandle):
         self._engine.set_weight(as_weight(weight), self._parameters, self._names)
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._module.named_parameters())
+        return {without_compiler(name): parameter for name, parameter in self._module.named_parameters()}
 
     def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
         ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
@@ -168,6 +180,11 @@ def register_comm_hook(
         raise ValueError(
             "ddp_model: it was built with skip_all_reduce_unused_params, which keeps buckets from the hook, so that it "
             "cannot tell where a backward begins; build it without (find_unused_parameters alone is fine)"
+        )
+    if getattr(ddp_model, "_delay_all_reduce_params", None):
+        raise ValueError(
+            "ddp_model: it was built with delay_all_reduce_named_params, which sends these parameters past the hook; "
+            "build it without"
         )
     named = dict(ddp_model.module.named_parameters())
     group = resolve_group(ddp_model.process_group if process_group is None else process_group)

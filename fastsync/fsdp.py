@@ -28,8 +28,12 @@ class ShardedGradients(GradientHandle):
 
     A name in the state has module, number of values that are sent together, and rank, such as ``layers.0[4096] of rank
     1``. Save the state of each rank. It fits the same number of ranks only. Residuals are as large as all of the
-    model's gradients, not as their shards. A new handle has no tensors that ``torch.distributed.checkpoint`` could load
-    into. So give it the bytes of ``torch.save``, under one key for each rank.
+    model's gradients, not as their shards. With error feedback the same parameters of a module must have gradients in
+    each step, because PyTorch does not send the others. ``set_reduce_scatter_unused_params(True)`` of the module sends
+    zeros for them.
+
+    A new handle has no tensors that ``torch.distributed.checkpoint`` could load into. So give it the bytes of
+    ``torch.save``, under one key for each rank.
     """
 
     def __init__(
@@ -101,6 +105,10 @@ class ShardedGradients(GradientHandle):
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._identities
+
+    def _device_of_gradients(self) -> torch.device | None:
+        device: torch.device = self._units[0].group.device  # parameters may be offloaded to the CPU
+        return device
 
     def _planned_parameters(self) -> Mapping[str, Tensor]:
         return {f"{index} of {unit}": p for unit in self._units for index, p in enumerate(unit.parameters())}

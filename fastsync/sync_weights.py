@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
-from ._checks import check_not_sharded, plain_parts, resolve_group
+from ._checks import check_not_sharded, check_strided, plain_parts, resolve_group, without_compiler
 from ._handles_in_use import groups_of, ids_left_to_each_rank
 from .distributed import broadcast_tensors, every_rank_calls
 
@@ -44,7 +44,7 @@ def sync_weights(module: nn.Module, *, process_group: dist.ProcessGroup | Device
     left = ids_left_to_each_rank(module, group)
     # Only some ranks may have compiled the model, so the names leave out torch.compile's wrapper.
     named: dict[str, Tensor] = {
-        name.replace("_orig_mod.", ""): tensor
+        without_compiler(name): tensor
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if id(tensor) not in left
     }
@@ -72,6 +72,7 @@ def broadcast_named(
         ValueError: on every rank, before anything is sent, if names, shapes, strides or dtypes differ.
     """
     named = plain_parts(named)
+    check_strided(named)
     lines = [
         f"{name} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"
         for name, tensor in named.items()

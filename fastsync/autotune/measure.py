@@ -61,7 +61,7 @@ def measure_group(
         ValueError: an argument is refused, or differs between ranks.
         RuntimeError: another rank did not take part in time, or is lost.
     """
-    group = resolve_group(process_group)
+    group, wires = resolve_group(process_group), tuple(wires)
     named = "; ".join(str(each) for each in compressions(wires, group.size()))  # before anything is sent
     where = device_of(group) if device is None else torch.device(device)
     try:
@@ -82,9 +82,14 @@ def measure_group(
 
 
 def candidates_of(
-    compression: Compression | Auto, group: dist.ProcessGroup, named: Mapping[str, Tensor]
+    compression: Compression | Auto,
+    group: dist.ProcessGroup,
+    named: Mapping[str, Tensor],
+    device: torch.device | None = None,
 ) -> tuple[Candidate, ...]:
     """Returns the candidates for these parameters' gradients. It measures the group if it has not done so yet.
+
+    ``device`` is where gradients are sent; None for the parameters' own.
 
     Raises:
         ValueError: the compression cannot carry one of the parameters, or nodes do not divide the group.
@@ -92,7 +97,8 @@ def candidates_of(
     if isinstance(compression, Compression):
         check_carries(compression.wire, named)
         return (_given_candidate(compression, group),)
-    return _auto_candidates(compression, group, [parameter for parameter in named.values() if parameter.requires_grad])
+    trained = [parameter for parameter in named.values() if parameter.requires_grad]
+    return _auto_candidates(compression, group, trained, device)
 
 
 def _given_candidate(compression: Compression, group: dist.ProcessGroup) -> Candidate:
@@ -106,10 +112,12 @@ def _given_candidate(compression: Compression, group: dist.ProcessGroup) -> Cand
     return Candidate(Compression(reduce="fp32") if group.size() == ranks_per_node > 1 else compression)
 
 
-def _auto_candidates(auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor]) -> tuple[Candidate, ...]:
+def _auto_candidates(
+    auto: Auto, group: dist.ProcessGroup, trained: Sequence[Tensor], device: torch.device | None
+) -> tuple[Candidate, ...]:
     if not trained:
         return (Candidate(Compression()),)
-    device = trained[0].device
+    device = trained[0].device if device is None else device
     wires = tuple(wire for wire in WIRES if wire not in LOSSIER or wire in auto.allow)
     if any(parameter.is_complex() for parameter in trained):
         wires = ("none",)  # no other wire carries complex values

@@ -297,6 +297,31 @@ def test_a_wrapped_optimizer_clips_as_the_one_inside(name: str, unscales_first: 
     torch.testing.assert_close(model.weights[0].detach(), torch.full((4,), -0.1 * 0.5))
 
 
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_a_scaler_may_know_the_wrapper_alone(is_joint: bool) -> None:
+    model, sync = _given("attach", [torch.ones(4)])
+    wrapper, scaler = OptimizerWrapper(OptimizerWrapper(OPTIMIZERS["SGD"](model.parameters()))), _scaler()
+    for value, norm, expected in ((2.0, 4.0, -0.1 * 0.5), (math.inf, math.inf, -0.1 * 0.5)):
+        _backward(model, [torch.full((4,), value)], scaler)
+        scaler.unscale_(wrapper)
+        clipped = fastsync.clip_grad_norm_([sync] if is_joint else sync, 1.0, optimizer=wrapper, scaler=scaler)
+        assert clipped.item() == norm
+        scaler.step(wrapper)
+        scaler.update()
+        torch.testing.assert_close(model.weights[0].detach(), torch.full((4,), expected))
+
+
+def test_arguments_that_torchs_function_takes_by_position() -> None:
+    model, sync = _given("attach", [torch.ones(4)])
+    _backward(model, [torch.full((4,), 2.0)])
+    assert fastsync.clip_grad_norm_(sync, 1.0, math.inf, True).item() == 2.0
+    sgd = torch.optim.SGD(model.parameters())
+    with pytest.raises(
+        ValueError, match=r"optimizer: expected the torch.optim.Optimizer .*, got list; if several step"
+    ):
+        fastsync.clip_grad_norm_(sync, 1.0, optimizer=[sgd, sgd])  # type: ignore[arg-type]
+
+
 def test_an_optimizer_of_some_of_the_parameters_clips_none_in_its_step() -> None:
     model, sync = _given("attach", [torch.ones(4), torch.ones(3)])
     optimizers = [OPTIMIZERS["SGD"]([parameter]) for parameter in model.parameters()]
@@ -351,8 +376,8 @@ def test_scalers_that_do_not_count() -> None:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
-def test_a_max_norm_that_is_not_positive_is_refused(max_norm: float) -> None:
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan, None, "1.0"])
+def test_a_max_norm_that_is_not_positive_is_refused(max_norm: Any) -> None:
     model, sync = _given("attach", [torch.ones(2)])
     _backward(model, [torch.ones(2)])
     with pytest.raises(ValueError, match=f"max_norm: expected a positive number, got {max_norm!r}"):

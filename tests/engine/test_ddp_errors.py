@@ -84,6 +84,25 @@ def test_a_ddp_that_keeps_buckets_from_the_hook_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_a_ddp_that_sends_parameters_past_the_hook_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    late = [("1.weight", model[1].weight)]
+    ddp = DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=late,
+        param_to_hook_all_reduce=model[0].weight,
+    )
+    with pytest.raises(ValueError, match="ddp_model: it was built with delay_all_reduce_named_params"):
+        fastsync.register_comm_hook(ddp)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_names_of_a_compiled_model_are_those_of_the_plain_one() -> None:
+    hook = fastsync.register_comm_hook(DistributedDataParallel(torch.compile(nn.Linear(2, 2))), "int8+ef")
+    assert list(hook._named_parameters()) == ["weight", "bias"]
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(),
     reason="a torch with CUDA cannot build such a DDP where there is no GPU",

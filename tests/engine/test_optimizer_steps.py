@@ -338,3 +338,14 @@ def test_late_parameters_of_models_in_a_container_made_for_the_call(rank: int, w
     (second(first(torch.ones(1, 2))) * second.extra).sum().backward()
     with pytest.raises(RuntimeError, match="about to step extra, whose gradient no rank has averaged"):
         optimizer.step()
+
+
+@on_ranks(1)
+def test_late_layers_of_models_without_parameters_of_their_own(rank: int, world_size: int) -> None:
+    actor, critic = (nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
+    fastsync.attach(nn.ModuleList([actor, critic]))
+    actor.append(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.1)
+    (actor(torch.ones(1, 2)) + critic(torch.ones(1, 2))).sum().backward()
+    with pytest.raises(RuntimeError, match=r"about to step 2\.weight, whose gradient no rank has averaged"):
+        optimizer.step()

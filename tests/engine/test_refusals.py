@@ -63,6 +63,7 @@ def test_what_cannot_be_synchronised_is_refused(argument: str) -> None:
             ([], "it has no parameters; nothing to synchronise"),
             (model.named_parameters(), "number 0 is a tuple; pass the module or its parameters, not"),
             (optimizer.param_groups, "number 0 is a dict"),
+            ([nn.Linear(1, 1), nn.Linear(1, 1)], "number 0 is a Linear; put several modules into one nn.ModuleList"),
             ([torch.ones(2, requires_grad=True) * 2], "tensor 0 is no leaf of the graph.*MulBackward"),
             ([dtensor], "parameter 0 is a DTensor, and this handles plain tensors"),
         ]

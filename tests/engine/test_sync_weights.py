@@ -163,3 +163,15 @@ def test_one_rank_keeps_what_it_has() -> None:
     before = bits(model)
     fastsync.sync_weights(model)
     assert bits(model) == before
+
+
+@on_ranks(1)
+def test_a_sparse_buffer_is_refused_and_may_be_left_to_each_rank(rank: int, world_size: int) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    for call in (fastsync.sync_weights, fastsync.check_consistency, fastsync.attach):
+        with pytest.raises(ValueError, match=r"adjacency has the layout torch\.sparse_coo, and only dense tensors are"):
+            call(model)
+    fastsync.attach(model, ignored_states=[model.adjacency])
+    fastsync.sync_weights(model)
+    fastsync.check_consistency(model)
