@@ -94,6 +94,13 @@ def without_compiler(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def _in_place_of(given: object) -> str:
+    """Returns the way out for one who gave this in place of a parameter."""
+    if isinstance(given, nn.Module):
+        return "put several modules into one nn.ModuleList"
+    return "pass the module or its parameters, not names"
+
+
 def named_parameters(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str, but: Container[int] = ()
 ) -> dict[str, Tensor]:
@@ -111,12 +118,9 @@ def named_parameters(
         seen: set[int] = set()
         for index, parameter in enumerate(listed(module_or_params, argument)):
             if not isinstance(parameter, Tensor):
-                way_out = "pass the module or its parameters, not names"
-                if isinstance(parameter, nn.Module):
-                    way_out = "put several modules into one nn.ModuleList"
                 raise ValueError(
                     f"{argument}: expected a module or tensors, but number {index} is a {type(parameter).__name__}; "
-                    + way_out
+                    f"{_in_place_of(parameter)}"
                 )
             if id(parameter) not in seen:
                 seen.add(id(parameter))

@@ -60,7 +60,8 @@ def clip_grad_norm_(
         RuntimeError: no backward was synchronised yet. Or the gradients were clipped already in the optimizer's next
             step. Or the norm is not finite, with ``error_if_nonfinite``.
     """
-    if not isinstance(max_norm, Tensor) and not (isinstance(max_norm, Real) and max_norm > 0):
+    number: object = max_norm  # of a settings file, perhaps a string or None
+    if not isinstance(number, Tensor) and not (isinstance(number, Real) and float(number) > 0):
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
     handles = _listed(sync)
     if scaler is not None and not scaler.is_enabled():
