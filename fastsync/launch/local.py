@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from .jobs import Script
 from .signals import handling
 from .supervisor import Supervisor
-from .torchrun import LAUNCHERS, without_ignored
+from .torchrun import LAUNCHERS, handled
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     def stop(number: int, frame: object) -> None:
         raise SignalException(f"ended by {signal.Signals(number).name}", sigval=signal.Signals(number))
 
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", without_ignored((signal.SIGTERM, *LAUNCHERS)))
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", handled((signal.SIGTERM, *LAUNCHERS)))
     try:
         with handling(stop, (signal.SIGTERM,)):
             told: dict[str, Any] = {"command": "fastsync launch local", "place": "fastsync.Elastic or DiLoCo"}

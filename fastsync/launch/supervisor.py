@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 
 from .._membership import PROCESS, Membership, newest_membership, rank_of_process
 from ..elastic import JOINS, KEYS_OF_FIRST, STORE, RankLostError
-from .torchrun import LAUNCHERS, run_rank, signals_passed_on, without_ignored
+from .torchrun import LAUNCHERS, handled, run_rank, signals_passed_on
 
 POLL_SECONDS = 0.05
 START_METHOD = "spawn"
@@ -178,7 +178,7 @@ def launch_survivors(fn: Callable[..., Any], nproc: int, *args: Any, stop_timeou
     Raises:
         SignalException: as there.
     """
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = without_ignored(LAUNCHERS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = handled(LAUNCHERS)
     told: dict[str, Any] = {"command": "fastsync train", "place": "the training", "ranks_tell": True}
     supervisor = Supervisor(_run_rank_aloud, (fn, args), nproc, **told)
     with signals_passed_on(stop_timeout) as received:

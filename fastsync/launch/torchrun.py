@@ -75,7 +75,7 @@ def launch_ranks(
         local_addr="localhost",
         max_restarts=max_restarts,
         start_method="spawn",
-        signals_to_handle=without_ignored(LAUNCHERS),
+        signals_to_handle=handled(LAUNCHERS),
         **ending,
     )
     # A batch system may also signal multiprocessing's helper process, which inherits the blocked signals.
@@ -93,10 +93,10 @@ def launch_ranks(
     return [results[rank] for rank in sorted(results)]
 
 
-def without_ignored(numbers: Iterable[signal.Signals]) -> str:
-    """Returns the names of signals for torch's launcher, which would handle what nohup and background jobs ignore."""
-    heeded = [number.name for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    return ",".join(heeded or ["SIGQUIT"])  # it takes at least one
+def handled(numbers: Iterable[signal.Signals]) -> str:
+    """Returns the names of signals for torch's launcher: without SIGHUP if nohup has this process ignore it."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set[signal.Signals]()
+    return ",".join(number.name for number in numbers if number not in ignored)
 
 
 @contextmanager
@@ -184,8 +184,7 @@ def _described(rank: int, process: BaseProcess) -> str:
 def run_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls ``fn(*args)`` as a rank. torchrun's report shows this function's name."""
     # Ctrl-C then ends the rank without a traceback, even while C++ waits for other ranks.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does
     return fn(*args)
