@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from . import _C
-from ._checks import known_ranks, resolve_group
+from ._checks import is_positive, known_ranks, resolve_group
 from ._grad_scaler import has_unscaled, loss_scale, scale_of_step, skip_unless_finite
 from ._handle import GradientHandle
 from ._optimizer_steps import from_outside_in, unwrapped
@@ -60,8 +59,7 @@ def clip_grad_norm_(
         RuntimeError: no backward was synchronised yet. Or the gradients were clipped already in the optimizer's next
             step. Or the norm is not finite, with ``error_if_nonfinite``.
     """
-    number: object = max_norm  # of a settings file, perhaps a string or None
-    if not isinstance(number, Tensor) and not (isinstance(number, Real) and float(number) > 0):
+    if not isinstance(max_norm, Tensor) and not is_positive(max_norm) and max_norm != math.inf:
         raise ValueError(f"max_norm: expected a positive number, got {max_norm!r}")
     handles = _listed(sync)
     if scaler is not None and not scaler.is_enabled():

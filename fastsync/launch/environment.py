@@ -26,9 +26,9 @@ _NAMING_HOSTS = {
 _NOT_READ = ("PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 """Variables of other launchers, which do not all tell how many ranks there are."""
 _FIRST_PORT, _NUM_PORTS = 20000, 12000  # below Linux's ports for outgoing connections, from 32768 on
-_SHELLS = ("bash", "sh", "dash", "ksh", "zsh", "fish", "csh", "tcsh")
 _PORT = 29500
 """torchrun's port, for launchers that tell no job number."""
+_SHELLS = ("bash", "sh", "dash", "ksh", "zsh", "fish", "csh", "tcsh")
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ def this_rank() -> Rank:
     if "RANK" in os.environ:
         return _rank("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if _has_srun_set_pmi():
-        return _unless_alone(_slurm_rank(), is_alone=_is_typed_into_a_shell())
+        return _unless_alone(_slurm_rank())
     for launcher, names in _MPI.items():
         if all(name in os.environ for name in names):
             return _unless_alone(replace(_rank(launcher, *names), port=_port_of_open_mpi()))
     if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-        return _unless_alone(_slurm_rank(), is_alone=_is_typed_into_a_shell())
+        return _unless_alone(_slurm_rank())
     if "PMI_RANK" in os.environ and "PMI_SIZE" in os.environ:
         return _unless_alone(_rank("PMI", "PMI_RANK", "PMI_SIZE"))
     for name in _NOT_READ:
@@ -157,9 +157,9 @@ def _number(name: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _unless_alone(rank: Rank, *, is_alone: bool = False) -> Rank:
+def _unless_alone(rank: Rank) -> Rank:
     """Returns the rank. A single one, such as a shell that srun has opened, counts as a process without a launcher."""
-    return rank if rank.world_size > 1 and not is_alone else Rank()
+    return rank if rank.world_size > 1 else Rank()
 
 
 def _is_typed_into_a_shell() -> bool:
@@ -183,6 +183,8 @@ def _port_of_open_mpi() -> int:
 
 def _slurm_rank() -> Rank:
     """Reads the variables of Slurm's step, because those of the job may describe other steps."""
+    if _is_typed_into_a_shell():
+        return Rank()
 
     def step_number(name: str) -> int:
         return int(os.environ[f"SLURM_{name}"])

@@ -110,13 +110,14 @@ def play(
                 left[index] -= 1
             if cut and left.any():
                 observations, lengths, totals = environments.reset(), np.zeros_like(lengths), np.zeros_like(totals)
-            if time.monotonic() - told >= PROGRESS_SECONDS:
-                told = time.monotonic()
+            now = time.monotonic()
+            if now - told >= PROGRESS_SECONDS:
+                told = now
                 say(
                     f"{len(episodes)} of {num_episodes} episodes have ended, and {lengths.max():,} steps of the next "
                     "are done"
                 )
-            if time.monotonic() - asked >= SLICE_SECONDS:
+            if now - asked >= SLICE_SECONDS:
                 if not goes_on():
                     return episodes
                 asked = time.monotonic()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
@@ -28,6 +29,28 @@ class Fallible(Mlp):
 
 def attach(model: nn.Module | list[Tensor], **options: Any) -> fastsync.GradientSynchronizer:
     return fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, **options)
+
+
+def assert_flags_pair_up_after_failures(rank: int, num_steps: int, group: dist.ProcessGroup, device: str) -> None:
+    """In each second step rank 0's backward fails. Rank 1 gets nan, and the flags meet each other, not a bucket."""
+    model = Fallible().to(device)
+    sync = attach(model, process_group=group)
+    inputs = torch.ones(16, 32, device=device)
+    for step in range(num_steps):
+        model.zero_grad()
+        model.fails = rank == 0 and step % 2 == 1
+        ok = torch.ones(1, device=device)
+        try:
+            model(inputs).square().mean().backward()
+        except ArithmeticError:
+            ok.zero_()
+        sync.abandon_step()
+        dist.all_reduce(ok, op=dist.ReduceOp.MIN, group=group)
+        assert ok.item() == (0 if step % 2 else 1)
+        if rank == 1:
+            finite = [parameter.grad.isfinite().all().item() for parameter in model.parameters()]
+            assert all(finite) == (step % 2 == 0)
+    assert sync.stats().num_steps == num_steps
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:

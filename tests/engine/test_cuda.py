@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import fastsync
 from fastsync.compression import AnyCompression
 from tests import reference
-from tests.engine.attached import Fallible, assert_soon_none
+from tests.engine.attached import assert_flags_pair_up_after_failures, assert_soon_none
+from tests.engine.captured import CHANGES, Change
 from tests.engine.entry_points import Averaged, average
 from tests.models import (
     SMALL_BUCKETS,
@@ -277,40 +278,9 @@ def test_a_step_frees_what_a_deleted_captured_step_has_kept(rank: int, world_siz
     assert_soon_none(is_held)  # CUDA's own thread tells when a graph has gone
 
 
-def _load_state(training: _Training, inputs: Tensor) -> None:
-    training.sync.load_state_dict(training.sync.state_dict())
-
-
-def _set_compression(training: _Training, inputs: Tensor) -> None:
-    training.sync.compression = "bf16"
-    training.backward(inputs)
-
-
-def _set_weight(training: _Training, inputs: Tensor) -> None:
-    training.sync.set_weight(2.0)
-    training.backward(inputs)
-
-
-def _piggyback(training: _Training, inputs: Tensor) -> None:
-    training.sync.piggyback("loss", torch.ones(3, device="cuda"))
-    training.backward(inputs)
-
-
-def _freeze(training: _Training, inputs: Tensor) -> None:
-    next(training.model.parameters()).requires_grad_(False)
-    training.backward(inputs)
-
-
-def _detach(training: _Training, inputs: Tensor) -> None:
-    training.sync.detach()
-    del training.sync
-
-
-@pytest.mark.parametrize("change", [_load_state, _set_compression, _set_weight, _piggyback, _freeze, _detach])
+@pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2, backend="nccl")
-def test_a_captured_step_goes_on_whatever_the_engine_changes(
-    rank: int, world_size: int, change: Callable[[_Training, Tensor], None]
-) -> None:
+def test_a_captured_step_goes_on_whatever_the_engine_changes(rank: int, world_size: int, change: Change) -> None:
     """Memory that the engine lets go is written by others, and the replay must not read it."""
     for wire in ("fp16", fastsync.Compression("int8", error_feedback=True)):
         training, inputs = _Training(wire), batch(rank, 0).to("cuda")
@@ -318,7 +288,7 @@ def test_a_captured_step_goes_on_whatever_the_engine_changes(
         graph.replay()
         grads = [parameter.grad for parameter in training.model.parameters()]
         expected = [grad.clone() for grad in grads]
-        change(training, inputs)
+        change(training, partial(training.backward, inputs), "cuda")
         others = [torch.full((size,), float("nan"), device="cuda") for size in (1, 100, 10_000) for _ in range(100)]
         graph.replay()
         # fp16 may have another scale by now, and int8 has other residuals: a step of it is 1/127 of the largest value.
@@ -332,22 +302,8 @@ def test_a_captured_step_goes_on_whatever_the_engine_changes(
 
 @on_ranks(2, backend="nccl")
 def test_a_collective_of_ones_own_pairs_up_after_an_abandoned_step(rank: int, world_size: int) -> None:
-    model = Fallible().to("cuda")
-    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS)
-    inputs = torch.ones(16, 32, device="cuda")
-    for step in range(STEPS):
-        model.zero_grad()
-        model.fails = rank == 0 and step % 2 == 1
-        ok = torch.ones(1, device="cuda")
-        try:
-            model(inputs).square().mean().backward()
-        except ArithmeticError:
-            ok.zero_()
-        sync.abandon_step()
-        dist.all_reduce(ok, op=dist.ReduceOp.MIN)
-        assert ok.item() == (0 if step % 2 else 1)
-        if rank == 1:
-            assert all(grad.isfinite().all() for grad in grads_of(model)) == (step % 2 == 0)
+    assert dist.group.WORLD is not None
+    assert_flags_pair_up_after_failures(rank, STEPS, dist.group.WORLD, "cuda")
 
 
 @on_ranks(1, backend="nccl")

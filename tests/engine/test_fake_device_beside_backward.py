@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import fastsync
 from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
-from tests.engine.attached import Fallible
+from tests.engine.attached import Fallible, assert_flags_pair_up_after_failures
 from tests.engine.stderr import NO_TIMES, expected_on_stderr
 from tests.fake_device import DEVICE, backend_of, watched
 from tests.models import Given, random_grads
@@ -229,26 +229,7 @@ def test_ranks_whose_gradients_get_ready_on_different_devices_first() -> None:
 
 
 def _pairs_up_after_a_failure(rank: int, world_size: int) -> None:
-    """The other rank gets nan, and the flags meet each other, not a bucket."""
-    group = fake_device.new_group()
-    model = Fallible().to(DEVICE)
-    sync = fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
-    inputs = torch.ones(16, 32, device=DEVICE)
-    for step in range(NUM_STEPS * 2):
-        model.zero_grad()
-        model.fails = rank == 0 and step % 2 == 1
-        ok = torch.ones(1, device=DEVICE)
-        try:
-            model(inputs).square().mean().backward()
-        except ArithmeticError:
-            ok.zero_()
-        sync.abandon_step()
-        dist.all_reduce(ok, op=dist.ReduceOp.MIN, group=group)
-        assert ok.item() == (0 if step % 2 else 1)
-        if rank == 1:
-            finite = [parameter.grad.isfinite().all().item() for parameter in model.parameters()]
-            assert all(finite) == (step % 2 == 0)
-    assert sync.stats().num_steps == NUM_STEPS * 2
+    assert_flags_pair_up_after_failures(rank, NUM_STEPS * 2, fake_device.new_group(), DEVICE)
 
 
 def test_collectives_of_ones_own_after_a_failed_backward() -> None:

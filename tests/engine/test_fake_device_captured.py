@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import fastsync
 from fastsync import Compression
 from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
+from tests.engine.captured import CHANGES, Change
 from tests.fake_device import DEVICE, watched
 from tests.models import Given, random_grads
 
@@ -54,39 +54,7 @@ class Training:
         return int(graph)
 
 
-def _load_state(training: Training) -> None:
-    training.sync.load_state_dict(training.sync.state_dict())
-
-
-def _set_compression(training: Training) -> None:
-    training.sync.compression = "bf16"
-    training.step()
-
-
-def _set_weight(training: Training) -> None:
-    training.sync.set_weight(2.0)
-    training.step()
-
-
-def _piggyback(training: Training) -> None:
-    training.sync.piggyback("loss", torch.ones(3, device=DEVICE))
-    training.step()
-
-
-def _freeze(training: Training) -> None:
-    next(training.model.parameters()).requires_grad_(False)
-    training.step()
-
-
-def _detach(training: Training) -> None:
-    training.sync.detach()
-    del training.sync
-
-
-CHANGES: list[Callable[[Training], None]] = [_load_state, _set_compression, _set_weight, _piggyback, _freeze, _detach]
-
-
-def _replays_after(rank: int, world_size: int, change: Callable[[Training], None]) -> None:
+def _replays_after(rank: int, world_size: int, change: Change) -> None:
     group = fake_device.new_group()
     for compression in WIRES:
         with watched():
@@ -95,12 +63,12 @@ def _replays_after(rank: int, world_size: int, change: Callable[[Training], None
                 training.step()
             graph = training.captured()
             fake_device.load().replay(graph)
-            change(training)
+            change(training, training.step, DEVICE)
             fake_device.load().replay(graph)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_replay_touches_outlives_changes_of_the_engine(change: Callable[[Training], None]) -> None:
+def test_what_a_replay_touches_outlives_changes_of_the_engine(change: Change) -> None:
     fake_device.run_ranks(partial(_replays_after, change=change), 2)
 
 

@@ -140,11 +140,9 @@ def locked(folder: Path) -> Iterator[None]:
         in_use = f"the run folder {folder} is in use: another process trains there"
         raise ValueError(f"{in_use}; wait for its end, stop it, or choose another run_name") from None
     except (NotImplementedError, OSError) as error:
-        if isinstance(error, NotImplementedError) or error.errno in _HAS_NO_LOCKS:
-            warnings.warn(f"{folder} cannot be locked: make sure that no other process trains there", stacklevel=2)
-            yield
-            return
-        raise ValueError(f"the run folder {folder} cannot be written: {error.strerror}") from error
+        if isinstance(error, OSError) and error.errno not in _HAS_NO_LOCKS:
+            raise ValueError(f"the run folder {folder} cannot be written: {error.strerror}") from error
+        warnings.warn(f"{folder} cannot be locked: make sure that no other process trains there", stacklevel=2)
     try:
         yield
     finally:
