@@ -50,6 +50,7 @@ PACKAGES = {name: name.replace("_", "-") for name in (*BUILDS, *TESTS)} | {"xdis
 OPERATORS, SUMS = "engine/test_ops.py", "engine/test_sums.py"
 SHARDED = ("engine/test_sharded.py", "engine/test_sharded_gather.py")
 STEPS = ("engine/test_cuda.py", *SHARDED, "engine/test_outer_device.py", "ppo/test_cuda.py")
+TRAININGS = "engine/test_cuda_trainings.py"
 OTHERS = ("benchmarks/test_ops.py",)
 CAPTURED, OF_TWO_RANKS = "captur", "[2-"
 # Not on random buckets by the hundred, which would take too long there.
@@ -140,20 +141,23 @@ def all_parts(architecture: str = "") -> dict[str, Part]:
         for_gpu["TORCH_CUDA_ARCH_LIST"] = architecture
     build = python(240, "setup.py", "build_ext", "--inplace", **for_gpu)
     doctor = python(60, "-m", "fastsync.cli", "doctor", FASTSYNC_CUDA="1")
-    ops = "--device cuda --tensors 160 --wires none fp16 --repetitions 5 --sizes 1MiB 4MiB 25MiB 256MiB"
+    ops = "--device cuda --tensors 160 --wires none fp16 --repetitions 3 --warmup 1 --sizes 256MiB 25MiB 4MiB"
     ranks = "--share-gpus --nproc"  # two share a GPU where there is one: that they work is shown, and no scaling
-    sync = f"--sizes 5k 0.5m 12m 384MiB --repetitions 10 --warmup 3 --methods {METHODS} {ranks}"
+    sync = f"--repetitions 20 --warmup 3 --methods {METHODS} --sizes 5k 0.5m 12m"
     ppo = "--device cuda --nproc 1 --repetitions 1 --timeout 60 --total-steps 500000 --num-envs 1024"
     not_captured, of_more_ranks = f"not {CAPTURED}", f"not {OF_TWO_RANKS}"
     generic = {"FASTSYNC_KERNELS": "aten"}
     return {
         "build": Part("build", 300, [remove, build, doctor]),
         "operators": Part("tests", 90, [pytest([OPERATORS], "not generic", 90)]),
-        "steps": Part("tests", 90, [pytest(STEPS, not_captured, 90)]),
+        "steps": Part("tests", 120, [pytest(STEPS, not_captured, 120)]),
         "captured": Part("tests", 60, [pytest(STEPS[:1], CAPTURED, 60)]),
         "ranks": Part("tests", 90, [pytest([SUMS], OF_TWO_RANKS, 90)]),
+        "trainings": Part("tests", 120, [pytest([TRAININGS], "", 120)]),
         "ops": Part("figures", 60, [benchmark("ops", 60, ops)]),
-        "sync": Part("figures", 90, [benchmark("sync", 60, f"{sync} {nproc}") for nproc in (1, 2)]),
+        "sync": Part(
+            "figures", 90, [benchmark("sync", 60, f"{sync} {rest}") for rest in (f"384MiB {ranks} 1", f"{ranks} 2")]
+        ),
         "stream": Part("figures", 60, [benchmark("stream", 60, f"{ranks} 2")]),
         "ppo": Part("figures", 90, [benchmark("ppo", 90, ppo)]),
         "tests": Part("tests", 180, [pytest([SUMS, *OTHERS], of_more_ranks, 180)]),
@@ -177,7 +181,7 @@ def _rehearsed(command: Command) -> Command | None:
         words = [sys.executable, *words[words.index("-m") :], "--collect-only", *in_one]
         return replace(command, words=words, environment={**command.environment, "TESTS_WITHOUT_RANKS": "1"})
     sizes = {"0.5m": "5k", "12m": "5k", "384MiB": "64KiB", "256MiB": "18KiB", "25MiB": "18KiB"}
-    small = {"cuda": "cpu", "10": "3", "1024": "16", **sizes}
+    small = {"cuda": "cpu", "20": "3", "1024": "16", **sizes}
     words = [small.get(word, word) for word in words if word != "--share-gpus"]
     of_command = {"stream": ["--width", "64", "--sleep", "0.1"], "ppo": ["--total-steps", "60000", "--timeout", "600"]}
     return replace(command, words=[*words, *of_command.get(words[3], [])])

@@ -77,18 +77,20 @@ def sharded(mesh: Any, *, checkpointed: bool = False, **options: Any) -> nn.Modu
     return fully_shard(model, mesh=mesh, **options)
 
 
-def train(model: nn.Module, rank: int, world_size: int, *, steps: int = STEPS, micro_batches: int = 1) -> None:
+def train(
+    model: nn.Module, rank: int, world_size: int, *, steps: int = STEPS, micro_batches: int = 1, device: str = "cpu"
+) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for step in range(steps):
         optimizer.zero_grad()
-        step_of(model, step, rank, world_size, micro_batches)
+        step_of(model, step, rank, world_size, micro_batches, device)
         if step == 0:
             assert_gradients_are_the_mean(model)
         optimizer.step()
 
 
-def step_of(model: Any, step: int, rank: int, world_size: int, micro_batches: int = 1) -> None:
-    parts = [part.chunk(world_size)[rank].chunk(micro_batches) for part in batch_of(step)]
+def step_of(model: Any, step: int, rank: int, world_size: int, micro_batches: int = 1, device: str = "cpu") -> None:
+    parts = [part.to(device).chunk(world_size)[rank].chunk(micro_batches) for part in batch_of(step)]
     for index, (tokens, targets) in enumerate(zip(*parts, strict=True)):
         model.set_requires_gradient_sync(index == micro_batches - 1)
         (loss_of(model, tokens, targets) / micro_batches).backward()
@@ -99,7 +101,7 @@ def assert_gradients_are_the_mean(model: nn.Module) -> None:
     alone = Tied()
     loss_of(alone, *batch_of(0)).backward()
     mine, theirs = (
-        torch.cat([full(p.grad).float().flatten() for p in each.parameters() if p.grad is not None])
+        torch.cat([full(p.grad).cpu().float().flatten() for p in each.parameters() if p.grad is not None])
         for each in (model, alone)
     )
     assert (mine - theirs).norm() < 0.05 * theirs.norm()
@@ -114,7 +116,7 @@ def distance(model: nn.Module, alone: nn.Module) -> float:
     begun = Tied()
     moved = max((b - a).abs().max().item() for a, b in zip(begun.parameters(), alone.parameters(), strict=True))
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return max((full(a).float() - b).abs().max().item() for a, b in pairs) / moved
+    return max((full(a).cpu().float() - b).abs().max().item() for a, b in pairs) / moved
 
 
 LIMITS = {"none": 1e-4, "fp16": 5e-3, "bf16": 0.03, "int8": 0.3}
