@@ -360,7 +360,7 @@ NOT_RUN = {
     "^(srun|sbatch|mpirun|mpiexec|kubectl|sky|py-spy) ": "needs a cluster; tests of launching have srun and mpirun",
     "--video|--render": "needs a window, or a package that the tests may lack",
     "--launcher ray": "needs Ray, with which tests/ppo/test_launch_ray.py runs",
-    r"^fastsync (train|eval|plot|launch [a-z]+)$|^python -m (fastsync\.train|benchmarks( predict)?)$": "is only a name",
+    r"^fastsync (train|eval|plot|launch [a-z]+( --replace)?)$|^python -m (fastsync\.train|benchmarks( predict)?)$": "is only a name",
     "^(make|pip|python3|tools/wheel.sh) |^python -m (tools|build|pytest)": "needs a network or hours, or is in .ci/run",
 }
 SMALLER = {
@@ -374,7 +374,8 @@ SMALLER = {
     r"(torchrun .*benchmarks/standalone.py)": r"\1 --numel 50000 --steps 2",
     r"(benchmarks scaling.*)": r"\1 --world-sizes 1 2 --batch-size 2 --steps 2 --warmup 2 --repetitions 1",
     r"(benchmarks recovery)(.*)": r"\1 --methods fastsync.Elastic --numel 5000 --repetitions 1\2",
-    r"(benchmarks outer.*)": r"\1 --numel 200000 --step-time 0.001 --rate 100mbit --rounds 1 --each-step 1",
+    r"(benchmarks outer_loss (?!--rows).*)": r"\1 --steps 2 --warm-steps 2 --seeds 0 --validate-every 2 --batch 2",
+    r"(benchmarks outer .*)": r"\1 --numel 200000 --step-time 0.001 --rate 100mbit --rounds 1 --each-step 1",
 }
 
 
@@ -416,6 +417,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.py").write_text(next(block.code for block in blocks() if 'print(f"loss' in block.code))
     for rows in (ROOT / "benchmarks/results").glob("link-100mbit-?-ranks_*.json"):
         shutil.copy(rows, folder / f"r{rows.name[13]}.json")
+    for name, rows in {"losses": "outer_loss-lowrank-cnn", "links": "outer-lowrank-cnn"}.items():
+        shutil.copy(next((ROOT / "benchmarks/results").glob(f"{rows}_*.json")), folder / f"{name}.json")
     run_in(folder, "fastsync train --config run.yaml --run-name mine --total-steps 1000")
     return folder
 
