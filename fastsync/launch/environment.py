@@ -172,7 +172,7 @@ def _is_typed_into_a_shell() -> bool:
     except (KeyError, OSError, ValueError):
         return False
     is_shell = bool(words) and Path(words[0]).name.lstrip("-") in _SHELLS
-    return is_shell and all(word.startswith("-") and word != "-c" for word in words[1:])
+    return is_shell and all(word.startswith("-") for word in words[1:])
 
 
 def _port_of_open_mpi() -> int:

@@ -225,15 +225,20 @@ def what_a_training_says(rank: int, world_size: int, settings: Settings) -> str:
 def test_the_table_counts_the_last_evaluation(tmp_path: Path):
     """It is the only one, and no update comes after it."""
     settings = replace(TINY, runs_dir=str(tmp_path), env="tests.toy_envs:Payout", total_steps=300, eval_interval=300)
-    (said,) = run_ranks(what_a_training_says, 1, replace(settings, eval_env=f"{__name__}:Slow"))
-    share = re.search(r"time in evaluation\s*│\s*([\d.]+)%", said)
-    assert share is not None
-    assert float(share[1]) > 0
+    settings = replace(settings, eval_env=f"{__name__}:Slow", eval_episodes=1)
+    (said,) = run_ranks(what_a_training_says, 1, settings)
+    share, seconds = (
+        re.search(r"time in evaluation\s*│\s*([\d.]+)%", said),
+        re.search(r"steps\s*│ .* in ([\d.]+) s", said),
+    )
+    assert share is not None and seconds is not None, said
+    assert 0 < float(share[1]) <= 100
+    assert float(seconds[1]) >= 2  # of an episode's five steps
 
 
 class Slow(Payout):
     def step(self, action: Any):
-        time.sleep(0.01)
+        time.sleep(0.4)
         return super().step(action)
 
 
