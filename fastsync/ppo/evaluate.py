@@ -42,6 +42,7 @@ class Evaluate:
     checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """The folder of a run, which stands for its best checkpoint, or a checkpoint. Without it the runs are listed."""
     newest: bool = False  # Play the newest checkpoint of the run, and not the best.
+    env: str | None = None  # Environment to play in, such as the run's eval_env. By default that of the training.
     episodes: int = 10  # Number of episodes.
     seed: int = 0  # Seeds episodes.
     max_steps: int = MAX_STEPS  # Steps after which a running episode is cut. It counts with its return so far.
@@ -74,11 +75,11 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     mode = "rgb_array" if options.video else "human" if options.render else None
     with make_environment(
-        checkpoint, path, seed=options.seed, render_mode=mode, video=options.video
+        checkpoint, path, env=options.env, seed=options.seed, render_mode=mode, video=options.video
     ) as environment:  # fmt: skip
         for sentence in environment.notes:
             _say(sentence)
-        policy = restore_policy(checkpoint, path, environment)
+        policy = restore_policy(checkpoint, path, environment, env=options.env)
         try:
             episodes = play(policy, environment, options.episodes, max_steps=options.max_steps, say=_say)
         except EnvironmentFailedError as error:
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     length = np.mean([episode.length for episode in episodes])
     which = f"after {checkpoint.step:,} steps{', the best checkpoint' if file.name == BEST else ''}"
     print(
-        f"{checkpoint.settings['env']} {which}, likeliest actions: return {returns.mean():.2f} "
+        f"{options.env or checkpoint.settings['env']} {which}, likeliest actions: return {returns.mean():.2f} "
         f"± {returns.std():.2f} over {len(episodes)} {name} of {length:.1f} steps"
     )
     if options.video:
@@ -162,13 +163,20 @@ def newest_runs() -> list[Path]:
 
 
 def make_environment(
-    checkpoint: Checkpoint, path: Path, *, seed: int, render_mode: str | None = None, video: str | None = None
-) -> Environments:  # fmt: skip
+    checkpoint: Checkpoint,
+    path: Path,
+    *,
+    seed: int,
+    env: str | None = None,
+    render_mode: str | None = None,
+    video: str | None = None,
+) -> Environments:
     """Makes one environment like those of the training.
 
     Args:
         checkpoint: the checkpoint.
         path: where it is, for messages.
+        env: another environment in place of the training's, with the same arguments.
         seed: seeds the episodes.
         render_mode: gymnasium's.
         video: the folder for videos, if any.
@@ -177,7 +185,7 @@ def make_environment(
         ValueError: it cannot be made here.
     """
     settings = checkpoint.settings_as(Settings)
-    env = settings.env
+    env = env or settings.env
 
     def wrap(made: Env) -> Env:
         if render_mode is not None and made.render_mode != render_mode:
@@ -199,8 +207,10 @@ def _recorded(env: Env, folder: str, name: str) -> Env:
         raise ValueError(f"video={folder!r} needs MoviePy: {install_command('video')}") from None
 
 
-def restore_policy(checkpoint: Checkpoint, path: Path, environment: Environments) -> Policy:
-    """Makes the policy of a checkpoint, on the CPU.
+def restore_policy(
+    checkpoint: Checkpoint, path: Path, environment: Environments, *, env: str | None = None
+) -> Policy:  # fmt: skip
+    """Makes the policy of a checkpoint, on the CPU. ``env`` names the environment if it is not the training's.
 
     Raises:
         ValueError: the class of the policy cannot be imported, or the weights do not fit it.
@@ -214,6 +224,11 @@ def restore_policy(checkpoint: Checkpoint, path: Path, environment: Environments
     try:
         policy.load_state_dict(checkpoint.learner["model"])
     except RuntimeError as error:
+        if env not in (None, settings.env):
+            raise ValueError(
+                f"env={env!r} has observations or actions of another kind than {settings.env!r}, which the policy was "
+                "trained in; choose one with the same spaces"
+            ) from error
         raise ValueError(
             "the checkpoint's weights do not fit the policy in its settings. If a script has trained a class of its "
             "own with train(policy=...), name it in the settings instead, as Settings(policy='module:Class')"

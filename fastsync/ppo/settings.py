@@ -101,6 +101,11 @@ class RunSettings:
             raise ValueError(f"eval_env={self.eval_env!r} needs eval_interval, such as 50000 environment steps")
         if self.sync == "gradients" and self.sync_every != 1:
             raise ValueError(f"sync_every={self.sync_every} is for weights; set sync to 'diloco' or 'local_sgd', too")
+        if self.sync != "gradients" and self.bucket_cap_mb != type(self).bucket_cap_mb:
+            raise ValueError(
+                f"bucket_cap_mb={self.bucket_cap_mb:g} is for gradients, and with sync={self.sync!r} ranks send "
+                "weights; leave one of them out"
+            )
         if self.on_lost_rank == "continue" and self.sync != "gradients":
             raise ValueError(
                 f"on_lost_rank='continue' needs sync='gradients': with sync={self.sync!r} each rank learns by itself, "

@@ -77,6 +77,22 @@ def test_the_best_checkpoint_of_a_run_is_taken_or_the_newest(tmp_path: Path, cap
     assert "best.pt is damaged" in capsys.readouterr().err
 
 
+def test_another_environment_with_the_same_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    CheckpointFolder(tmp_path / CHECKPOINTS).save(checkpoint_of(leaning_to_1(1.0), 1000), 31.0)
+    assert main(["eval", str(tmp_path), "--episodes", "1", "--env", f"{__name__}:Halved"]) == 0
+    assert f"{__name__}:Halved after 1,000 steps" in (said := capsys.readouterr().out)
+    assert "return 15.50 ± 0.00" in said
+    assert main(["eval", str(tmp_path), "--env", "Pendulum-v1"]) == 2
+    other = f"env='Pendulum-v1' has observations or actions of another kind than {DISCRETE.env!r}"
+    assert other in capsys.readouterr().err
+
+
+class Halved(Payout):
+    def step(self, action: Any):
+        observation, reward, *ends = super().step(action)
+        return observation, reward / 2, *ends
+
+
 def test_an_episode_that_never_ends_is_cut_and_progress_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

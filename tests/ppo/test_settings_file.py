@@ -30,14 +30,16 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
         vf_coef=1.0, max_grad_norm=float("inf"), target_kl=1e20, compression="fp16",
         device="cpu", precision="bf16", timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
         keep_checkpoints=1, resume="null", wandb_project="on", policy="c:D", log_info=("x", "y"), fused=False,
-        sync="diloco", sync_every=3, bucket_cap_mb=0.5, env_kwargs={"a": [1, {"b": None}], "c": True, "d": "x y"},
+        sync="diloco", sync_every=3, env_kwargs={"a": [1, {"b": None}], "c": True, "d": "x y"},
         quiet=True, eval_interval=9, eval_episodes=4, eval_env="d:e",
     )  # fmt: skip
     same = [
         field.name for field in fields(Settings) if getattr(settings, field.name) == getattr(Settings(), field.name)
     ]
-    assert same == ["on_lost_rank"]
-    continues = replace(settings, sync="gradients", sync_every=1, on_lost_rank="continue")  # not with diloco
+    assert same == ["bucket_cap_mb", "on_lost_rank"]
+    continues = replace(  # not with diloco
+        settings, sync="gradients", sync_every=1, bucket_cap_mb=0.5, on_lost_rank="continue"
+    )
     for each in (settings, continues):
         assert load_settings(write(tmp_path, dump_settings(each)), Settings) == each
 
@@ -124,6 +126,10 @@ def test_a_file_in_the_folder_comes_before_a_preset(tmp_path: Path, monkeypatch:
     ("bad", "message"),
     [
         ({"total_steps": 0}, "total_steps=0 must be at least 1"),
+        (
+            {"sync": "diloco", "bucket_cap_mb": 1.0},
+            "bucket_cap_mb=1 is for gradients, and with sync='diloco' ranks send",
+        ),
         ({"sync_every": 2}, "sync_every=2 is for weights; set sync to 'diloco' or 'local_sgd', too"),
         ({"hidden_sizes": (64, 0)}, r"hidden_sizes=\(64, 0\) must be widths of at least 1"),
         ({"target_kl": 0.0}, "target_kl=0.0 must be greater than 0"),
