@@ -28,8 +28,10 @@ class ShardedParameters:
         self.compression = compression
         lines = [f"all-gather, compression {self.compression.wire}"]
         for unit in units:
-            dtype = unit.group.mp_policy.param_dtype
-            lines += [f"{unit}: a parameter of shape {list(p.shape)}, {dtype or p.dtype}" for p in unit.parameters()]
+            for each in unit.group.fsdp_params:
+                sharded = each.sharded_param
+                dtype = each.mp_policy.param_dtype or sharded.dtype
+                lines.append(f"{unit}: a parameter of shape {list(sharded.shape)}, {dtype}")
         _C.check_agreement(group, "\n".join(lines), units[0].group.device)
 
     def __repr__(self) -> str:
