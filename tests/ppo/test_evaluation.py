@@ -231,7 +231,8 @@ def test_the_table_counts_the_last_evaluation(tmp_path: Path):
         re.search(r"time in evaluation\s*│\s*([\d.]+)%", said),
         re.search(r"steps\s*│ .* in ([\d.]+) s", said),
     )
-    assert share is not None and seconds is not None, said
+    assert share is not None, said
+    assert seconds is not None, said
     assert 0 < float(share[1]) <= 100
     assert float(seconds[1]) >= 2  # of an episode's five steps
 

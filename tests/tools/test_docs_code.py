@@ -360,7 +360,8 @@ NOT_RUN = {
     "^(srun|sbatch|mpirun|mpiexec|kubectl|sky|py-spy) ": "needs a cluster; tests of launching have srun and mpirun",
     "--video|--render": "needs a window, or a package that the tests may lack",
     "--launcher ray": "needs Ray, with which tests/ppo/test_launch_ray.py runs",
-    r"^fastsync (train|eval|plot|launch [a-z]+( --replace)?)$|^python -m (fastsync\.train|benchmarks( predict)?)$": "is only a name",
+    r"^fastsync (train|eval|plot|launch [a-z]+( --replace)?)$": "is only a name",
+    r"^python -m (fastsync\.train|benchmarks( predict)?)$": "is only a name",
     "^(make|pip|python3|tools/wheel.sh) |^python -m (tools|build|pytest)": "needs a network or hours, or is in .ci/run",
 }
 SMALLER = {
