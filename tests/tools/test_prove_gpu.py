@@ -39,8 +39,8 @@ def selects(command: Command, item: pytest.Item) -> bool:
     words = list(command.words)
     if f"tests/{item.path.relative_to(ROOT / 'tests')}" not in words:
         return False
-    keywords = words[words.index("-k") + 1]
-    return Expression.compile(keywords).evaluate(KeywordMatcher.from_item(item))
+    keywords = words[words.index("-k") + 1] if "-k" in words else ""
+    return not keywords or Expression.compile(keywords).evaluate(KeywordMatcher.from_item(item))
 
 
 def test_every_gpu_test_is_in_one_part(request: pytest.FixtureRequest) -> None:
@@ -48,7 +48,7 @@ def test_every_gpu_test_is_in_one_part(request: pytest.FixtureRequest) -> None:
     parts = all_parts()
     for item in request.session.items:
         if item.get_closest_marker("gpu"):
-            of_parts = ["operators", "steps", "captured", "ranks", "tests", "generic"]
+            of_parts = ["operators", "steps", "captured", "ranks", "trainings", "tests", "generic"]
             by = [name for name in of_parts for each in parts[name].commands if selects(each, item)]
             assert [name for name in by if name != "generic"] or by == ["generic"], item
             assert len(set(by) - {"generic"}) <= 1, item
@@ -75,7 +75,7 @@ def test_a_rehearsal_runs_what_goes_without_a_gpu(out: Path, monkeypatch: pytest
     assert [path.name for path in sorted(out.iterdir())] == ["figures.log", "rows.json", "summary.txt", "tests.log"]
     assert {row["benchmark"] for row in json.loads((out / "rows.json").read_text())} == {"stream"}
     captured, stream, *_ = [line[18:] for line in (out / "summary.txt").read_text().splitlines()][1:]
-    assert re.fullmatch(r"captured   passed    +\d+ s  5/\d+ tests collected.*", captured)
+    assert re.fullmatch(r"captured   passed    +\d+ s  12/\d+ tests collected.*", captured)
     assert re.search(r"fastsync.attach/none +│ +no │", stream)
     kept = {name: [" ".join(each.words) for each in rehearsed(part).commands] for name, part in all_parts().items()}
     assert [words for words in kept["build"] if "setup.py" in words or "rm" in words] == []
