@@ -146,6 +146,8 @@ def test_settings_of_another_version_are_refused_but_not_those_of_a_script():
         make_checkpoint(7, settings=settings.as_dict() | {"num_envs": -3}).settings_as(Settings)
     with_more = make_checkpoint(7, settings=settings.as_dict() | {"kl_weight": 0.5})  # as of fastsync eval
     assert with_more.settings_as(Settings) == settings
+    before = make_checkpoint(7, settings=settings.as_dict() | {"sync": "diloco", "bucket_cap_mb": 0.5})
+    assert before.settings_as(Settings).bucket_cap_mb == Settings.bucket_cap_mb
     assert changes(with_more, settings, 2) == ["kl_weight is no setting here, it was 0.5"]
 
 

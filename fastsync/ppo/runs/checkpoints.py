@@ -51,6 +51,8 @@ class Checkpoint:
             for name, value in self.settings.items()
             if name in known
         }
+        if values.get("sync", "gradients") != "gradients":
+            values.pop("bucket_cap_mb", None)  # it meant nothing there, and was not always refused
         try:
             return kind(**values)
         except (TypeError, ValueError) as error:
