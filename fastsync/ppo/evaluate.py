@@ -7,10 +7,11 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import gymnasium
 import numpy as np
@@ -23,7 +24,8 @@ from ..doctor import install_command
 from .envs.interface import Environments
 from .envs.lookup import Env
 from .envs.vector import EnvironmentFailedError
-from .evaluation import MAX_STEPS, kept_generators, make_players, play
+from .evaluation import MAX_STEPS, check_same_spaces, kept_generators, make_players, play
+from .json_objects import JSON_OBJECT
 from .policies import Policy, make_policy
 from .ppo import Settings
 from .runs.checkpoints import BEST, Checkpoint, CheckpointFolder, is_checkpoint_file, load_checkpoint
@@ -43,6 +45,8 @@ class Evaluate:
     """The folder of a run, which stands for its best checkpoint, or a checkpoint. Without it the runs are listed."""
     newest: bool = False  # Play the newest checkpoint of the run, and not the best.
     env: str | None = None  # Environment to play in, such as the run's eval_env. By default that of the training.
+    env_kwargs: Annotated[dict[str, Any] | None, JSON_OBJECT] = None
+    """Arguments of the environment, as JSON: '{"continuous": true}'. By default those of the training."""
     episodes: int = 10  # Number of episodes.
     seed: int = 0  # Seeds episodes.
     max_steps: int = MAX_STEPS  # Steps after which a running episode is cut. It counts with its return so far.
@@ -75,11 +79,14 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     mode = "rgb_array" if options.video else "human" if options.render else None
     with make_environment(
-        checkpoint, path, env=options.env, seed=options.seed, render_mode=mode, video=options.video
+        checkpoint, path, env=options.env, env_kwargs=options.env_kwargs, seed=options.seed, render_mode=mode,
+        video=options.video,
     ) as environment:  # fmt: skip
         for sentence in environment.notes:
             _say(sentence)
-        policy = restore_policy(checkpoint, path, environment, env=options.env)
+        if options.env is not None or options.env_kwargs is not None:
+            _check_suits(checkpoint, environment, options)
+        policy = restore_policy(checkpoint, path, environment)
         try:
             episodes = play(policy, environment, options.episodes, max_steps=options.max_steps, say=_say)
         except EnvironmentFailedError as error:
@@ -98,6 +105,19 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _check_suits(checkpoint: Checkpoint, environment: Environments, options: Evaluate) -> None:
+    """Checks that the options' environment has the spaces of the training's, if that can be made here."""
+    settings = checkpoint.settings_as(Settings)
+    try:
+        training = make_players(settings.env, settings.env_kwargs, seed=0)
+    except ValueError:  # its module or package is missing; the weights still have to fit
+        return
+    with training:
+        kwargs = "" if options.env_kwargs is None else f" with env_kwargs={options.env_kwargs}"
+        name = f"env={settings.env if options.env is None else options.env!r}{kwargs}"
+        check_same_spaces(environment, (training.single_observation_space, training.single_action_space), name)
+
+
 def _say(sentence: str) -> None:
     print(f"fastsync eval: {sentence}", file=sys.stderr)
 
@@ -112,11 +132,16 @@ def load_policy(run_or_checkpoint: str | Path, *, newest: bool = False) -> Polic
     Raises:
         ValueError: there is no checkpoint, or its environment or policy cannot be made here.
         RuntimeError: the checkpoint is damaged.
+
+    Warns:
+        UserWarning: the environment normalises by statistics that the checkpoint does not have.
     """
     path = Path(run_or_checkpoint)
     _, checkpoint = find_checkpoint(path, newest=newest)
     # Making an environment seeds what the user's code may draw from.
     with kept_generators(torch.device("cpu")), make_environment(checkpoint, path, seed=0) as environment:
+        for note in environment.notes:
+            warnings.warn(note.removeprefix("warning: "), stacklevel=2)
         return restore_policy(checkpoint, path, environment).eval()
 
 
@@ -168,6 +193,7 @@ def make_environment(
     *,
     seed: int,
     env: str | None = None,
+    env_kwargs: Mapping[str, Any] | None = None,
     render_mode: str | None = None,
     video: str | None = None,
 ) -> Environments:
@@ -176,7 +202,7 @@ def make_environment(
     Args:
         checkpoint: the checkpoint.
         path: where it is, for messages.
-        env: another environment in place of the training's, with the same arguments.
+        env, env_kwargs: another environment, and its arguments; by default those of the training.
         seed: seeds the episodes.
         render_mode: gymnasium's.
         video: the folder for videos, if any.
@@ -185,7 +211,8 @@ def make_environment(
         ValueError: it cannot be made here.
     """
     settings = checkpoint.settings_as(Settings)
-    env = env or settings.env
+    env = settings.env if env is None else env
+    kwargs = settings.env_kwargs if env_kwargs is None else env_kwargs
 
     def wrap(made: Env) -> Env:
         if render_mode is not None and made.render_mode != render_mode:
@@ -195,7 +222,7 @@ def make_environment(
         return made if video is None else _recorded(made, video, re.sub("[/: ]", "-", env))
 
     try:
-        return make_players(env, settings.env_kwargs, seed=seed, wrap=wrap, render_mode=render_mode)
+        return make_players(env, kwargs, seed=seed, wrap=wrap, render_mode=render_mode)
     except ValueError as error:
         raise ValueError(f"{error}{_where_it_was(checkpoint, path, env)}") from error
 
@@ -207,10 +234,8 @@ def _recorded(env: Env, folder: str, name: str) -> Env:
         raise ValueError(f"video={folder!r} needs MoviePy: {install_command('video')}") from None
 
 
-def restore_policy(
-    checkpoint: Checkpoint, path: Path, environment: Environments, *, env: str | None = None
-) -> Policy:  # fmt: skip
-    """Makes the policy of a checkpoint, on the CPU. ``env`` names the environment if it is not the training's.
+def restore_policy(checkpoint: Checkpoint, path: Path, environment: Environments) -> Policy:
+    """Makes the policy of a checkpoint, on the CPU, for an environment like that of the training.
 
     Raises:
         ValueError: the class of the policy cannot be imported, or the weights do not fit it.
@@ -224,11 +249,6 @@ def restore_policy(
     try:
         policy.load_state_dict(checkpoint.learner["model"])
     except RuntimeError as error:
-        if env not in (None, settings.env):
-            raise ValueError(
-                f"env={env!r} has observations or actions of another kind than {settings.env!r}, which the policy was "
-                "trained in; choose one with the same spaces"
-            ) from error
         raise ValueError(
             "the checkpoint's weights do not fit the policy in its settings. If a script has trained a class of its "
             "own with train(policy=...), name it in the settings instead, as Settings(policy='module:Class')"

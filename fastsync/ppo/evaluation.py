@@ -177,11 +177,11 @@ class Evaluator:
 
     def _make(self, indices: Sequence[int]) -> Environments:
         environments = make_players(self._env, self._kwargs, seed=self._seed, indices=indices)
-        spaces = environments.single_observation_space, environments.single_action_space
-        for name, has, needs in zip(("observations", "actions"), spaces, self._spaces, strict=True):
-            if _kind(has) != _kind(needs):
-                environments.close()
-                raise ValueError(f"eval_env={self._env!r} has {name} {has}, and the training's environment has {needs}")
+        try:
+            check_same_spaces(environments, self._spaces, f"eval_env={self._env!r}")
+        except ValueError:
+            environments.close()
+            raise
         return environments
 
 
@@ -207,6 +207,18 @@ class _Together:
         while not (self._are_done or self._are_stopped):
             self.go_on(is_done=True)
         return self._are_done
+
+
+def check_same_spaces(environments: Environments, needed: tuple[Space[Any], Space[Any]], name: str) -> None:
+    """Checks that a policy that was made for the ``needed`` spaces can play in environments called ``name``.
+
+    Raises:
+        ValueError: observations or actions are of another kind.
+    """
+    spaces = environments.single_observation_space, environments.single_action_space
+    for what, has, needs in zip(("observations", "actions"), spaces, needed, strict=True):
+        if _kind(has) != _kind(needs):
+            raise ValueError(f"{name} has {what} {has}, and the training's environment has {needs}")
 
 
 def _kind(space: Space[Any]) -> Any:

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
 from .._checks import resolve_group
-from ..stats import SyncStats
 from ..stopwatch import Stopwatch
 from ..sync_weights import broadcast_named
 from . import fused
@@ -388,7 +387,7 @@ class PPO:
                 self.policy, self.optimizer, sync_every=1, compression=settings.compression, timeout=settings.timeout
             )
         if settings.on_lost_rank == "continue":
-            self._expect_losses()
+            self.sync._engine.make_revocable()  # averaging then fails as soon as a rank is lost
         self.scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
         self.learning_rate = LearningRate(settings, dist.get_world_size(), self.optimizer)
         self.shuffler = Shuffler(settings.num_minibatches, self.streams)
@@ -450,17 +449,9 @@ class PPO:
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Goes on with the ranks of another group, in which all have learnt the same so far."""
         self.sync.use_group(group, init_sync=False)
-        self._expect_losses()
+        self.sync._engine.make_revocable()
         self.exchange.use_group(group)
         self.learning_rate.scale_to(group.size())
-
-    def _expect_losses(self) -> None:
-        """Has averaging fail at once when a rank is lost, and not after it has found out which one."""
-        self.sync._engine.make_revocable()
-
-    def sync_stats(self) -> SyncStats:
-        """Returns what synchronisation of gradients or weights has cost so far."""
-        return self.sync.stats() if self.outer is None else self.outer.stats()[0]
 
     def _moments(self, values: Tensor, valid: Tensor) -> Tensor:
         """Returns count, sum and sum of squares [1 + 2 D] of valid rows of ``values`` [T, N, D], over all ranks."""
@@ -475,7 +466,8 @@ class PPO:
         for minibatch in self.shuffler.minibatches(batch, settings.num_epochs):
             for parameter in self.parameters:  # zero_grad() takes longer
                 parameter.grad = None
-            metrics = self._backward(minibatch, remaining)
+            with explain_batch_norm(len(minibatch.log_probs) // settings.num_micro_batches):
+                metrics = self._backward(minibatch, remaining)
             if settings.target_kl is not None:
                 kl = self.sync.piggybacked()["kl"]  # the mean over ranks that average gradients, so these decide alike
                 if settings.lr_schedule == "adaptive":
@@ -489,33 +481,29 @@ class PPO:
 
     def _backward(self, minibatch: Batch, remaining: float) -> dict[str, Tensor]:
         """Computes gradients, which are means over ranks. Returns this rank's metrics."""
-        *first, last = Shuffler.cut(minibatch, self.settings.num_micro_batches)
-        part_metrics = []
+        settings, part_metrics = self.settings, []
+        *first, last = Shuffler.cut(minibatch, settings.num_micro_batches)
         for part in first:
             with self.sync.no_sync():
-                loss, metrics = self._loss(part, remaining)
+                loss, metrics = minibatch_loss(self.policy, part, settings, remaining, self.loss)
                 self.scaler.scale(loss).backward()
             part_metrics.append(metrics)
-        loss, metrics = self._loss(last, remaining)
+        loss, metrics = minibatch_loss(self.policy, last, settings, remaining, self.loss)
         for others in part_metrics:
             metrics = {name: others[name] + value for name, value in metrics.items()}  # sums of weighted rows
-        target_kl = self.settings.target_kl
-        if target_kl is not None:
+        if settings.target_kl is not None:
             if "approx_kl" not in metrics:
-                needs = f"target_kl={target_kl} needs the loss to return a metric called approx_kl"
+                needs = f"target_kl={settings.target_kl} needs the loss to return a metric called approx_kl"
                 raise ValueError(f"{needs}; it returned {', '.join(metrics) or 'none'}")
             self.sync.piggyback("kl", metrics["approx_kl"].detach().float())  # travels with the gradients
         self.scaler.scale(loss).backward()
         return metrics
 
-    def _loss(self, part: Batch, remaining: float) -> tuple[Tensor, dict[str, Tensor]]:
-        with explain_batch_norm(len(part.log_probs)):
-            return minibatch_loss(self.policy, part, self.settings, remaining, self.loss)
-
     def _take_step(self) -> Tensor:
         """Takes a step of Adam, equal on every rank. The host does not wait for it. Returns the gradient norm."""
-        max_norm = self.settings.max_grad_norm
-        grad_norm = clip_grad_norm_(self.sync, max_norm, optimizer=self.optimizer, scaler=self.scaler)
+        grad_norm = clip_grad_norm_(
+            self.sync, self.settings.max_grad_norm, optimizer=self.optimizer, scaler=self.scaler
+        )
         self.scaler.step(self.optimizer)  # optimizer.step(), unless precision is fp16
         self.scaler.update()
         return grad_norm

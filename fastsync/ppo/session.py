@@ -19,6 +19,7 @@ from ..check_consistency import check_consistency
 from ..compression import Auto
 from ..distributed import process_group
 from ..launch.signals import StopSignals
+from ..stats import SyncStats
 from .envs.interface import Environments, Episode
 from .envs.make import make_environments
 from .evaluation import Evaluator
@@ -127,7 +128,7 @@ class Session:
         self._on_all_ranks(lambda: ppo.exchange.all_gather([]))
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()
-        self._before = ppo.sync_stats(), 0.0
+        self._before = _sync_stats(ppo), 0.0
 
     def _open_console_and_logs(self) -> None:
         settings = self._settings
@@ -224,7 +225,7 @@ class Session:
         assert self._survivors is not None
         group, ranks = self._survivors.group, self._survivors.ranks
         self._ppo.use_group(group)
-        self._before = self._ppo.sync_stats(), self._ppo.waiting.seconds()
+        self._before = _sync_stats(self._ppo), self._ppo.waiting.seconds()
         was_first, lost = self._rank == 0, sorted({*self._ranks} - {*ranks})
         self._ranks, self._rank, self._world_size = ranks, group.rank(), group.size()
         if self._rank > 0:
@@ -286,7 +287,7 @@ class Session:
             self._on_all_ranks(lambda: check_consistency(ppo.policy, process_group=ppo.exchange.group))
         if self._survivors is not None:
             self._survivors.end()
-        returns, sync = returns_of(self._last_episodes), self._ppo.sync_stats()
+        returns, sync = returns_of(self._last_episodes), _sync_stats(self._ppo)
         result = TrainResult(self._ppo.step, self._seconds, returns, sync, stopped_by)
         if self._rank == 0:
             self._console.finish(result, self._speed(result.step, result.seconds))
@@ -313,7 +314,7 @@ class Session:
     def _times(self, rollout: Any, now: float) -> PhaseTimes:
         """Returns the times of the update that has just ended."""
         before, waited_before = self._before
-        stats, waited_so_far = self._ppo.sync_stats(), self._ppo.waiting.seconds()
+        stats, waited_so_far = _sync_stats(self._ppo), self._ppo.waiting.seconds()
         self._before = stats, waited_so_far
         self._wire_bytes = stats.wire_bytes - before.wire_bytes
         self._gradients_seconds = stats.exposed_time - before.exposed_time
@@ -415,6 +416,12 @@ def _best_so_far(checkpoint: Checkpoint | None, settings: RunSettings) -> float:
     same = all(getattr(before, name) == getattr(settings, name) for name in ("eval_env", "eval_episodes"))
     is_comparable = same and bool(before.eval_interval) == bool(settings.eval_interval)
     return checkpoint.best_return if is_comparable else -math.inf
+
+
+def _sync_stats(ppo: Any) -> SyncStats:
+    """Returns what synchronisation of gradients or weights has cost so far."""
+    stats: SyncStats = ppo.sync.stats() if ppo.outer is None else ppo.outer.stats()[0]
+    return stats
 
 
 def _parts(ppo: Any) -> dict[str, Any]:

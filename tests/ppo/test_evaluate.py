@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward
+from gymnasium.wrappers.utils import RunningMeanStd
 
 import fastsync.ppo.evaluation as evaluating
 from fastsync.cli import main
 from fastsync.ppo.envs.interface import Episode
+from fastsync.ppo.envs.lookup import refuse_running_statistics
 from fastsync.ppo.envs.make import make_environments
-from fastsync.ppo.evaluate import find_checkpoint, make_environment, restore_policy
+from fastsync.ppo.evaluate import find_checkpoint, load_policy, make_environment, restore_policy
 from fastsync.ppo.evaluation import play
 from fastsync.ppo.policies import ActorCritic, make_policy
 from fastsync.ppo.ppo import Settings
@@ -82,9 +86,44 @@ def test_another_environment_with_the_same_spaces(tmp_path: Path, capsys: pytest
     assert main(["eval", str(tmp_path), "--episodes", "1", "--env", f"{__name__}:Halved"]) == 0
     assert f"{__name__}:Halved after 1,000 steps" in (said := capsys.readouterr().out)
     assert "return 15.50 ± 0.00" in said
+    kwargs = json.dumps({"factor": 3.0})
+    assert main(["eval", str(tmp_path), "--episodes", "1", "--env", f"{__name__}:Times", "--env-kwargs", kwargs]) == 0
+    assert "return 93.00 ± 0.00" in capsys.readouterr().out
+    for wrong, why in {
+        "Pendulum-v1": "env='Pendulum-v1' has observations Box",
+        f"{__name__}:TwoChoices": f"env='{__name__}:TwoChoices' has actions MultiDiscrete([1 1]), and the training's",
+        "": "env='' cannot be made",
+    }.items():
+        assert main(["eval", str(tmp_path), "--env", wrong]) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_another_environment_where_the_trainings_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = checkpoint_of(leaning_to_1(1.0), 1000)
+    made = replace(made, settings=made.settings | {"env": "gone:Away"})
+    CheckpointFolder(tmp_path / CHECKPOINTS).save(made, 31.0)
+    assert main(["eval", str(tmp_path), "--episodes", "1", "--env", f"{__name__}:Halved"]) == 0
+    assert "return 15.50 ± 0.00" in capsys.readouterr().out
     assert main(["eval", str(tmp_path), "--env", "Pendulum-v1"]) == 2
-    other = f"env='Pendulum-v1' has observations or actions of another kind than {DISCRETE.env!r}"
-    assert other in capsys.readouterr().err
+    assert "the checkpoint's weights do not fit" in capsys.readouterr().err
+
+
+class Times(Payout):
+    """An environment with an argument."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def step(self, action: Any):
+        observation, reward, *ends = super().step(action)
+        return observation, reward * self.factor, *ends
+
+
+class TwoChoices(Payout):
+    """As many outputs as the training's environment, and other actions."""
+
+    action_space = gymnasium.spaces.MultiDiscrete([1, 1])
 
 
 class Halved(Payout):
@@ -113,22 +152,58 @@ def test_an_episode_that_never_ends_is_cut_and_progress_is_told(
     assert max(map(len, lines)) <= 100
 
 
+class OwnNormalizer(gymnasium.ObservationWrapper[Any, Any, Any]):
+    """A user's wrapper, which fastsync.ppo cannot replace by a setting."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.statistics = RunningMeanStd(shape=env.observation_space.shape)
+
+    def observation(self, observation: Any) -> Any:
+        return observation
+
+
 def with_statistics() -> Any:
     return NormalizeReward(NormalizeObservation(Payout()))
 
 
-def test_statistics_of_an_environments_own_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    settings = replace(DISCRETE, env=f"{__name__}:with_statistics", num_envs=2)
-    with make_environments(settings, rank=0) as environments:
-        (note,) = environments.notes
-    assert note.startswith("warning: NormalizeReward and NormalizeObservation in env='tests.ppo.test_evaluate:with_")
+def with_frozen_statistics() -> Any:
+    env = NormalizeObservation(Payout())
+    env.update_running_mean = False  # by a user who has loaded them
+    return env
+
+
+def with_statistics_of_its_own() -> Any:
+    return OwnNormalizer(Payout())
+
+
+def test_a_training_refuses_statistics_that_no_checkpoint_has():
+    with pytest.raises(ValueError, match="has_them' normalises by") as refused:
+        refuse_running_statistics("has_them", with_statistics())
+    assert "NormalizeReward and NormalizeObservation, whose running statistics no checkpoint" in str(refused.value)
+    assert "set --norm-rewards and --norm-observations: these" in str(refused.value)
+    with pytest.raises(ValueError, match="set --norm-rewards and --norm-observations"):
+        make_environments(replace(DISCRETE, env=f"{__name__}:with_statistics", num_envs=2), rank=0)
+    with make_environments(replace(DISCRETE, env=f"{__name__}:with_frozen_statistics"), rank=0) as environments:
+        assert not environments.notes
+
+
+@pytest.mark.parametrize("kind", ["with_statistics", "with_statistics_of_its_own"])
+def test_who_plays_is_warned_of_statistics_that_the_checkpoint_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+):
+    settings = replace(DISCRETE, env=f"{__name__}:{kind}", num_envs=2)
+    if kind == "with_statistics_of_its_own":
+        with make_environments(settings, rank=0) as environments:
+            (note,) = environments.notes
+        assert note.startswith(f"warning: OwnNormalizer in env='{__name__}:{kind}' normalises by running statistics")
     made = make_checkpoint(1000, settings=settings.as_dict())
     made = replace(made, learner={"model": leaning_to_1(1.0).state_dict()})
     CheckpointFolder(tmp_path / CHECKPOINTS).save(made, 0.0)
     assert main(["eval", str(tmp_path), "--episodes", "1"]) == 0
-    assert note in capsys.readouterr().err
-    with make_environments(DISCRETE, rank=0) as environments:
-        assert not environments.notes
+    assert f"env='{__name__}:{kind}' normalises by running statistics" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="normalises by running statistics of each copy"):
+        load_policy(tmp_path)
 
 
 def test_an_environment_that_fails_is_named_behind_its_own_traceback(

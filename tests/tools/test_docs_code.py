@@ -349,7 +349,7 @@ def expanded(word: str, variables: dict[str, str]) -> list[str]:
     """As a shell does it: ``$NAME``, and alternatives in braces."""
     if word.startswith("$"):
         return variables[word[1:]].split()
-    if match := re.fullmatch(r"(.*)\{(.*)\}", word):
+    if match := re.fullmatch(r'(.*)\{([^"]*)\}', word):
         return [match[1] + each for each in match[2].split(",")]
     return [word]
 

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.wrappers import FlattenObservation
+from gymnasium.wrappers import FlattenObservation, NormalizeObservation, NormalizeReward
+from gymnasium.wrappers import vector as vector_wrappers
 
 from ..._checks import did_you_mean
 from ...doctor import install_command
@@ -23,6 +24,11 @@ from .parts import MASK, PartsInARow, choices_of, has_parts
 from .spaces import suits
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
+
+NORMALIZERS = (
+    NormalizeObservation, NormalizeReward, vector_wrappers.NormalizeObservation, vector_wrappers.NormalizeReward,
+)  # fmt: skip
+"""gymnasium's wrappers that have settings in place of them."""
 
 # Maps a word in an environment's entry point, or in the error, to the extra that it needs.
 EXTRAS = {"ale": "atari", "atari": "atari", "box2d": "box2d", "mujoco": "mujoco"}
@@ -111,16 +117,29 @@ def _masks_in_info(env: Env) -> bool:
         random.setstate(states[1])
 
 
-def notes_on(name: str, env: Any) -> list[str]:
-    """Returns a sentence for the user if an environment normalises by running statistics, as wrappers of gymnasium do.
+def refuse_running_statistics(name: str, env: Any) -> None:
+    """Refuses an environment that gymnasium's wrappers normalise by statistics which they still update.
 
     Each copy of the environment has its own statistics, which are neither in checkpoints nor in ``fastsync eval``.
+
+    Raises:
+        ValueError: it has such wrappers. The message names them, and the setting that replaces each.
     """
-    keepers = []
-    while env is not None:
-        if any(type(value).__name__ == "RunningMeanStd" for value in vars(env).values()):
-            keepers.append(type(env).__name__)
-        env = env.env if isinstance(env, gymnasium.Wrapper | gymnasium.vector.VectorWrapper) else None
+    settings = {
+        wrapper: f"--norm-{'observations' if 'Observation' in wrapper else 'rewards'}"
+        for wrapper in _keepers_of_statistics(env, of=NORMALIZERS)
+    }
+    if settings:
+        raise ValueError(
+            f"env={name!r} normalises by {' and '.join(settings)}, whose running statistics no checkpoint holds: the "
+            "policy would see other numbers after a resume, on another rank and in fastsync eval. Take it out, and set "
+            f"{' and '.join(settings.values())}: these statistics are those of all ranks, and are saved"
+        )
+
+
+def notes_on(name: str, env: Any) -> list[str]:
+    """Returns a sentence for the user if an environment normalises by running statistics, which nobody saves."""
+    keepers = _keepers_of_statistics(env)
     if not keepers:
         return []
     return [
@@ -129,6 +148,17 @@ def notes_on(name: str, env: Any) -> list[str]:
         "eval. Take it out, and set --norm-observations or --norm-rewards: their statistics are those of all ranks, "
         "and are saved"
     ]
+
+
+def _keepers_of_statistics(env: Any, of: type | tuple[type, ...] = object) -> list[str]:
+    """Returns the names of wrappers of a type that update running statistics, the outermost first."""
+    keepers = []
+    while env is not None:
+        has_statistics = any(type(value).__name__ == "RunningMeanStd" for value in vars(env).values())
+        if isinstance(env, of) and has_statistics and getattr(env, "update_running_mean", True):
+            keepers.append(type(env).__name__)
+        env = env.env if isinstance(env, gymnasium.Wrapper | gymnasium.vector.VectorWrapper) else None
+    return keepers
 
 
 def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:

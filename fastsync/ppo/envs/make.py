@@ -16,7 +16,7 @@ from gymnasium.wrappers.vector import FlattenObservation
 from ...launch.signals import STOP_SIGNALS
 from ..settings import RunSettings
 from .interface import Environments, seed_from, seed_globals
-from .lookup import EnvSource, cannot_be_made, find_env, notes_on
+from .lookup import EnvSource, cannot_be_made, find_env, notes_on, refuse_running_statistics
 from .parts import MASK, has_parts
 from .spaces import check_spaces, notes_on_actions, suits
 from .vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments
@@ -36,8 +36,8 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
             with other episodes than last time.
 
     Raises:
-        ValueError: the environment does not exist here, has spaces that the trainer does not support, or does not
-            support the vectorization.
+        ValueError: the environment does not exist here, has spaces that the trainer does not support, does not support
+            the vectorization, or normalises by statistics that no checkpoint would hold.
     """
     first = rank * settings.num_envs
     seed_globals(settings.seed, first, restart)
@@ -56,6 +56,7 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
     source, specimen = source.explored(first)
     specimen.close()
     check_spaces(settings, specimen.observation_space, specimen.action_space)
+    refuse_running_statistics(settings.env, specimen)
     notes = notes_on(settings.env, specimen)
     notes += notes_on_actions(settings, specimen.observation_space, specimen.action_space)
     makers = [
@@ -110,6 +111,7 @@ def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any,
     if not suits(vector.single_observation_space):
         vector = FlattenObservation(vector)
     try:
+        refuse_running_statistics(settings.env, vector)
         check_spaces(settings, vector.single_observation_space, vector.single_action_space)
         if (mode := vector.metadata.get("autoreset_mode")) != AutoresetMode.NEXT_STEP:
             raise ValueError(
