@@ -22,7 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks.baselines.training import Outcome, Training, Watch
 
-VALUE_COEF, MAX_GRAD_NORM, ADAM_EPS = 0.5, 0.5, 1e-5
+MAX_GRAD_NORM, ADAM_EPS = 0.5, 1e-5
 
 
 class ActorCritic(nn.Module):
@@ -148,7 +148,7 @@ def _learn(
             value_clip = chosen.clip if chosen.clip_value_loss else None
             value_loss = _value_loss(new_values.view(-1), values[batch], returns[batch], value_clip)
             mean_entropy = entropy.mean()
-            loss = policy_loss - chosen.entropy * mean_entropy + VALUE_COEF * value_loss
+            loss = policy_loss - chosen.entropy * mean_entropy + 2 * chosen.value_coef * value_loss
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)

@@ -6,7 +6,9 @@ THRESHOLDS = {"CartPole-v1": 475.0, "Acrobot-v1": -100.0, "Pendulum-v1": -200.0,
 """The reward_threshold of gymnasium's registry. Pendulum has none there."""
 
 _CLEANRL = {"num_envs": 4, "num_steps": 128, "num_minibatches": 4, "num_epochs": 4, "seed": 1}
-_ZOO = {"seed": 1, "anneal_lr": False, "learning_rate": 3e-4, "clip_value_loss": False, "entropy": 0.0}
+_ZOO = {
+    "seed": 1, "anneal_lr": False, "learning_rate": 3e-4, "clip_value_loss": False, "value_coef": 0.5, "entropy": 0.0,
+}  # fmt: skip
 PUBLISHED = {
     "zoo": {
         "CartPole-v1": Training(

@@ -37,6 +37,7 @@ def train(training: Training) -> Outcome:
         gae_lambda=training.gae_lambda,
         clip_eps=training.clip,
         ent_coef=training.entropy,
+        vf_coef=2 * training.value_coef,
         max_grad_norm=0.5,
         normalize_observations=training.normalize,
         normalize_rewards=training.normalize,

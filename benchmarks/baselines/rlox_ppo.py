@@ -43,6 +43,7 @@ def train(training: Training) -> Outcome:
         clip_eps=training.clip,
         clip_vloss=training.clip_value_loss,
         ent_coef=training.entropy,
+        vf_coef=2 * training.value_coef,
         gamma=training.gamma,
         gae_lambda=training.gae_lambda,
         normalize_obs=training.normalize,

@@ -47,6 +47,7 @@ def train(training: Training, *, package: str = "stable_baselines3", processes: 
         gae_lambda=training.gae_lambda,
         clip_range=_schedule(training.clip, training.anneal_clip),
         ent_coef=training.entropy,
+        vf_coef=training.value_coef,
         seed=training.seed,
         device=training.device,
         **options,
@@ -73,7 +74,9 @@ def _environments(training: Training, processes: bool) -> Any:
         import ale_py  # noqa: F401 registers the games
 
         return VecFrameStack(make_atari_env(training.env, env_kwargs={"frameskip": 1}, **many), n_stack=4)
-    envs = make_vec_env(training.env, **many)
+    # Without a word make_vec_env asks for pictures. LunarLander then draws particles in each step, which change nothing
+    # else, and a training takes two to three times as long.
+    envs = make_vec_env(training.env, env_kwargs={"render_mode": None}, **many)
     return VecNormalize(envs, gamma=training.gamma) if training.normalize else envs
 
 

@@ -74,6 +74,7 @@ def _settings(training: Training, folder: str) -> Any:
         clip_coef=training.clip,
         anneal_clip=training.anneal_clip,
         clip_value_loss=training.clip_value_loss,
+        vf_coef=2 * training.value_coef,
         hidden_sizes=(training.hidden_size, training.hidden_size),
         ent_coef=training.entropy,
         norm_observations=training.normalize,

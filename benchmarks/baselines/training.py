@@ -32,6 +32,9 @@ class Training:
     anneal_clip: bool = False
     """The clipping falls to 0 over the training."""
     clip_value_loss: bool = True
+    value_coef: float = 0.25
+    """Weight of the value's squared error in the loss. CleanRL multiplies a half of the error by 0.5,
+    Stable-Baselines3 the whole."""
     entropy: float = 0.01
     gsde: bool = False
     """Exploration that depends on the state, with new noise every fourth step (Raffin et al., 2021)."""

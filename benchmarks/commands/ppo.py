@@ -27,9 +27,11 @@ from fastsync._checks import check_at_least
 
 HYPERPARAMETERS = {
     "cleanrl": Training(total_steps=0, num_envs=4, num_steps=128, num_minibatches=4, num_epochs=4, seed=1),
-    "zoo": Training(total_steps=0, num_envs=8, num_steps=32, num_minibatches=1, num_epochs=20, seed=1),
+    "zoo": Training(
+        total_steps=0, num_envs=8, num_steps=32, num_minibatches=1, num_epochs=20, seed=1, value_coef=0.5,
+    ),
     "fastsync": Training(total_steps=0, num_envs=32, num_steps=32, num_minibatches=4, num_epochs=10, seed=1),
-}
+}  # fmt: skip
 """CleanRL's defaults, those of RL Baselines3 Zoo for CartPole-v1, and ours."""
 OTHERS = {
     "HalfCheetah-v5": Training(
