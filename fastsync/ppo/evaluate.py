@@ -109,7 +109,8 @@ def _check_suits(checkpoint: Checkpoint, environment: Environments, options: Eva
     """Checks that the options' environment has the spaces of the training's, if that can be made here."""
     settings = checkpoint.settings_as(Settings)
     try:
-        training = make_players(settings.env, settings.env_kwargs, seed=0)
+        with kept_generators(torch.device("cpu")):  # the environment to play in has been seeded
+            training = make_players(settings.env, settings.env_kwargs, seed=0)
     except ValueError:  # its module or package is missing; the weights still have to fit
         return
     with training:
@@ -232,6 +233,8 @@ def _recorded(env: Env, folder: str, name: str) -> Env:
         return RecordVideo(env, folder, episode_trigger=lambda number: True, name_prefix=name)
     except gymnasium.error.DependencyNotInstalled:
         raise ValueError(f"video={folder!r} needs MoviePy: {install_command('video')}") from None
+    except OSError as error:
+        raise ValueError(f"video={folder!r} cannot be written: {error.strerror}") from error
 
 
 def restore_policy(checkpoint: Checkpoint, path: Path, environment: Environments) -> Policy:

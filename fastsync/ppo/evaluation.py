@@ -13,11 +13,11 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import Space
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from .envs.interface import UNSEEN, Environments, Episode, seed_globals
-from .envs.lookup import Env, find_env, notes_on
-from .envs.vector import EpisodeRecorder, RecordedEnvironments
+from .envs.lookup import Env, find_env, notes_on, refuse_running_statistics
+from .envs.spaces import check_spaces
+from .envs.vector import EpisodeRecorder, RecordedEnvironments, join
 from .exchange import Exchange
 from .policies import Policy, in_eval_mode
 from .settings import RunSettings
@@ -47,16 +47,17 @@ def make_players(
         render_mode: gymnasium's.
 
     Raises:
-        ValueError: the environment cannot be made here.
+        ValueError: the environment cannot be made here, or has spaces that the trainer does not support.
     """
     seed_globals(seed, indices[0])
     first, *others = (index - UNSEEN for index in indices)
     source, made_first = find_env(env, kwargs).explored(first, render_mode)
     made = [wrap(each) for each in (made_first, *(source.make(index, render_mode) for index in others))]
+    check_spaces(source.name, made[0].observation_space, made[0].action_space)
     makers: list[Callable[[], gymnasium.Env[Any, Any]]] = [
         partial(EpisodeRecorder, each, seed=seed, index=index) for each, index in zip(made, indices, strict=True)
     ]
-    vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+    vector = join(source.name, makers, made[0].observation_space)
     notes = notes_on(source.name, made[0])
     return RecordedEnvironments(vector, first_index=indices[0], counts_games=source.is_atari, notes=notes)
 
@@ -136,11 +137,12 @@ class Evaluator:
 
     def __init__(self, settings: RunSettings, training: Environments) -> None:
         self._env, self._kwargs, self._seed = settings.eval_env or settings.env, settings.env_kwargs, settings.seed
+        self._prefix = "" if settings.eval_env is None else "eval_"  # of "env" in messages
         self._spaces = training.single_observation_space, training.single_action_space
         self._indices = [UNSEEN + number for number in range(settings.eval_episodes)]
 
     def check(self) -> None:
-        """Checks that the environment exists, and has the spaces of the training's.
+        """Checks that the environment exists, has the spaces of the training's, and suits a training.
 
         Raises:
             ValueError: it does not.
@@ -176,12 +178,19 @@ class Evaluator:
         return sorted(Episode(int(environment), value, int(length)) for environment, value, length in columns)
 
     def _make(self, indices: Sequence[int]) -> Environments:
-        environments = make_players(self._env, self._kwargs, seed=self._seed, indices=indices)
+        def checked(env: Env) -> Env:
+            refuse_running_statistics(self._env, env)
+            return env
+
         try:
-            check_same_spaces(environments, self._spaces, f"eval_env={self._env!r}")
-        except ValueError:
-            environments.close()
-            raise
+            environments = make_players(self._env, self._kwargs, seed=self._seed, indices=indices, wrap=checked)
+            try:
+                check_same_spaces(environments, self._spaces, f"env={self._env!r}")
+            except ValueError:
+                environments.close()
+                raise
+        except ValueError as error:
+            raise ValueError(f"{self._prefix}{error}") from error
         return environments
 
 

@@ -22,7 +22,7 @@ from ..launch.signals import StopSignals
 from ..stats import SyncStats
 from .envs.interface import Environments, Episode
 from .envs.make import make_environments
-from .evaluation import Evaluator
+from .evaluation import Evaluator, kept_generators
 from .fused import METRICS, what_ran
 from .runs.checkpoints import Checkpoint, CheckpointFolder
 from .runs.console import RunConsole, hints
@@ -98,6 +98,8 @@ class Session:
         self._evaluator: Evaluator | None = None
         if settings.eval_interval:
             self._evaluator = Evaluator(settings, environments)
+            with kept_generators(device):  # making an environment seeds what the user's code may draw from
+                self._evaluator.check()
         self._usage = UsageMeter(self.device)
         self._last_episodes = deque[Episode](maxlen=WINDOW)
         self._seconds = self._gathering_seconds = self._reporting_seconds = self._evaluation_seconds = 0.0
@@ -122,13 +124,15 @@ class Session:
             for sentence in self._notes:
                 self._console.say(sentence)
             for sentence in self.environments.notes:
-                self._console.warn(sentence)
+                (self._console.warn if sentence.startswith("warning:") else self._console.say)(sentence)
         gc.collect()  # in the loop, collecting the garbage of the start would take longer than an update
         # Rank 0 has taken time to open the logs. From here on the others go on if a rank is lost.
         self._on_all_ranks(lambda: ppo.exchange.all_gather([]))
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()
         self._before = _sync_stats(ppo), 0.0
+        if ppo.step >= self._settings.total_steps and not self._is_done:
+            self._make_up_evaluation()
 
     def _open_console_and_logs(self) -> None:
         settings = self._settings
@@ -190,12 +194,21 @@ class Session:
                 if isinstance(self._ppo.sync.compression, Auto):
                     self._console.say(f"compression {self._settings.compression}: {self._ppo.sync.explain()}")
         if self.is_over or reports[0].checkpoint_due or is_best:
-            score = self._score(is_best)
-            self._on_all_ranks(lambda: self._save(score))
-            # On every rank, because any of them may become the first.
-            self._checkpoints.best_return = max(self._checkpoints.best_return, score)
-            self._saved_at = time.perf_counter()
+            self._save(self._score(is_best))
         self._reporting_seconds = time.perf_counter() - evaluated_at
+
+    def _make_up_evaluation(self) -> None:
+        """Evaluates a policy that has taken all its steps, and that a stop has left without its last evaluation."""
+        began = time.perf_counter()
+        metrics, is_best = self._evaluate()
+        self._evaluation_seconds = time.perf_counter() - began
+        if self._is_stopped:
+            return
+        if self._rank == 0:
+            self._console.evaluated(self._ppo.step, metrics, self._best_return)
+            for logger in self._loggers:  # in a row of its own, behind that of the last update
+                logger.log(self._ppo.step, metrics | {"update": self._ppo.update, "seconds": self._seconds})
+        self._save(self._score(is_best))
 
     def _gather(self, rollout: Any, metrics: dict[str, float]) -> list[RankReport]:
         """Returns the reports of all ranks on the update that has just ended."""
@@ -339,6 +352,13 @@ class Session:
         return self._best_return if is_best else math.nan
 
     def _save(self, score: float) -> None:
+        """Saves a checkpoint, which is the best if none has a higher score."""
+        self._on_all_ranks(lambda: self._write(score))
+        # On every rank, because any of them may become the first.
+        self._checkpoints.best_return = max(self._checkpoints.best_return, score)
+        self._saved_at = time.perf_counter()
+
+    def _write(self, score: float) -> None:
         """Gathers the state of all ranks. Rank 0 writes it into a checkpoint."""
         ppo = self._ppo
         learner = {name: _on_host(part.state_dict()) for name, part in _parts(ppo).items()}

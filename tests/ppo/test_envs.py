@@ -18,11 +18,12 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from fastsync.doctor import install_command
 from fastsync.ppo.cli import check_environment
-from fastsync.ppo.envs.interface import Environments, seed_from
+from fastsync.ppo.envs.interface import Environments, Step, seed_from
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.envs.spaces import random_actions
 from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
 from fastsync.ppo.ppo import Settings
+from fastsync.ppo.runs.metrics import add_infos
 from tests.forked import state_of, until
 from tests.ranks import fresh_process_context
 from tests.toy_envs import Countdown, Gridded, Named
@@ -182,6 +183,69 @@ def test_an_environment_that_fails_is_named_with_its_step(env: str, reason: str)
         environments.reset()
         with pytest.raises(RuntimeError, match=rf"environment [67] \({env}\) failed in {reason}"):
             step_often(environments)
+
+
+class Talkative(Countdown):
+    """Puts into ``info`` what gymnasium cannot join, and numbers of several kinds."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self.index = index
+
+    def step(self, action: Any):
+        observation, reward, *ended, _ = super().step(action)
+        info = {"path": np.zeros(self.length + self.index), "winner": None if self.index else 1, "label": "won"}
+        return observation, reward, *ended, info | {"share": 1 if self.index == 0 else 0.5}
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_whatever_info_holds_only_numbers_to_log_are_read(vectorization: str):
+    chosen = settings(f"{__name__}:Talkative", 3, vectorization=vectorization, log_info=("share", "winner"))
+    with make_environments(chosen, rank=0) as environments:
+        environments.reset()
+        step = environments.step(np.zeros(3, np.int64))
+        assert set(step.infos) == {"share", "_share", "winner", "_winner"}
+        numbers: dict[str, list[float]] = {"share": [], "winner": []}
+        add_infos(numbers, step)
+        assert numbers == {"share": [1.0, 0.5, 0.5], "winner": [1.0]}
+
+
+@pytest.mark.parametrize(("name", "value"), [("path", r"array\(\["), ("label", "'won'")])
+def test_what_is_no_number_cannot_be_logged(name: str, value: str):
+    chosen = settings(f"{__name__}:Talkative", 3, log_info=(name,))
+    with make_environments(chosen, rank=0) as environments:
+        environments.reset()
+        with pytest.raises(RuntimeError, match=rf"environment 0 \(Talkative\) .*info\['{name}'\] is {value}.* numbers"):
+            environments.step(np.zeros(3, np.int64))
+    with pytest.raises(ValueError, match=rf"cannot be played: .*info\['{name}'\]"):
+        check_environment(chosen)
+    joined = Step(*(np.zeros(2, np.bool_) for _ in range(5)), [], {name: np.array([[1, 2], [3, 4]])})
+    with pytest.raises(ValueError, match=rf"(?s)info\['{name}'\] is .* log_info is for a number of each environment"):
+        add_infos({name: []}, joined)
+
+
+class Level(Countdown):
+    """A level's size is in the bounds."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(-1.0 - index, 1.0 + index, Countdown.observation_space.shape, np.float32)
+
+
+def level_of_another_shape(index: int) -> Any:
+    return gymnasium.wrappers.TransformObservation(
+        Countdown(), lambda row: np.resize(row, 2 + index), spaces.Box(-np.inf, np.inf, (2 + index,), np.float32)
+    )
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_copies_may_differ_in_bounds_alone(vectorization: str):
+    with make_environments(settings(f"{__name__}:Level", 3, vectorization=vectorization), rank=0) as environments:
+        assert environments.reset().shape[0] == 3
+        environments.step(np.zeros(3, np.int64))
+    chosen = settings(f"{__name__}:level_of_another_shape", 3, vectorization=vectorization)
+    with pytest.raises(ValueError, match="level_of_another_shape' has copies that differ in more than the bounds"):
+        make_environments(chosen, rank=0)
 
 
 def step_often(environments: Environments) -> None:

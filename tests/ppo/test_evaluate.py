@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward
@@ -91,6 +92,7 @@ def test_another_environment_with_the_same_spaces(tmp_path: Path, capsys: pytest
     assert "return 93.00 ± 0.00" in capsys.readouterr().out
     for wrong, why in {
         "Pendulum-v1": "env='Pendulum-v1' has observations Box",
+        "tests.toy_envs:Binary": "env='tests.toy_envs:Binary' has actions MultiBinary",
         f"{__name__}:TwoChoices": f"env='{__name__}:TwoChoices' has actions MultiDiscrete([1 1]), and the training's",
         "": "env='' cannot be made",
     }.items():
@@ -204,6 +206,48 @@ def test_who_plays_is_warned_of_statistics_that_the_checkpoint_does_not_have(
     assert f"env='{__name__}:{kind}' normalises by running statistics" in capsys.readouterr().err
     with pytest.warns(UserWarning, match="normalises by running statistics of each copy"):
         load_policy(tmp_path)
+
+
+def test_the_option_that_replaces_a_wrapper_of_ones_own():
+    class Own(NormalizeObservation[Any, Any, Any]):
+        pass
+
+    with pytest.raises(ValueError, match=r"by Own and NormalizeObservation, .* set --norm-observations: these"):
+        refuse_running_statistics("own", Own(NormalizeObservation(Payout())))
+
+
+class Noisy(Payout):
+    """Pays by a generator that the process shares."""
+
+    def step(self, action: Any):
+        observation, _, *ends = super().step(action)
+        return observation, float(np.random.rand()), *ends  # noqa: NPY002
+
+
+def test_the_seed_counts_in_another_environment_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = checkpoint_of(leaning_to_1(1.0), 1000)
+    made = replace(made, settings=made.settings | {"env": f"{__name__}:Noisy"})
+    CheckpointFolder(tmp_path / CHECKPOINTS).save(made, 31.0)
+    returns = []
+    for options in (["--seed", "1"], ["--seed", "1", "--env", f"{__name__}:Noisy"], ["--seed", "2"]):
+        assert main(["eval", str(tmp_path), "--episodes", "1", *options]) == 0
+        returns.append(capsys.readouterr().out.partition("return ")[2])
+    assert returns[0] == returns[1] != returns[2]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    CheckpointFolder(tmp_path / CHECKPOINTS).save(checkpoint_of(leaning_to_1(1.0), 1000), 31.0)
+    (tmp_path / "out.mp4").write_text("")
+    drawn = ["--env", f"{__name__}:Drawn", "--video", str(tmp_path / "out.mp4")]
+    assert main(["eval", str(tmp_path), "--episodes", "1", *drawn]) == 2
+    assert "out.mp4' cannot be written: " in capsys.readouterr().err
+
+
+class Drawn(Payout):
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
 
 
 def test_an_environment_that_fails_is_named_behind_its_own_traceback(

@@ -197,9 +197,26 @@ def test_a_stop_amid_an_evaluation_saves_and_the_evaluation_is_made_up(tmp_path:
 def test_a_stop_amid_the_last_evaluation_is_told_and_the_evaluation_is_made_up(tmp_path: Path):
     settings = replace(TINY, runs_dir=str(tmp_path), env="tests.toy_envs:Payout", total_steps=200, eval_interval=200)
     run_ranks(train_in_slices, 1, {"run": replace(settings, eval_env=f"{__name__}:NeverEnds")})
-    assert not read_rows(tmp_path / "run")[-1]["evaluation/return"]
-    run_ranks(train_each, 1, {"run": replace(settings, resume="auto", eval_env="tests.toy_envs:Payout")})
-    assert read_rows(tmp_path / "run")[-1]["evaluation/return"]
+    before, rows = find_checkpoint(tmp_path / "run", newest=True)[1], read_rows(tmp_path / "run")
+    assert not rows[-1]["evaluation/return"]
+    run_ranks(train_each, 2, {"run": replace(settings, resume="auto", eval_env="tests.toy_envs:Payout")})
+    *same, made_up = read_rows(tmp_path / "run")
+    assert [row["step"] for row in same] == [row["step"] for row in rows]
+    assert made_up["evaluation/return"]
+    assert (made_up["step"], made_up["update"]) == (rows[-1]["step"], rows[-1]["update"])
+    after = find_checkpoint(tmp_path / "run")[1]
+    assert after.evaluated_step == after.step == before.step
+    assert_same(after.learner, before.learner, "the learner")  # nothing more was learnt
+
+
+def test_a_run_that_is_done_can_be_evaluated_later(tmp_path: Path):
+    settings = replace(TINY, runs_dir=str(tmp_path), env="tests.toy_envs:Payout", total_steps=200)
+    run_ranks(train_each, 1, {"run": settings})
+    step = find_checkpoint(tmp_path / "run", newest=True)[1].step
+    for _ in range(2):
+        run_ranks(train_each, 1, {"run": replace(settings, resume="auto", eval_interval=100)})
+        assert [bool(row.get("evaluation/return")) for row in read_rows(tmp_path / "run")] == [False, False, True]
+    assert find_checkpoint(tmp_path / "run")[1].step == step
 
 
 def train_in_slices(rank: int, world_size: int, runs: dict[str, Settings]) -> None:
@@ -279,12 +296,35 @@ def test_an_environment_that_does_not_suit_the_policy_is_refused_before_ranks_st
             "tests.toy_envs:Payout",
             r"eval_env='tests.toy_envs:Payout' has observations Box.* training's environment has",
         ),
-        ("Pendulum-v9", "env='Pendulum-v9' cannot be made"),
+        ("Pendulum-v9", "^eval_env='Pendulum-v9' cannot be made"),
+        ("tests.toy_envs:Binary", "^eval_env='tests.toy_envs:Binary' has actions MultiBinary"),
+        (f"{__name__}:normalised", r"^eval_env='.*:normalised' normalises by Scaled.* set --norm-rewards: "),
     ):
         with pytest.raises(ValueError, match=message):
             check_environment(replace(TINY, eval_interval=5, eval_env=env))
     with pytest.raises(ValueError, match="eval_env='x:y' needs eval_interval, such as 50000"):
         Settings(eval_env="x:y")
+
+
+class Scaled(gymnasium.wrappers.NormalizeReward[Any, Any]):
+    """A wrapper of a user's own."""
+
+
+def normalised() -> Any:
+    return Scaled(Countdown())
+
+
+def refused(rank: int, world_size: int, settings: Settings) -> str:
+    with pytest.raises(ValueError, match="eval_env") as error:
+        train(settings, torch.device("cpu"))
+    return str(error.value)
+
+
+def test_a_script_hears_of_a_wrong_environment_before_it_learns(tmp_path: Path):
+    settings = replace(TINY, runs_dir=str(tmp_path), run_name="run", eval_interval=1000, eval_env="Pendulum-v1")
+    for refusal in run_ranks(refused, 2, settings):
+        assert refusal.startswith("eval_env='Pendulum-v1' has observations")
+    assert not (tmp_path / "run" / "progress.csv").exists()
 
 
 def test_an_environment_that_only_vectors_have_is_refused_before_ranks_start():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from fastsync.cli import main
 from fastsync.ppo.cli import check_environment
+from fastsync.ppo.envs import parts
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.policies import Policy, hidden_layers, make_policy
 from fastsync.ppo.ppo import PPO, Settings, train
@@ -133,6 +135,49 @@ def test_masks_of_another_size_are_refused():
         ValueError, match=r"WrongDict': the observations' 'action_mask' has 3 entries, and there are 2 "
     ):
         make_environments(replace(TINY, env=f"{TOY}:WrongDict"), rank=0)
+
+
+def floats_for_pixels(look: Any) -> Any:
+    look["far"]["camera"] = look["far"]["camera"] / np.float32(255)
+    return look
+
+
+def channels_first(look: Any) -> Any:
+    look["far"]["camera"] = np.moveaxis(look["far"]["camera"], -1, 0)
+    return look
+
+
+def too_many(look: Any) -> Any:
+    look["far"]["where"] = np.zeros(3, np.float32)
+    return look
+
+
+def wide_integers(look: Any) -> Any:
+    look["near"] = look["near"].astype(np.int64)
+    return look
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (floats_for_pixels, r"\['far'\]\['camera'\] has the shape \(40, 36, 3\) and the dtype float32; .* and uint8"),
+        (channels_first, r"\['far'\]\['camera'\] has the shape \(3, 40, 36\) and the dtype uint8; .* \(40, 36, 3\)"),
+        (too_many, r"\['far'\]\['where'\] has the shape \(3,\)"),
+        (wide_integers, None),
+    ],
+)
+@pytest.mark.parametrize("with_images", [True, False])
+def test_a_part_of_another_shape_or_dtype_is_named(
+    change: Any, message: str | None, with_images: bool, monkeypatch: pytest.MonkeyPatch
+):
+    look = Seeing.look
+    monkeypatch.setattr(Seeing, "look", lambda self: change(look(self)))
+    if not with_images:  # then the whole is flattened
+        monkeypatch.setattr(parts, "_is_image", lambda space: False)
+    with make_environments(replace(TINY, env=f"{TOY}:Seeing"), rank=0) as environments:
+        assert isinstance(environments.single_observation_space, parts.PartsSpace) == with_images
+        with pytest.raises(RuntimeError, match=message) if message else nullcontext():
+            environments.reset()
 
 
 def test_normalising_images_alone_is_refused():

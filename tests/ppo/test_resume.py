@@ -162,7 +162,7 @@ def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch
         session = Session(FULL, environments, torch.device("cpu"), nothing, nothing, opened)
         session._ppo = ppo
         monkeypatch.setattr(session._checkpoints, "save", lambda checkpoint, _: gathered.append(checkpoint.learner))
-        session._save(0.0)
+        session._write(0.0)
     mine, learner = gathered
     of_part = [each for each in tree_leaves((mine, learner)) if isinstance(each, torch.Tensor)]
     assert len(of_part) > 2 * len(parts)

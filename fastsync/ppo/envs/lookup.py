@@ -20,14 +20,13 @@ from gymnasium.wrappers import vector as vector_wrappers
 from ..._checks import did_you_mean
 from ...doctor import install_command
 from .atari import wrap_atari
-from .parts import MASK, PartsInARow, choices_of, has_parts
+from .parts import MASK, LeavesChecked, PartsInARow, choices_of, has_parts
 from .spaces import suits
 
 Env: TypeAlias = "gymnasium.Env[Any, Any]"
 
-NORMALIZERS = (
-    NormalizeObservation, NormalizeReward, vector_wrappers.NormalizeObservation, vector_wrappers.NormalizeReward,
-)  # fmt: skip
+OF_REWARDS = (NormalizeReward, vector_wrappers.NormalizeReward)
+NORMALIZERS = (NormalizeObservation, vector_wrappers.NormalizeObservation, *OF_REWARDS)
 """gymnasium's wrappers that have settings in place of them."""
 
 # Maps a word in an environment's entry point, or in the error, to the extra that it needs.
@@ -100,7 +99,7 @@ class EnvSource:
                 return PartsInARow(env, masks_in_info=self.masks_in_info)
             except ValueError as error:
                 raise ValueError(f"env={self.name!r}: {error}") from None
-        return env if suits(space) else FlattenObservation(env)
+        return env if suits(space) else FlattenObservation(LeavesChecked(env))
 
 
 def _masks_in_info(env: Env) -> bool:
@@ -125,21 +124,20 @@ def refuse_running_statistics(name: str, env: Any) -> None:
     Raises:
         ValueError: it has such wrappers. The message names them, and the setting that replaces each.
     """
-    settings = {
-        wrapper: f"--norm-{'observations' if 'Observation' in wrapper else 'rewards'}"
-        for wrapper in _keepers_of_statistics(env, of=NORMALIZERS)
-    }
-    if settings:
+    found = [each for each in _keepers_of_statistics(env) if isinstance(each, NORMALIZERS)]
+    if found:
+        names = " and ".join(type(each).__name__ for each in found)
+        options = (f"--norm-{'rewards' if isinstance(each, OF_REWARDS) else 'observations'}" for each in found)
         raise ValueError(
-            f"env={name!r} normalises by {' and '.join(settings)}, whose running statistics no checkpoint holds: the "
-            "policy would see other numbers after a resume, on another rank and in fastsync eval. Take it out, and set "
-            f"{' and '.join(settings.values())}: these statistics are those of all ranks, and are saved"
+            f"env={name!r} normalises by {names}, whose running statistics no checkpoint holds: the policy would see "
+            "other numbers after a resume, on another rank and in fastsync eval. Take it out, and set "
+            f"{' and '.join(dict.fromkeys(options))}: these statistics are those of all ranks, and are saved"
         )
 
 
 def notes_on(name: str, env: Any) -> list[str]:
     """Returns a sentence for the user if an environment normalises by running statistics, which nobody saves."""
-    keepers = _keepers_of_statistics(env)
+    keepers = [type(each).__name__ for each in _keepers_of_statistics(env)]
     if not keepers:
         return []
     return [
@@ -150,13 +148,13 @@ def notes_on(name: str, env: Any) -> list[str]:
     ]
 
 
-def _keepers_of_statistics(env: Any, of: type | tuple[type, ...] = object) -> list[str]:
-    """Returns the names of wrappers of a type that update running statistics, the outermost first."""
+def _keepers_of_statistics(env: Any) -> list[Any]:
+    """Returns the wrappers that update running statistics, the outermost first, and the environment if it does."""
     keepers = []
     while env is not None:
         has_statistics = any(type(value).__name__ == "RunningMeanStd" for value in vars(env).values())
-        if isinstance(env, of) and has_statistics and getattr(env, "update_running_mean", True):
-            keepers.append(type(env).__name__)
+        if has_statistics and getattr(env, "update_running_mean", True):
+            keepers.append(env)
         env = env.env if isinstance(env, gymnasium.Wrapper | gymnasium.vector.VectorWrapper) else None
     return keepers
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import FlattenObservation
 
 from ...launch.signals import STOP_SIGNALS
@@ -19,7 +19,7 @@ from .interface import Environments, seed_from, seed_globals
 from .lookup import EnvSource, cannot_be_made, find_env, notes_on, refuse_running_statistics
 from .parts import MASK, has_parts
 from .spaces import check_spaces, notes_on_actions, suits
-from .vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments
+from .vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments, join
 
 
 def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> Environments:
@@ -55,21 +55,15 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
         return VectorizedEnvironments(own_vector, seed=seed, first_index=first, notes=notes)
     source, specimen = source.explored(first)
     specimen.close()
-    check_spaces(settings, specimen.observation_space, specimen.action_space)
     refuse_running_statistics(settings.env, specimen)
-    notes = notes_on(settings.env, specimen)
-    notes += notes_on_actions(settings, specimen.observation_space, specimen.action_space)
+    spaces = specimen.observation_space, specimen.action_space
+    check_spaces(settings.env, *spaces, norm_observations=settings.norm_observations)
+    notes = notes_on(settings.env, specimen) + notes_on_actions(settings, *spaces)
     makers = [
-        partial(_make_recorder, source, settings.seed, index, restart, os.getpid())
+        partial(_make_recorder, source, settings.seed, index, restart, settings.log_info, os.getpid())
         for index in range(first, first + settings.num_envs)
     ]
-    vector: SyncVectorEnv | AsyncVectorEnv
-    if kind == "async":
-        # A fork server has no threads and no CUDA context, so it can be forked. A process that trains cannot.
-        multiprocessing.get_context("forkserver").set_forkserver_preload([EnvSource.__module__])
-        vector = AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP, context="forkserver")
-    else:
-        vector = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
+    vector = join(settings.env, makers, spaces[0], in_processes=kind == "async")
     return RecordedEnvironments(vector, counts_games=source.is_atari, first_index=first, notes=notes)
 
 
@@ -81,14 +75,15 @@ def make_one(settings: RunSettings) -> Environments:
 
 
 def _make_recorder(
-    source: EnvSource, seed: int, index: int, first_episode: int, rank_pid: int
+    source: EnvSource, seed: int, index: int, first_episode: int, log_info: Sequence[str], rank_pid: int
 ) -> gymnasium.Env[Any, Any]:
     if os.getpid() != rank_pid:
         # Signals to a whole job reach this process, too. The rank needs the process to save, and ends it afterwards.
         for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         seed_globals(seed, index, first_episode)
-    return EpisodeRecorder(source.make(index), seed=seed, index=index, first_episode=first_episode)
+    env = source.make(index)
+    return EpisodeRecorder(env, seed=seed, index=index, first_episode=first_episode, log_info=log_info)
 
 
 def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any, Any, Any]:
@@ -112,7 +107,8 @@ def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any,
         vector = FlattenObservation(vector)
     try:
         refuse_running_statistics(settings.env, vector)
-        check_spaces(settings, vector.single_observation_space, vector.single_action_space)
+        spaces = vector.single_observation_space, vector.single_action_space
+        check_spaces(settings.env, *spaces, norm_observations=settings.norm_observations)
         if (mode := vector.metadata.get("autoreset_mode")) != AutoresetMode.NEXT_STEP:
             raise ValueError(
                 f"{refused} has metadata['autoreset_mode']={mode!r}; it must be {AutoresetMode.NEXT_STEP}, because "

@@ -6,7 +6,7 @@ So a rollout stays one tensor, whatever the environment observes. The policy tak
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,7 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._has_mask = (MASK,) in leaves and num_choices > 0
         if self._has_mask and (size := spaces.flatdim(leaves.pop((MASK,)))) != num_choices:
             raise ValueError(f"the observations' {MASK!r} has {size} entries, and there are {num_choices} choices")
+        self._leaves = leaves
         self._images = [path for path, space in leaves.items() if _is_image(space)]
         self._vectors = {path: space for path, space in leaves.items() if path not in self._images}
         boxes: list[Any] = [spaces.flatten_space(space) for space in self._vectors.values()]
@@ -100,6 +101,7 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self._row(observation, info), reward, terminated, truncated, info
 
     def _row(self, observation: Any, info: dict[str, Any]) -> Array:
+        _check_leaves(self._leaves, observation)
         parts: list[Array] = [
             np.ravel(spaces.flatten(space, _at(observation, path)))  # type: ignore[arg-type]
             for path, space in self._vectors.items()
@@ -117,8 +119,37 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
             return np.ones(self._mask_size)
         allowed = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple) else np.ravel(mask)
         if len(allowed) != self._mask_size:
-            raise ValueError(f"info[{MASK!r}] has {len(allowed)} entries, and there are {self._mask_size} choices")
+            where = "the observation" if self._has_mask else "info"
+            raise ValueError(f"{where}[{MASK!r}] has {len(allowed)} entries, and there are {self._mask_size} choices")
         return allowed
+
+
+class LeavesChecked(gymnasium.ObservationWrapper[Any, Any, Any]):
+    """Checks observations before they are flattened, because a vector no longer tells what was in it."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._leaves = dict(_leaves(env.observation_space))
+
+    def observation(self, observation: Any) -> Any:
+        _check_leaves(self._leaves, observation)
+        return observation
+
+
+def _check_leaves(leaves: Mapping[Path, Space[Any]], observation: Any) -> None:
+    """Raises ValueError if an array of an observation has another shape than its space, or an unsuitable dtype."""
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, spaces.Box):
+            continue
+        found = np.asarray(_at(observation, path))
+        are_whole = {found.dtype.kind, leaf.dtype.kind} <= {"i", "u"}  # such as int64 for uint8
+        if found.shape == leaf.shape and (are_whole or np.can_cast(found.dtype, leaf.dtype, "same_kind")):
+            continue
+        name = "the observation" + "".join(f"[{key!r}]" for key in path)
+        raise ValueError(
+            f"{name} has the shape {found.shape} and the dtype {found.dtype}; observation_space has {leaf.shape} and "
+            f"{leaf.dtype}"
+        )
 
 
 def has_parts(space: Space[Any]) -> bool:

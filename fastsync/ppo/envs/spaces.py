@@ -26,14 +26,16 @@ def suits(observations: Space[Any]) -> bool:
     return isinstance(observations, spaces.Box) and (len(shape) == 1 or is_bytes)
 
 
-def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space[Any]) -> None:
-    """Checks that the trainer supports these spaces.
+def check_spaces(
+    env: str, observations: Space[Any], actions: Space[Any], *, norm_observations: bool = False
+) -> None:  # fmt: skip
+    """Checks that the trainer supports these spaces of the environment ``env``.
 
     Raises:
         ValueError: observations can neither be made vectors nor are 8-bit images with channels first; or actions are
             neither Discrete, nor MultiDiscrete, nor vectors of real numbers; or images are to be normalised.
     """
-    refused = f"env={settings.env!r} has"
+    refused = f"env={env!r} has"
     wrapped = "wrap the environment in one of gymnasium.wrappers and give it as 'module:function'"
     if not suits(observations):  # flattened they are no Box
         raise ValueError(
@@ -47,7 +49,7 @@ def check_spaces(settings: RunSettings, observations: Space[Any], actions: Space
             f"{LEAST_IMAGE_SIZE}: {wrapped}, such as TransformObservation or ResizeObservation"
         )
     parts = getattr(observations, "parts", None)
-    if settings.norm_observations and (is_image or (parts is not None and not parts.num_numbers)):
+    if norm_observations and (is_image or (parts is not None and not parts.num_numbers)):
         raise ValueError(
             f"norm_observations=True is for vectors, but {refused} images, which are divided by 255 in any case; "
             f"set norm_observations=False"

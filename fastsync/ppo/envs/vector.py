@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium import Space
 from gymnasium.spaces import Discrete
-from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import batch_space
 
 from .interface import UNSEEN, Array, Environments, same_values, seed_from
+from .lookup import EnvSource
 from .parts import allowed_sample
 
 MAX_ACTIONS = 100_000
@@ -47,6 +51,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         seed: the run's seed.
         index: number of the environment, among those of all ranks.
         first_episode: k of the first episode.
+        log_info: names of numbers in ``info`` to keep. The rest of it is dropped, because gymnasium cannot join
+            everything that environments may put there.
 
     Raises:
         EnvironmentFailedError: in ``reset`` and ``step``, if the environment raises an error or returns what
@@ -55,8 +61,12 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     restore_from: dict[str, Any]
 
-    def __init__(self, env: gymnasium.Env[Any, Any], *, seed: int, index: int, first_episode: int = 0) -> None:
+    def __init__(
+        self, env: gymnasium.Env[Any, Any], *, seed: int, index: int, first_episode: int = 0,
+        log_info: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         super().__init__(env)
+        self._log_info = log_info
         self._stream = (seed, index)
         self._may_go_on = env.has_wrapper_attr("resets_go_on")
         self._episode = first_episode - 1
@@ -81,9 +91,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         try:
             observation, info = self.env.reset(options=options) if goes_on else self._begin(self._episode + 1, options)
             self._check_observation(observation)
+            return observation, self._kept(info)
         except Exception as error:  # any error of the user's environment
             raise self._named("reset()", error) from error
-        return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self._repeated_observation is not None:
@@ -98,9 +108,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._check_observation(observation)
             _check_reward(reward)
             self._ended = (bool(terminated), bool(truncated))
+            return observation, reward, terminated, truncated, self._kept(info)
         except Exception as error:  # any error of the user's environment
             raise self._named(f"step {self._num_steps}", error) from error
-        return observation, reward, terminated, truncated, info
 
     @property
     def snapshot(self) -> dict[str, Any] | None:
@@ -145,6 +155,15 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._episode, self._actions, self._resets, self._num_steps = episode, [], [], 0
         return self.env.reset(seed=seed_from(*self._stream, episode), options=options)
 
+    def _kept(self, info: dict[str, Any]) -> dict[str, Any]:
+        kept = {"game": info["game"]} if self._may_go_on and "game" in info else {}
+        for name in self._log_info:
+            if (value := info.get(name)) is not None:
+                if isinstance(value, str) or np.shape(value) != ():
+                    raise ValueError(f"info[{name!r}] is {value!r}; log_info is for numbers")
+                kept[name] = float(value)
+        return kept
+
     def _check_observation(self, observation: Any) -> None:
         if getattr(observation, "shape", None) == self._shape and observation.dtype == self._dtype:
             return  # the usual case; it comes at every step
@@ -169,6 +188,37 @@ def _check_reward(reward: Any) -> None:
         raise ValueError(f"the reward is {reward!r}; it must be a number") from None
     if not is_finite:
         raise ValueError(f"the reward is {reward}; it must be finite")
+
+
+def join(
+    name: str, makers: Sequence[Callable[[], gymnasium.Env[Any, Any]]], space: Space[Any], *, in_processes: bool = False
+) -> SyncVectorEnv | AsyncVectorEnv:
+    """Makes copies of an environment that step together.
+
+    Args:
+        name: the user's name of the environment.
+        makers: each makes a copy.
+        space: the observation space. That of a copy may have other bounds.
+        in_processes: whether each copy gets a process.
+
+    Raises:
+        ValueError: a copy has observations of another shape or dtype, or other actions.
+    """
+    options: Any = {
+        "autoreset_mode": AutoresetMode.NEXT_STEP,
+        "observation_mode": (batch_space(space, len(makers)), space),
+    }
+    try:
+        if not in_processes:
+            return SyncVectorEnv(makers, **options)
+        # A fork server has no threads and no CUDA context, so it can be forked. A process that trains cannot.
+        multiprocessing.get_context("forkserver").set_forkserver_preload([EnvSource.__module__])
+        return AsyncVectorEnv(makers, context="forkserver", **options)
+    except RuntimeError as error:  # gymnasium's, about spaces
+        raise ValueError(
+            f"env={name!r} has copies that differ in more than the bounds of their observations, and cannot learn "
+            f"together: {error}"
+        ) from error
 
 
 class RecordedEnvironments(Environments):

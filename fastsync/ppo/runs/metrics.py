@@ -85,11 +85,19 @@ def _hash_of(names: Iterable[str]) -> int:
 
 
 def add_infos(values: Mapping[str, list[float]], step: Step) -> None:
-    """Adds the numbers of these names in the environments' ``info`` to the lists. Restarts do not count."""
+    """Adds the numbers of these names in the environments' ``info`` to the lists. Restarts do not count.
+
+    Raises:
+        ValueError: a name stands for something else than a number of each environment.
+    """
     for name, numbers_of_name in values.items():
         if name in step.infos:
-            known = step.valid & step.infos.get(f"_{name}", step.valid)
-            numbers_of_name += np.asarray(step.infos[name])[known].tolist()
+            known, numbers = step.valid & step.infos.get(f"_{name}", step.valid), np.asarray(step.infos[name])
+            if numbers.shape != known.shape or numbers.dtype.kind not in "biuf":
+                raise ValueError(
+                    f"info[{name!r}] is {step.infos[name]!r}; log_info is for a number of each environment"
+                )
+            numbers_of_name += numbers[known].tolist()
 
 
 @torch.no_grad()
