@@ -102,6 +102,7 @@ class Session:
                 self._evaluator.check()
         self._usage = UsageMeter(self.device)
         self._last_episodes = deque[Episode](maxlen=WINDOW)
+        self._missing_infos = set(settings.log_info)  # that no environment has told so far
         self._seconds = self._gathering_seconds = self._reporting_seconds = self._evaluation_seconds = 0.0
         self._evaluated_step = 0
         self._is_stopped = False
@@ -183,6 +184,7 @@ class Session:
             scalars = scalars_of(self._ppo.update, self._seconds, speed, self._last_episodes, reports) | evaluation
             self._logged_until = self._logged[0] if self._logged is not None else self._logged_until
             self._logged = step, scalars
+            self._missing_infos = {name for name in self._missing_infos if math.isnan(scalars[f"info/{name}"])}
         if self._rank == 0:
             if evaluation and not math.isnan(evaluation["evaluation/return"]):
                 self._console.evaluated(step, scalars, self._best_return)
@@ -304,6 +306,8 @@ class Session:
         result = TrainResult(self._ppo.step, self._seconds, returns, sync, stopped_by)
         if self._rank == 0:
             self._console.finish(result, self._speed(result.step, result.seconds))
+            for name in sorted(self._missing_infos if self._ppo.update > self._resumed_update else ()):
+                self._console.warn(f"warning: log_info={name!r}: no environment has put it into info as a number")
             self._console.say(f"written to {self._folder}")
             for hint in hints(self._folder):
                 self._console.say(hint)

@@ -9,8 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,19 @@ def test_numbers_that_an_environment_puts_into_info_are_logged(tmp_path: Path):
         assert 0 < float(row["info/left"]) < 3  # n - 1, ..., 0 of n
         assert 2 <= float(row["info/length"]) <= 7
         assert row["info/nothing"] == ""
+
+
+def test_a_name_that_no_info_has_is_told(tmp_path: Path):
+    settings = replace(TINY, env=f"{__name__}:Informed", log_info=("left", "nothing"), runs_dir=str(tmp_path))
+    (said,) = run_ranks(what_it_says, 1, settings)
+    assert "warning: log_info='nothing': no environment has put it into info" in said
+    assert "log_info='left'" not in said
+
+
+def what_it_says(rank: int, world_size: int, settings: Settings) -> str:
+    with redirect_stderr(StringIO()) as errors, redirect_stdout(StringIO()) as said:
+        train(settings, torch.device("cpu"))
+    return said.getvalue() + errors.getvalue()
 
 
 def test_the_reference_has_every_public_name():
