@@ -24,7 +24,7 @@ from .envs.interface import Environments, Episode
 from .envs.make import make_environments
 from .evaluation import Evaluator, kept_generators
 from .fused import METRICS, what_ran
-from .runs.checkpoints import Checkpoint, CheckpointFolder
+from .runs.checkpoints import BEST, Checkpoint, CheckpointFolder
 from .runs.console import RunConsole, hints
 from .runs.folder import CHECKPOINTS, Opened, locked, open_run
 from .runs.loggers import open_loggers
@@ -132,7 +132,7 @@ class Session:
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()
         self._before = _sync_stats(ppo), 0.0
-        if ppo.step >= self._settings.total_steps and not self._is_done:
+        if self._checkpoint is not None and self._lacks_only_evaluation(self._checkpoint):
             self._make_up_evaluation()
 
     def _open_console_and_logs(self) -> None:
@@ -199,8 +199,18 @@ class Session:
             self._save(self._score(is_best))
         self._reporting_seconds = time.perf_counter() - evaluated_at
 
+    def _lacks_only_evaluation(self, checkpoint: Checkpoint) -> bool:
+        """Whether all has been learnt, and the evaluation after it is left."""
+        # With fewer steps than before, DiLoCo's ranks may differ. Then they need an update that ends with a mean.
+        are_equal = self._ppo.outer is None or checkpoint.settings["total_steps"] <= self._ppo.step
+        return are_equal and self._ppo.step >= self._settings.total_steps and not self._is_done
+
     def _make_up_evaluation(self) -> None:
         """Evaluates a policy that has taken all its steps, and that a stop has left without its last evaluation."""
+        if self._rank == 0:
+            self._console.say("nothing is left to learn: the last evaluation is under way")
+        # The best of a run without evaluations was chosen by other figures, and stays.
+        keeps_best = self._best_return == -math.inf and (self._checkpoints.folder / BEST).exists()
         began = time.perf_counter()
         metrics, is_best = self._evaluate()
         self._evaluation_seconds = time.perf_counter() - began
@@ -210,7 +220,7 @@ class Session:
             self._console.evaluated(self._ppo.step, metrics, self._best_return)
             for logger in self._loggers:  # in a row of its own, behind that of the last update
                 logger.log(self._ppo.step, metrics | {"update": self._ppo.update, "seconds": self._seconds})
-        self._save(self._score(is_best))
+        self._save(self._score(is_best and not keeps_best))
 
     def _gather(self, rollout: Any, metrics: dict[str, float]) -> list[RankReport]:
         """Returns the reports of all ranks on the update that has just ended."""
@@ -307,7 +317,11 @@ class Session:
         if self._rank == 0:
             self._console.finish(result, self._speed(result.step, result.seconds))
             for name in sorted(self._missing_infos if self._ppo.update > self._resumed_update else ()):
-                self._console.warn(f"warning: log_info={name!r}: no environment has put it into info as a number")
+                since = "was resumed" if self._resumed_step else "began"
+                self._console.warn(
+                    f"warning: log_info={name!r}: since the run {since}, no environment has put a finite number of "
+                    "this name into info"
+                )
             self._console.say(f"written to {self._folder}")
             for hint in hints(self._folder):
                 self._console.say(hint)

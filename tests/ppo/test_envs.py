@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,9 @@ class Talkative(Countdown):
         super().__init__()
         self.index = index
 
+    def reset(self, **given: Any):
+        return super().reset(**given)[0], {"share": "not yet", "path": []}
+
     def step(self, action: Any):
         observation, reward, *ended, _ = super().step(action)
         info = {"path": np.zeros(self.length + self.index), "winner": None if self.index else 1, "label": "won"}
@@ -219,6 +223,11 @@ def test_what_is_no_number_cannot_be_logged(name: str, value: str):
             environments.step(np.zeros(3, np.int64))
     with pytest.raises(ValueError, match=rf"cannot be played: .*info\['{name}'\]"):
         check_environment(chosen)
+    infos = {name: np.array([None, np.bool_(True)]), f"_{name}": np.array([False, True])}
+    some = Step(*(np.ones(2, np.bool_) for _ in range(5)), [], infos)
+    numbers: dict[str, list[float]] = {name: []}
+    add_infos(numbers, some)  # as gymnasium joins numpy's truth values
+    assert numbers == {name: [1.0]}
     joined = Step(*(np.zeros(2, np.bool_) for _ in range(5)), [], {name: np.array([[1, 2], [3, 4]])})
     with pytest.raises(ValueError, match=rf"(?s)info\['{name}'\] is .* log_info is for a number of each environment"):
         add_infos({name: []}, joined)
@@ -246,6 +255,22 @@ def test_copies_may_differ_in_bounds_alone(vectorization: str):
     chosen = settings(f"{__name__}:level_of_another_shape", 3, vectorization=vectorization)
     with pytest.raises(ValueError, match="level_of_another_shape' has copies that differ in more than the bounds"):
         make_environments(chosen, rank=0)
+
+
+def test_a_process_that_keeps_the_refusal_ends():
+    """Its traceback keeps the half-made environments, whose processes ignore the signal to end."""
+    code = f"""
+from fastsync.ppo.envs.make import make_environments
+from fastsync.ppo.ppo import Settings
+try:
+    make_environments(Settings(env="{__name__}:level_of_another_shape", num_envs=3, vectorization="async"), rank=0)
+except ValueError as error:
+    kept = error
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "level_of_another_shape' has copies that differ in more" in ended.stdout
+    assert ended.returncode == 0
 
 
 def step_often(environments: Environments) -> None:

@@ -213,10 +213,13 @@ def test_a_run_that_is_done_can_be_evaluated_later(tmp_path: Path):
     settings = replace(TINY, runs_dir=str(tmp_path), env="tests.toy_envs:Payout", total_steps=200)
     run_ranks(train_each, 1, {"run": settings})
     step = find_checkpoint(tmp_path / "run", newest=True)[1].step
+    best = tmp_path / "run" / CHECKPOINTS / "best.pt"
+    before = best.read_bytes()
     for _ in range(2):
         run_ranks(train_each, 1, {"run": replace(settings, resume="auto", eval_interval=100)})
         assert [bool(row.get("evaluation/return")) for row in read_rows(tmp_path / "run")] == [False, False, True]
-    assert find_checkpoint(tmp_path / "run")[1].step == step
+    assert find_checkpoint(tmp_path / "run", newest=True)[1].step == step
+    assert best.read_bytes() == before  # it was chosen by other figures
 
 
 def train_in_slices(rank: int, world_size: int, runs: dict[str, Settings]) -> None:

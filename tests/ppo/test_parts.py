@@ -152,6 +152,11 @@ def too_many(look: Any) -> Any:
     return look
 
 
+def a_number_alone(look: Any) -> Any:
+    look["alone"] = 0.5
+    return look
+
+
 def wide_integers(look: Any) -> Any:
     look["near"] = look["near"].astype(np.int64)
     return look
@@ -164,14 +169,16 @@ def wide_integers(look: Any) -> Any:
         (channels_first, r"\['far'\]\['camera'\] has the shape \(3, 40, 36\) and the dtype uint8; .* \(40, 36, 3\)"),
         (too_many, r"\['far'\]\['where'\] has the shape \(3,\)"),
         (wide_integers, None),
+        (a_number_alone, None),
     ],
 )
 @pytest.mark.parametrize("with_images", [True, False])
 def test_a_part_of_another_shape_or_dtype_is_named(
     change: Any, message: str | None, with_images: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    look = Seeing.look
-    monkeypatch.setattr(Seeing, "look", lambda self: change(look(self)))
+    look, space = Seeing.look, spaces.Dict({**Seeing.observation_space, "alone": spaces.Box(-1, 1, (1,))})
+    monkeypatch.setattr(Seeing, "observation_space", space)
+    monkeypatch.setattr(Seeing, "look", lambda self: change(look(self) | {"alone": np.zeros(1, np.float32)}))
     if not with_images:  # then the whole is flattened
         monkeypatch.setattr(parts, "_is_image", lambda space: False)
     with make_environments(replace(TINY, env=f"{TOY}:Seeing"), rank=0) as environments:

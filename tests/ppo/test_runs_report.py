@@ -160,6 +160,7 @@ def test_lines_of_progress_fit_into_the_terminal(
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wandb = MagicMock()
+    wandb.init.return_value.step = 0
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     settings = Settings(total_steps=1000, wandb_project="fastsync-test")
     for logger in open_loggers(tmp_path, settings, 0):
@@ -168,7 +169,9 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     (figures,), options = wandb.init.return_value.log.call_args
     assert (figures["learning/policy_loss"], options) == (0.5, {"step": 100})
     assert "episodes/return" not in figures  # no episode has ended
-    open_loggers(tmp_path, settings, 100)
+    wandb.init.return_value.step = 101  # as wandb has it in a run that goes on
+    open_loggers(tmp_path, settings, 100)[-1].log(100, {"evaluation/return": 1.0})  # of a last evaluation, made up
+    assert wandb.init.return_value.log.call_args.kwargs == {"step": 101}
     first, again = (call.kwargs for call in wandb.init.call_args_list)
     assert first == again
     assert (first["project"], first["resume"], first["dir"]) == ("fastsync-test", "allow", str(tmp_path))

@@ -76,7 +76,7 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._has_mask = (MASK,) in leaves and num_choices > 0
         if self._has_mask and (size := spaces.flatdim(leaves.pop((MASK,)))) != num_choices:
             raise ValueError(f"the observations' {MASK!r} has {size} entries, and there are {num_choices} choices")
-        self._leaves = leaves
+        self._boxes = _boxes_of(leaves)
         self._images = [path for path, space in leaves.items() if _is_image(space)]
         self._vectors = {path: space for path, space in leaves.items() if path not in self._images}
         boxes: list[Any] = [spaces.flatten_space(space) for space in self._vectors.values()]
@@ -101,7 +101,7 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self._row(observation, info), reward, terminated, truncated, info
 
     def _row(self, observation: Any, info: dict[str, Any]) -> Array:
-        _check_leaves(self._leaves, observation)
+        _check_boxes(self._boxes, observation)
         parts: list[Array] = [
             np.ravel(spaces.flatten(space, _at(observation, path)))  # type: ignore[arg-type]
             for path, space in self._vectors.items()
@@ -129,26 +129,32 @@ class LeavesChecked(gymnasium.ObservationWrapper[Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
-        self._leaves = dict(_leaves(env.observation_space))
+        self._boxes = _boxes_of(dict(_leaves(env.observation_space)))
 
     def observation(self, observation: Any) -> Any:
-        _check_leaves(self._leaves, observation)
+        _check_boxes(self._boxes, observation)
         return observation
 
 
-def _check_leaves(leaves: Mapping[Path, Space[Any]], observation: Any) -> None:
+def _boxes_of(leaves: Mapping[Path, Space[Any]]) -> dict[Path, spaces.Box]:
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, spaces.Box)}
+
+
+def _check_boxes(boxes: Mapping[Path, spaces.Box], observation: Any) -> None:
     """Raises ValueError if an array of an observation has another shape than its space, or an unsuitable dtype."""
-    for path, leaf in leaves.items():
-        if not isinstance(leaf, spaces.Box):
-            continue
+    for path, box in boxes.items():
         found = np.asarray(_at(observation, path))
-        are_whole = {found.dtype.kind, leaf.dtype.kind} <= {"i", "u"}  # such as int64 for uint8
-        if found.shape == leaf.shape and (are_whole or np.can_cast(found.dtype, leaf.dtype, "same_kind")):
+        if found.shape == box.shape and found.dtype == box.dtype:
+            continue  # the usual case; it comes at every step
+        is_alone = found.size == 1 and box.shape == (1,)  # a number is as good as an array that has it
+        are_whole = {found.dtype.kind, box.dtype.kind} <= {"b", "i", "u"}  # such as int64 for uint8
+        suits = are_whole or np.can_cast(found.dtype, box.dtype, "same_kind")
+        if suits and (found.shape == box.shape or is_alone):
             continue
         name = "the observation" + "".join(f"[{key!r}]" for key in path)
         raise ValueError(
-            f"{name} has the shape {found.shape} and the dtype {found.dtype}; observation_space has {leaf.shape} and "
-            f"{leaf.dtype}"
+            f"{name} has the shape {found.shape} and the dtype {found.dtype}; observation_space has {box.shape} and "
+            f"{box.dtype}"
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import Space
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
@@ -89,11 +90,11 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         if goes_on:
             self._resets.append(len(self._actions))
         try:
-            observation, info = self.env.reset(options=options) if goes_on else self._begin(self._episode + 1, options)
+            observation, _ = self.env.reset(options=options) if goes_on else self._begin(self._episode + 1, options)
             self._check_observation(observation)
-            return observation, self._kept(info)
         except Exception as error:  # any error of the user's environment
             raise self._named("reset()", error) from error
+        return observation, {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self._repeated_observation is not None:
@@ -159,7 +160,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         kept = {"game": info["game"]} if self._may_go_on and "game" in info else {}
         for name in self._log_info:
             if (value := info.get(name)) is not None:
-                if isinstance(value, str) or np.shape(value) != ():
+                is_array = isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 0
+                if not (is_array or isinstance(value, int | float | np.number | np.bool_)):
                     raise ValueError(f"info[{name!r}] is {value!r}; log_info is for numbers")
                 kept[name] = float(value)
         return kept
@@ -204,21 +206,29 @@ def join(
     Raises:
         ValueError: a copy has observations of another shape or dtype, or other actions.
     """
-    options: Any = {
-        "autoreset_mode": AutoresetMode.NEXT_STEP,
-        "observation_mode": (batch_space(space, len(makers)), space),
-    }
+    # gymnasium sends this to each process, so it is not the joint space.
+    options: Any = {"autoreset_mode": AutoresetMode.NEXT_STEP, "observation_mode": (space, space)}
+    before = multiprocessing.active_children()
+    vector: SyncVectorEnv | AsyncVectorEnv
     try:
-        if not in_processes:
-            return SyncVectorEnv(makers, **options)
-        # A fork server has no threads and no CUDA context, so it can be forked. A process that trains cannot.
-        multiprocessing.get_context("forkserver").set_forkserver_preload([EnvSource.__module__])
-        return AsyncVectorEnv(makers, context="forkserver", **options)
-    except RuntimeError as error:  # gymnasium's, about spaces
-        raise ValueError(
-            f"env={name!r} has copies that differ in more than the bounds of their observations, and cannot learn "
-            f"together: {error}"
-        ) from error
+        if in_processes:
+            # A fork server has no threads and no CUDA context, so it can be forked. A process that trains cannot.
+            multiprocessing.get_context("forkserver").set_forkserver_preload([EnvSource.__module__])
+            vector = AsyncVectorEnv(makers, context="forkserver", **options)
+        else:
+            vector = SyncVectorEnv(makers, **options)
+    except BaseException as error:
+        for process in set(multiprocessing.active_children()) - set(before):
+            process.kill()  # at exit multiprocessing would wait for it, and it ignores the signal to stop
+            process.join()
+        if isinstance(error, RuntimeError) and "space" in str(error):
+            raise ValueError(
+                f"env={name!r} has copies that differ in more than the bounds of their observations, and cannot learn "
+                f"together: {error}"
+            ) from error
+        raise
+    vector.observation_space = batch_space(space, len(makers))
+    return vector
 
 
 class RecordedEnvironments(Environments):

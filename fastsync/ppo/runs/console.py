@@ -133,7 +133,8 @@ class RunConsole:
         if self._evaluations:
             table.add_row("evaluation", ", ".join(self._evaluations))
         table.add_row("environment steps", f"{result.step:,} in {result.seconds:.1f} s")
-        table.add_row("steps per second", f"{speed:,.0f}")
+        if speed > 0:  # else no step was left to take
+            table.add_row("steps per second", f"{speed:,.0f}")
         for phase in filter(self._is_shown, PHASES):
             table.add_row(f"time in {phase}", self._share(phase))
             if phase == "communication":

@@ -121,7 +121,8 @@ class WandbLog:
         self._run = importlib.import_module("wandb").init(project=project, config=dict(settings), **where)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(_known(scalars), step=step)
+        # wandb ignores steps before that of the newest row, or at it after a resumption.
+        self._run.log(_known(scalars), step=max(step, self._run.step))
 
     def close(self) -> None:
         self._run.finish()

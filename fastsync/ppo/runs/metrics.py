@@ -92,12 +92,17 @@ def add_infos(values: Mapping[str, list[float]], step: Step) -> None:
     """
     for name, numbers_of_name in values.items():
         if name in step.infos:
-            known, numbers = step.valid & step.infos.get(f"_{name}", step.valid), np.asarray(step.infos[name])
-            if numbers.shape != known.shape or numbers.dtype.kind not in "biuf":
+            known = step.valid & step.infos.get(f"_{name}", step.valid)
+            try:
+                # An array of objects has None where an environment has no such number.
+                numbers = np.asarray(step.infos[name])[known].astype(np.float64)
+            except (TypeError, ValueError):
+                numbers = np.empty(())
+            if numbers.ndim != 1:
                 raise ValueError(
                     f"info[{name!r}] is {step.infos[name]!r}; log_info is for a number of each environment"
                 )
-            numbers_of_name += numbers[known].tolist()
+            numbers_of_name += numbers.tolist()
 
 
 @torch.no_grad()
