@@ -343,7 +343,7 @@ def test_numbers_that_an_environment_puts_into_info_are_logged(tmp_path: Path):
 def test_a_name_that_no_info_has_is_told(tmp_path: Path):
     settings = replace(TINY, env=f"{__name__}:Informed", log_info=("left", "nothing"), runs_dir=str(tmp_path))
     (said,) = run_ranks(what_it_says, 1, settings)
-    assert "warning: log_info='nothing': no environment has put it into info" in said
+    assert "warning: log_info='nothing': since the run began, no environment has put a finite number" in said
     assert "log_info='left'" not in said
 
 
