@@ -90,6 +90,8 @@ def main(arguments: Sequence[str]) -> int:
         try:
             episodes = play(policy, environment, options.episodes, max_steps=options.max_steps, say=_say)
         except EnvironmentFailedError as error:
+            if isinstance(error.__cause__, gymnasium.error.DependencyNotInstalled):  # environments draw late
+                raise ValueError(f"{error.__cause__}; install what drawing needs: {install_command('video')}") from None
             traceback.print_exception(error.__cause__)  # where in the user's code
             _say(str(error))
             return 1

@@ -132,6 +132,10 @@ class Session:
         self._started = time.perf_counter() - self._seconds
         self._saved_at = time.perf_counter()
         self._before = _sync_stats(ppo), 0.0
+        if self._is_done and self._rank == 0:
+            self._console.say(
+                f"nothing is left to do: the run has taken {ppo.step:,} steps; raise total_steps to go on"
+            )
         if self._checkpoint is not None and self._lacks_only_evaluation(self._checkpoint):
             self._make_up_evaluation()
 

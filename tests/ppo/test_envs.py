@@ -198,20 +198,21 @@ class Talkative(Countdown):
 
     def step(self, action: Any):
         observation, reward, *ended, _ = super().step(action)
-        info = {"path": np.zeros(self.length + self.index), "winner": None if self.index else 1, "label": "won"}
+        info = {"path": np.zeros(2 + self.index), "alone": np.array([self.index]), "label": "won"}
+        info["winner"] = None if self.index else 1
         return observation, reward, *ended, info | {"share": 1 if self.index == 0 else 0.5}
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 def test_whatever_info_holds_only_numbers_to_log_are_read(vectorization: str):
-    chosen = settings(f"{__name__}:Talkative", 3, vectorization=vectorization, log_info=("share", "winner"))
+    chosen = settings(f"{__name__}:Talkative", 3, vectorization=vectorization, log_info=("share", "winner", "alone"))
     with make_environments(chosen, rank=0) as environments:
         environments.reset()
         step = environments.step(np.zeros(3, np.int64))
-        assert set(step.infos) == {"share", "_share", "winner", "_winner"}
-        numbers: dict[str, list[float]] = {"share": [], "winner": []}
+        assert set(step.infos) == {"share", "_share", "winner", "_winner", "alone", "_alone"}
+        numbers: dict[str, list[float]] = {"share": [], "winner": [], "alone": []}
         add_infos(numbers, step)
-        assert numbers == {"share": [1.0, 0.5, 0.5], "winner": [1.0]}
+        assert numbers == {"share": [1.0, 0.5, 0.5], "winner": [1.0], "alone": [0.0, 1.0, 2.0]}
 
 
 @pytest.mark.parametrize(("name", "value"), [("path", r"array\(\["), ("label", "'won'")])

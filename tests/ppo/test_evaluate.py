@@ -94,7 +94,7 @@ def test_another_environment_with_the_same_spaces(tmp_path: Path, capsys: pytest
         "Pendulum-v1": "env='Pendulum-v1' has observations Box",
         "tests.toy_envs:Binary": "env='tests.toy_envs:Binary' has actions MultiBinary",
         f"{__name__}:TwoChoices": f"env='{__name__}:TwoChoices' has actions MultiDiscrete([1 1]), and the training's",
-        "": "env='' cannot be made",
+        "": "env='' cannot be made: it has no name",
     }.items():
         assert main(["eval", str(tmp_path), "--env", wrong]) == 2
         assert why in capsys.readouterr().err
@@ -241,6 +241,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest
     drawn = ["--env", f"{__name__}:Drawn", "--video", str(tmp_path / "out.mp4")]
     assert main(["eval", str(tmp_path), "--episodes", "1", *drawn]) == 2
     assert "out.mp4' cannot be written: " in capsys.readouterr().err
+
+
+def test_what_drawing_needs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    CheckpointFolder(tmp_path / CHECKPOINTS).save(checkpoint_of(leaning_to_1(1.0), 1000), 31.0)
+    assert main(["eval", str(tmp_path), "--env", f"{__name__}:DrawnByNobody"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "pygame is not installed; install what drawing needs: pip install" in said
+
+
+class DrawnByNobody(Payout):
+    def reset(self, **given: Any):
+        raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
 
 
 class Drawn(Payout):

@@ -222,6 +222,14 @@ def test_a_run_that_is_done_can_be_evaluated_later(tmp_path: Path):
     assert best.read_bytes() == before  # it was chosen by other figures
 
 
+def test_a_run_that_is_done_says_so(tmp_path: Path):
+    settings = replace(TINY, runs_dir=str(tmp_path), run_name="run", env="tests.toy_envs:Payout", total_steps=200)
+    (first,) = run_ranks(what_a_training_says, 1, settings)
+    (again,) = run_ranks(what_a_training_says, 1, replace(settings, resume="auto"))
+    assert "nothing is left to do: the run has taken" in again
+    assert "nothing is left to do" not in first
+
+
 def train_in_slices(rank: int, world_size: int, runs: dict[str, Settings]) -> None:
     evaluation.SLICE_SECONDS = 0.01
     train_each(rank, world_size, runs)

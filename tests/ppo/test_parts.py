@@ -152,6 +152,11 @@ def too_many(look: Any) -> Any:
     return look
 
 
+def without_a_part(look: Any) -> Any:
+    del look["far"]["camera"]
+    return look
+
+
 def a_number_alone(look: Any) -> Any:
     look["alone"] = 0.5
     return look
@@ -168,6 +173,7 @@ def wide_integers(look: Any) -> Any:
         (floats_for_pixels, r"\['far'\]\['camera'\] has the shape \(40, 36, 3\) and the dtype float32; .* and uint8"),
         (channels_first, r"\['far'\]\['camera'\] has the shape \(3, 40, 36\) and the dtype uint8; .* \(40, 36, 3\)"),
         (too_many, r"\['far'\]\['where'\] has the shape \(3,\)"),
+        (without_a_part, r"the observation has no part 'far.camera'"),
         (wide_integers, None),
         (a_number_alone, None),
     ],

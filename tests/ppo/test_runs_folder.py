@@ -57,7 +57,8 @@ def test_auto_begins_and_then_goes_on(settings: Settings, tmp_path: Path):
     auto = replace(settings, resume="auto")
     folder, checkpoint, notes = opened(auto)
     assert (folder, checkpoint, notes) == (tmp_path / "CartPole-v1-none-3", None, [])
-    assert opened(auto)[1] is None  # it stopped before its first checkpoint
+    again = opened(auto)  # it stopped before its first checkpoint
+    assert again == (folder, None, [f"{folder} has no checkpoint to resume from: the run begins anew"])
     save(folder, 10, 20)
     folder, checkpoint, notes = opened(auto)
     assert checkpoint is not None

@@ -199,6 +199,8 @@ def _why_unknown(name: str, error: Exception) -> str:
     if isinstance(error, gymnasium.error.VersionNotFound):
         same = name.rpartition("-v")[0]
         return f"{error}{did_you_mean(name, [each for each in _usual_ids() if each.rpartition('-v')[0] == same])}"
+    if not name:
+        return "it has no name; give one of gymnasium's, or module:name"
     is_file = name.endswith(".py")
     module, _, attribute = name.removesuffix(".py").strip("./").replace("/", ".").rpartition(".")
     own = f"{module}.{attribute}".strip(".") + ":NAME" if is_file else f"{module or 'MODULE'}:{attribute}"

@@ -143,7 +143,10 @@ def _boxes_of(leaves: Mapping[Path, Space[Any]]) -> dict[Path, spaces.Box]:
 def _check_boxes(boxes: Mapping[Path, spaces.Box], observation: Any) -> None:
     """Raises ValueError if an array of an observation has another shape than its space, or an unsuitable dtype."""
     for path, box in boxes.items():
-        found = np.asarray(_at(observation, path))
+        try:
+            found = np.asarray(_at(observation, path))
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"the observation has no part {'.'.join(path)!r}; observation_space has one") from None
         if found.shape == box.shape and found.dtype == box.dtype:
             continue  # the usual case; it comes at every step
         is_alone = found.size == 1 and box.shape == (1,)  # a number is as good as an array that has it

@@ -160,8 +160,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         kept = {"game": info["game"]} if self._may_go_on and "game" in info else {}
         for name in self._log_info:
             if (value := info.get(name)) is not None:
-                is_array = isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 0
-                if not (is_array or isinstance(value, int | float | np.number | np.bool_)):
+                if isinstance(value, np.ndarray | torch.Tensor) and math.prod(value.shape) == 1:
+                    value = value.item()
+                if not isinstance(value, int | float | np.number | np.bool_):
                     raise ValueError(f"info[{name!r}] is {value!r}; log_info is for numbers")
                 kept[name] = float(value)
         return kept

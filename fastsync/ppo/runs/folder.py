@@ -108,6 +108,8 @@ def _find(settings: RunSettings, world_size: int, stack: ExitStack) -> Opened:
     if found is None and source:
         found = source, replace(load_checkpoint(source), best_return=-math.inf)  # this folder has no best one yet
     if found is None:
+        if (folder / SETTINGS).exists():  # a run has begun here
+            notes.append(f"{folder} has no checkpoint to resume from: the run begins anew")
         return folder, None, notes
     path, checkpoint = found
     notes.append(f"resuming from step {checkpoint.step:,} ({path})")
