@@ -90,7 +90,8 @@ def main(arguments: Sequence[str]) -> int:
         try:
             episodes = play(policy, environment, options.episodes, max_steps=options.max_steps, say=_say)
         except EnvironmentFailedError as error:
-            if isinstance(error.__cause__, gymnasium.error.DependencyNotInstalled):  # environments draw late
+            # Environments import what draws only when they draw.
+            if mode is not None and isinstance(error.__cause__, gymnasium.error.DependencyNotInstalled):
                 raise ValueError(f"{error.__cause__}; install what drawing needs: {install_command('video')}") from None
             traceback.print_exception(error.__cause__)  # where in the user's code
             _say(str(error))

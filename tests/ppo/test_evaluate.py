@@ -245,21 +245,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest
 
 def test_what_drawing_needs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     CheckpointFolder(tmp_path / CHECKPOINTS).save(checkpoint_of(leaning_to_1(1.0), 1000), 31.0)
-    assert main(["eval", str(tmp_path), "--env", f"{__name__}:DrawnByNobody"]) == 2
+    assert main(["eval", str(tmp_path), "--env", f"{__name__}:DrawnByNobody", "--render"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert "pygame is not installed; install what drawing needs: pip install" in said
 
 
-class DrawnByNobody(Payout):
-    def reset(self, **given: Any):
-        raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
-
-
 class Drawn(Payout):
-    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    metadata: dict[str, Any] = {"render_modes": ["human", "rgb_array"]}  # noqa: RUF012
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.render_mode = render_mode
+
+
+class DrawnByNobody(Drawn):
+    def reset(self, **given: Any):
+        raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
 
 
 def test_an_environment_that_fails_is_named_behind_its_own_traceback(

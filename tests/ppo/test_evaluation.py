@@ -222,6 +222,17 @@ def test_a_run_that_is_done_can_be_evaluated_later(tmp_path: Path):
     assert best.read_bytes() == before  # it was chosen by other figures
 
 
+def test_ranks_that_differ_take_their_mean_before_a_last_evaluation(tmp_path: Path):
+    """A stop between two means of DiLoCo, and then fewer steps than have been taken."""
+    settings = replace(TINY, runs_dir=str(tmp_path), env=f"{__name__}:Stopping", sync="diloco", sync_every=8)
+    settings = replace(settings, eval_interval=1_000_000, eval_env="tests.toy_envs:Payout")
+    run_ranks(train_and_stop, 2, {"run": settings})
+    step = find_checkpoint(tmp_path / "run", newest=True)[1].step
+    run_ranks(train_each, 2, {"run": replace(settings, resume="auto", total_steps=1)})  # it compares the weights
+    after = find_checkpoint(tmp_path / "run", newest=True)[1]
+    assert after.evaluated_step == after.step > step
+
+
 def test_a_run_that_is_done_says_so(tmp_path: Path):
     settings = replace(TINY, runs_dir=str(tmp_path), run_name="run", env="tests.toy_envs:Payout", total_steps=200)
     (first,) = run_ranks(what_a_training_says, 1, settings)
