@@ -309,6 +309,15 @@ PYBIND11_MODULE(_C, m) {
       .def("set_saved", between_steps(&EngineState::set_saved), py::arg("rows"), no_gil)
       .def("grad_stats", locked(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked(&EngineState::num_steps), no_gil)
+      .def("compare_weights", locked(&EngineState::compare_weights), py::arg("parameters"), py::arg("names"), no_gil)
+      .def(
+          "turn_weight_check",
+          [](EngineState& engine, bool on) {
+            if (const auto check = engine.locked([&] { return engine.weight_check(); })) {
+              check->turn(on);
+            }
+          },
+          py::arg("on"), no_gil)
       .def("is_captured", locked(&EngineState::is_captured), no_gil)
       .def(
           "give_up", [](EngineState& engine) { engine.locked([&] { engine.give_up(); }); }, no_gil)
@@ -328,7 +337,10 @@ PYBIND11_MODULE(_C, m) {
       .def("set_weight", locked<HookState>(&HookState::set_weight), py::arg("weight"), py::arg("parameters"),
            py::arg("names"), no_gil)
       .def_static("watch_sums", &HookState::watch_sums, py::arg("state"), py::arg("parameters"), no_gil)
+      .def("compare_names", locked<HookState>(&HookState::compare_names), py::arg("parameters"), py::arg("names"),
+           no_gil)
       .def("note_update", &HookState::note_update, no_gil)
+      .def("with_own_gradients", locked<HookState>(&HookState::with_own_gradients), no_gil)
       .def("gradients_are_unchanged", locked<HookState>(&HookState::gradients_are_unchanged), no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
 

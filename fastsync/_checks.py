@@ -189,6 +189,12 @@ def check_op(op: str, *more: str) -> None:
         raise ValueError(f"op: expected {expected}, got {op!r}{did_you_mean(str(op), known)}")
 
 
+def check_bool(value: object, argument: str) -> None:
+    """Raises ValueError for what is neither True nor False."""
+    if value not in (True, False):
+        raise ValueError(f"{argument}: expected True or False, got {value!r}")
+
+
 def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:
     """Raises ValueError for complex parameters with a wire other than "none"."""
     for name, parameter in named.items():

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property, wraps
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class WatchedHandle(GradientHandle):
     """Lets each rank step a shard of the parameters; None without ``attach(optimizer=)``."""
     _late_reason: ClassVar[str]
     """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
+    _steps_before: WeakKeyDictionary[Optimizer, int]
+    """The number of syncs at each optimizer's newest step."""
     _ids: frozenset[int]
     """The ids of the parameters whose gradients are averaged, or would be if they were not frozen."""
 
@@ -54,6 +57,32 @@ class WatchedHandle(GradientHandle):
                 "would use this rank's own gradients and ranks would drift apart; let one optimizer step after "
                 "backward() has returned, or do not attach these parameters"
             )
+
+    def _check_was_averaged(self, optimizer: Optimizer, what: str, way_out: str) -> None:
+        """Raises RuntimeError if an optimizer is about to step with a gradient that no rank has averaged.
+
+        Args:
+            optimizer: steps parameters of this handle.
+            what: the call that the handle is of.
+            way_out: how to get an average.
+        """
+        own = set(map(id, self._engine.with_own_gradients()))  # asked before Python reads any .grad
+        num_steps = self._engine.num_steps()
+        is_synced = self._steps_before.get(optimizer, 0) != num_steps
+        if is_synced and not own:
+            self._steps_before[optimizer] = num_steps
+            return
+        late = (p for p in self._stepped_by(optimizer) if id(p) in own or not is_synced)
+        # zero_grad(set_to_none=False) leaves zeros to models of the optimizer that had no backward in this step.
+        stepped = next((p for p in late if p.grad is not None and (p.grad.is_sparse or bool(p.grad.any()))), None)
+        if stepped is not None and not self._engine.is_captured():
+            name = next(name for name, parameter in self._named_parameters().items() if parameter is stepped)
+            raise RuntimeError(
+                f"{what}: {type(optimizer).__name__} was about to step with gradients that no rank has averaged, such "
+                f"as that of {name}; {way_out}, on every rank. A step that is meant to be this rank's own belongs "
+                "inside no_sync()"
+            )
+        self._steps_before[optimizer] = num_steps
 
     @abstractmethod
     def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:

@@ -20,6 +20,7 @@ from . import _C
 from ._checks import (
     MEAN_OF_USED,
     as_weight,
+    check_bool,
     check_not_in_ddp,
     check_op,
     have_a_stage,
@@ -68,7 +69,9 @@ class GradientSynchronizer(WatchedHandle):
         op: str = "mean",
         overlap: bool = True,
         sparse: frozenset[int] = frozenset(),
+        check_weights: bool = True,
     ) -> None:
+        self._checks_weights = check_weights
         self._named = dict(named)
         self._sparse = frozenset(name for name, parameter in named.items() if id(parameter) in sparse)
         self._ids = frozenset(map(id, self._named.values()))
@@ -94,6 +97,8 @@ class GradientSynchronizer(WatchedHandle):
             self._op,
             self._sparse,
         )
+        if self._checks_weights:
+            self._engine.compare_weights(list(self._named.values()), list(self._named))
         self._accumulated_step = -1  # the newest step after which no_sync() let gradients accumulate
         self._deferred_clip_step = -1
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -449,23 +454,15 @@ class GradientSynchronizer(WatchedHandle):
         if not self._is_enabled:
             return
         self._check_nothing_is_late(optimizer)
-        own = set(map(id, self._engine.with_own_gradients()))  # asked before Python reads any .grad
-        stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
-        if stepped is None:
+        # An engine's lock is held while it waits for other ranks. So a step asks only the engines that it belongs to.
+        first = next(self._stepped_by(optimizer), None)
+        if first is None:
             return
-        self._check_not_made_of_samples(stepped, optimizer)
-        num_steps = self._engine.num_steps()
-        if self._steps_before.get(optimizer, 0) != num_steps:
-            stepped = next((p for p in self._stepped_by(optimizer) if id(p) in own), None) if own else None
-        if stepped is not None and not self._engine.is_captured():
-            name = next(name for name, parameter in self._named.items() if parameter is stepped)
-            way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
-            raise RuntimeError(
-                f"fastsync.attach: {type(optimizer).__name__} was about to step with gradients that no rank has "
-                f"averaged, such as that of {name}; {way_out}, on every rank. A step that is meant to be this rank's "
-                "own belongs inside no_sync()"
-            )
-        self._steps_before[optimizer] = num_steps
+        way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
+        self._check_was_averaged(optimizer, "fastsync.attach", way_out)
+        stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
+        if stepped is not None:
+            self._check_not_made_of_samples(stepped, optimizer)
 
     def _check_not_made_of_samples(self, parameter: Tensor, optimizer: Optimizer) -> None:
         """Raises RuntimeError if .grad was made of per-sample gradients after the sync, as Opacus does in its step."""
@@ -500,6 +497,7 @@ def attach(
     optimizer: Optimizer | None = None,
     master_weights: bool = False,
     parameter_compression: str = "none",
+    check_weights: bool = True,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
@@ -539,6 +537,9 @@ def attach(
         parameter_compression: how new float32 parameters travel with ``optimizer``: ``"none"``, or ``"bf16"`` for half
             the bytes. With ``"bf16"`` they have float32 masters, and each step rounds them to what bfloat16 holds, on
             every rank, also where no bytes travel.
+        check_weights: compare samples of the parameters over the ranks now and then, beside the gradients: in the step
+            after the first update, and once in 50 steps. Where they differ, ``backward()`` raises RuntimeError on every
+            rank, and names the first parameter. Pass False if weights are meant to differ.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
@@ -547,8 +548,8 @@ def attach(
     if not is_positive(bucket_cap_mb):
         raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
     check_op(op, MEAN_OF_USED)
-    if broadcast_buffers not in (True, False):
-        raise ValueError(f"broadcast_buffers: expected True or False, got {broadcast_buffers!r}")
+    check_bool(broadcast_buffers, "broadcast_buffers")
+    check_bool(check_weights, "check_weights")
     if broadcast_buffers and not isinstance(module_or_params, nn.Module):
         raise ValueError("broadcast_buffers: loose parameters have no buffers; pass their module")
     owner = module_or_params if isinstance(module_or_params, nn.Module) else None
@@ -557,8 +558,7 @@ def attach(
     named = with_gradients(given, "module_or_params")
     check_free(named, "module_or_params")
     check_not_in_ddp(named, "module_or_params", but=handles_of)
-    if master_weights not in (True, False):
-        raise ValueError(f"master_weights: expected True or False, got {master_weights!r}")
+    check_bool(master_weights, "master_weights")
     if master_weights and optimizer is None:
         raise ValueError("master_weights: it needs optimizer=, which steps the masters; pass it, or leave this out")
     if not isinstance(parameter_compression, str) or parameter_compression not in PARAMETER_WIRES:
@@ -581,7 +581,7 @@ def attach(
     _check_sparse([name for name, p in named.items() if p.requires_grad and id(p) in sparse], op, optimizer)
     if op != "mean" or optimizer is not None:
         sparse = frozenset()  # they are frozen, and what they get once they are not is refused
-    sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap, sparse)
+    sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap, sparse, check_weights)
     sync._ignored = ignored
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)

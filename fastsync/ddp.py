@@ -15,6 +15,7 @@ from . import _C
 from ._checks import (
     MEAN_OF_USED,
     as_weight,
+    check_bool,
     check_not_sharded,
     check_op,
     resolve_group,
@@ -64,8 +65,10 @@ class CommHook(HookState, WatchedHandle):
         compression: AnyCompression,
         process_group: dist.ProcessGroup,
         op: str = "mean",
+        check_weights: bool = True,
     ) -> None:
         self._engine = _C.HookState(process_group, sums=op == "sum")
+        self._steps_before = weakref.WeakKeyDictionary()
         self._group = process_group
         self._module = ddp_model.module
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
@@ -77,6 +80,9 @@ class CommHook(HookState, WatchedHandle):
         }
         self._names, self._parameters = list(averaged), list(averaged.values())
         self._ids = frozenset(map(id, self._parameters))
+        self._engine.compare_names(self._parameters, self._names)
+        if check_weights:
+            self._engine.compare_weights(self._parameters, self._names)
         sparse = sparse_weights(self._module)
         self._sparse = frozenset(name for name, parameter in averaged.items() if id(parameter) in sparse)
         self._ddp_model = weakref.ref(ddp_model)
@@ -110,11 +116,21 @@ class CommHook(HookState, WatchedHandle):
         return ((name, parameter) for name, parameter in self._module.named_parameters() if name not in ignored)
 
     def _check_before_step(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError, too, if the optimizer steps a parameter of the model that DDP does not serve."""
+        """Raises RuntimeError, too, if DDP has averaged no gradients since the optimizer's previous step.
+
+        It raises as well if the optimizer steps a parameter of the model that DDP does not serve.
+        """
         super()._check_before_step(optimizer)
         ddp_model = self._ddp_model()
         if ddp_model is not None and ddp_model.require_backward_grad_sync:  # false inside no_sync()
             self._check_nothing_is_late(optimizer)
+            if any(True for _ in self._stepped_by(optimizer)):
+                self._check_was_averaged(
+                    optimizer,
+                    "fastsync.register_comm_hook",
+                    "call the DistributedDataParallel model itself and not its .module, and give the model its device "
+                    "and dtype before you wrap it",
+                )
 
     def _claimed_parameters(self) -> list[nn.Parameter]:
         return [] if self._ddp_model() is None else self._parameters
@@ -134,6 +150,7 @@ def register_comm_hook(
     *,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     op: str = "mean",
+    check_weights: bool = True,
 ) -> CommHook:
     """Puts fastsync's C++ hook into a DDP model: from the next backward on, its buckets go through the engine.
 
@@ -147,6 +164,7 @@ def register_comm_hook(
         process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the model's own.
         op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks. A backward that
             would add to the sums of the step before raises RuntimeError: call ``zero_grad()`` first.
+        check_weights: as in ``attach``.
 
     Returns:
         The hook's handle: its statistics, its state for checkpoints, its weight, and its compression, which may be
@@ -195,7 +213,8 @@ def register_comm_hook(
             "tell which ranks have one"
         )
     check_op(op)
-    hook = CommHook(ddp_model, compression, group, op)
+    check_bool(check_weights, "check_weights")
+    hook = CommHook(ddp_model, compression, group, op, check_weights)
     begin_use(hook, [ddp_model], kept_by=[ddp_model])
     watch_optimizers()
     return hook

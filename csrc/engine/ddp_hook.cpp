@@ -21,20 +21,6 @@ namespace {
 
 std::string name_of(const c10d::GradBucket& bucket) { return "bucket " + std::to_string(bucket.getIndex()); }
 
-// Lines that the ranks have to agree on.
-std::string describe(const c10d::GradBucket& bucket) {
-  std::ostringstream text;
-  const at::Tensor& buffer = bucket.getBuffer();
-  text << name_of(bucket) << " with " << buffer.numel() << " elements of " << buffer.scalar_type()
-       << (buffer.layout() == at::kStrided ? "" : ", sparse") << "\n";
-  const auto parameters = bucket.getParameters();
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    text << "parameter " << i << " of " << name_of(bucket) << " of shape " << parameters[i].sizes() << ", "
-         << parameters[i].scalar_type() << "\n";
-  }
-  return text.str();
-}
-
 // Throws if the bucket cannot be sent. It comes after the agreement, so that all ranks throw. DDP hands over complex
 // gradients as the floats that they are made of, so only the parameters tell.
 void check(const c10d::GradBucket& bucket, const std::vector<at::Tensor>& parameters,
@@ -90,7 +76,9 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   if (is_first) {
     buckets_.clear_newest();
     averaged_.clear();
-    waiting_.clear();  // a backward that failed has left them
+    if (waiting_graph_task_ != current_graph_task()) {
+      waiting_.clear();  // a backward that failed has left them
+    }
     begin_step();
     send_weight(*bucket);
   }
@@ -102,34 +90,64 @@ c10::intrusive_ptr<Future> HookState::run(c10d::GradBucket& grad_bucket,
   }
   const WithoutPythonObjects without_python;
   auto future = make_future(buffer.device());
-  auto complete = [work, buffer, future, agreement = bucket->agreement, liveness = is_last ? liveness_ : nullptr] {
+  auto complete = [work, buffer, future, agreement = bucket->agreement, liveness = is_last ? liveness_ : nullptr,
+                   weights = weight_check()] {
     try {
       work->receive();
       if (liveness) {
         liveness->note_rest();
       }
-      agreement->step_check.arrive(work->side_values());
+      agreement->step_check.arrive(work->side_values(), weights.get());
     } catch (...) {
       future->setError(std::current_exception());
       return;
     }
     future->markCompleted(c10::IValue(buffer));
   };
-  const bool is_alone = is_first && is_last && bucket->device().is_cpu();  // backward hides nothing of it
+  // Backward hides nothing of it, and no bucket of another model waits for it.
+  const bool is_alone = is_first && is_last && bucket->device().is_cpu() && waiting_.empty();
   if (is_alone || group_->getSize() == 1) {
     lock.unlock();
     complete();
     return future;
   }
-  BucketWork::drive_later(work, progress_);
-  // What receive sends has to come after all that this thread sends, in one order on all ranks.
-  waiting_.push_back(at::wrapPropagateTLSState(std::move(complete)));
-  if (is_last || (waiting_.size() == 1 && !work->receive_sends())) {
-    for (auto& each : std::exchange(waiting_, {})) {
-      progress_.post(bucket->device(), std::move(each));
-    }
-  }
+  complete_later(work, bucket->device(), std::move(complete), is_last);
   return future;
+}
+
+// Note [Receives that send]
+//   What the receive of a low rank or a sparse bucket sends has to come after all that backward sends, in one order on
+//   all ranks. So it waits for the last bucket, and with it all buckets behind it. Several models may share a state and
+//   a backward. Then the last bucket of one is not the last that backward sends, so they wait for the end of backward.
+//   DDP waits for its futures later, because it queues its own callback after it has handed over its last bucket.
+void HookState::complete_later(const std::shared_ptr<BucketWork>& work, c10::Device device,
+                               std::function<void()> complete, bool is_last) {
+  BucketWork::drive_later(work, progress_);
+  waiting_.push_back(at::wrapPropagateTLSState(std::move(complete)));
+  if (waiting_.size() == 1 && !work->receive_sends()) {
+    post_waiting(device);
+    return;
+  }
+  waiting_graph_task_ = current_graph_task();
+  if (!is_last) {
+    return;
+  }
+  if (waiting_graph_task_ == kNoGraphTask) {
+    post_waiting(device);
+    return;
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), device] {
+    if (const auto self = weak.lock()) {
+      const std::lock_guard<std::mutex> lock(self->mutex_);
+      self->post_waiting(device);
+    }
+  });
+}
+
+void HookState::post_waiting(c10::Device device) {
+  for (auto& each : std::exchange(waiting_, {})) {
+    progress_.post(device, std::move(each));
+  }
 }
 
 std::shared_ptr<BucketWork> HookState::send(Bucket& bucket, c10d::GradBucket& grad_bucket,
@@ -144,6 +162,28 @@ std::shared_ptr<BucketWork> HookState::send(Bucket& bucket, c10d::GradBucket& gr
   }
   const at::Tensor side_values = grad_bucket.isLast() ? stamp(bucket, grad_bucket) : at::Tensor();
   return bucket.send(gradients_to_send(grad_bucket, compression), options, stopwatch, side_values);
+}
+
+// ---- what ranks agree on --------------------------------------------------------------------------------------------
+
+std::string HookState::describe(const c10d::GradBucket& bucket) const {
+  std::ostringstream text;
+  const at::Tensor& buffer = bucket.getBuffer();
+  text << name_of(bucket) << " with " << buffer.numel() << " elements of " << buffer.scalar_type()
+       << (buffer.layout() == at::kStrided ? "" : ", sparse") << "\n";
+  const auto parameters = bucket.getParameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto named = names_.find(parameters[i].unsafeGetTensorImpl());
+    text << "parameter " << i << " of " << name_of(bucket) << (named == names_.end() ? "" : ", " + named->second + ",")
+         << " of shape " << parameters[i].sizes() << ", " << parameters[i].scalar_type() << "\n";
+  }
+  return text.str();
+}
+
+void HookState::compare_names(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    names_.emplace(parameters[i].unsafeGetTensorImpl(), names[i]);
+  }
 }
 
 // ---- weights and sums -----------------------------------------------------------------------------------------------
@@ -229,6 +269,7 @@ void HookState::note_update() {
   for (const auto& bucket : buckets_.all()) {
     bucket->agreement->step_check.note_update();
   }
+  note_update_for_weights();
 }
 
 // Once DDP has handed over its last bucket, it queues its copying for the end of backward. A callback that is queued
@@ -261,6 +302,17 @@ bool HookState::gradients_are_unchanged() {
   });
 }
 
+std::vector<at::Tensor> HookState::with_own_gradients() {
+  std::vector<at::Tensor> found;
+  for (const auto& [id, snapshot] : averaged_) {
+    const at::Tensor parameter(id.lock());
+    if (parameter.defined() && snapshot.was_written_by_autograd(parameter.grad())) {
+      found.push_back(parameter);
+    }
+  }
+  return found;
+}
+
 // Returns the stamp of the step check. It is undefined if none travels in this step, which is the same on all ranks.
 at::Tensor HookState::stamp(Bucket& bucket, c10d::GradBucket& grad_bucket) {
   // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.
@@ -270,7 +322,7 @@ at::Tensor HookState::stamp(Bucket& bucket, c10d::GradBucket& grad_bucket) {
   step_check.begin_step(step_under_way(), has_gradients);
   const bool compares_data = num_steps() == 1 && !weight_.is_on();
   const auto grads = compares_data ? gradients_of(grad_bucket) : std::vector<at::Tensor>();
-  const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, bucket.has_plan());
+  const auto stamp = step_check.stamp(bucket.agreement->number, device, grads, weight_check().get(), bucket.has_plan());
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();
 }
 

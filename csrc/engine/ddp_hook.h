@@ -8,9 +8,12 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "engine/backward.h"
 #include "engine/engine_state.h"
 #include "engine/gradient_hook.h"
 #include "engine/snapshot.h"
@@ -20,7 +23,7 @@ namespace fastsync {
 
 // The state of a DDP hook. It finds the buckets of a model again from step to step. Thread-safe. If several models
 // share a state, the statistics are those of the newest step of any of them.
-class HookState : public EngineState {
+class HookState : public EngineState, public std::enable_shared_from_this<HookState> {
  public:
   // With `sums`, buckets become the sum over the ranks and not the mean.
   HookState(c10::intrusive_ptr<c10d::ProcessGroup> group, bool sums)
@@ -30,6 +33,9 @@ class HookState : public EngineState {
   // the compressions whenever these change.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket,
                                               std::shared_ptr<const CompressionTable> compressions);
+
+  // From now on the ranks compare the names of the parameters, too, because layers may be of one shape.
+  void compare_names(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names);
 
   // Sets the weight of this rank's gradients from the next step on. The first call has to come before the same step on
   // all ranks. Throws c10::Error if it was set for that step already, and one of the parameters has got a gradient
@@ -48,9 +54,16 @@ class HookState : public EngineState {
   static void note_gradients_later(const std::shared_ptr<HookState>& self);
   // Whether it is proven that the gradients are still those that the newest step left.
   bool gradients_are_unchanged();
+  // The parameters whose gradients are proven to hold something that only this rank has, of a backward after the newest
+  // step.
+  std::vector<at::Tensor> with_own_gradients();
 
  private:
   std::string describe_settings() const;
+  std::string describe(const c10d::GradBucket& bucket) const;
+  void complete_later(const std::shared_ptr<BucketWork>& work, c10::Device device, std::function<void()> complete,
+                      bool is_last);
+  void post_waiting(c10::Device device);
   void send_weight(Bucket& bucket);
   void check_sums();
   void note_gradients();
@@ -59,13 +72,15 @@ class HookState : public EngineState {
 
   const bool sums_;
   Weight weight_;
-  int64_t weighted_step_ = -1;                              // the step that the weight was set for
-  std::optional<WeightSum> weights_;                        // those of the newest step; none without weights
-  std::vector<std::shared_ptr<GradientHook>> sum_hooks_;    // one for each parameter, if sums are watched
-  bool has_checked_sums_ = false;                           // whether a backward has begun since the newest step
-  std::optional<size_t> newest_index_;                      // DDP's index of the newest bucket; none between steps
-  std::vector<std::function<void()>> waiting_;              // completes buckets whose receive sends, see run
-  std::vector<std::pair<ParameterId, Snapshot>> averaged_;  // the gradients that note_gradients has noted
+  int64_t weighted_step_ = -1;                            // the step that the weight was set for
+  std::optional<WeightSum> weights_;                      // those of the newest step; none without weights
+  std::vector<std::shared_ptr<GradientHook>> sum_hooks_;  // one for each parameter, if sums are watched
+  bool has_checked_sums_ = false;                         // whether a backward has begun since the newest step
+  std::optional<size_t> newest_index_;                    // DDP's index of the newest bucket; none between steps
+  std::vector<std::function<void()>> waiting_;            // completes buckets, see Note [Receives that send]
+  int waiting_graph_task_ = kNoGraphTask;                 // the backward that these are of
+  std::unordered_map<const c10::TensorImpl*, std::string> names_;  // of parameters; empty unless they are compared
+  std::vector<std::pair<ParameterId, Snapshot>> averaged_;         // the gradients that note_gradients has noted
 };
 
 // Makes the reducer hand every bucket to the state, from C++ and without the GIL. A reducer takes only one hook, once.

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine/buckets.h"
+#include "engine/weight_check.h"
 
 namespace fastsync {
 
@@ -73,6 +74,18 @@ class EngineState {
   bool is_revocable() const { return is_revocable_; }
   // Makes scales and residuals what they were before the newest step.
   void take_back_step();
+
+  // From now on the ranks compare these parameters, see WeightCheck. The names are for errors.
+  void compare_weights(const std::vector<at::Tensor>& parameters, std::vector<std::string> names) {
+    weight_check_ = std::make_shared<WeightCheck>(group_, parameters, std::move(names));
+  }
+  void note_update_for_weights() const {
+    if (weight_check_) {
+      weight_check_->note_update();
+    }
+  }
+  // Null if nobody compares them.
+  const std::shared_ptr<WeightCheck>& weight_check() const { return weight_check_; }
 
   // Notes that gradients have weights from the next step on.
   void begin_weights();
@@ -139,6 +152,7 @@ class EngineState {
   std::string why_agree_ = "its compression is another";  // the newest reason
   bool is_captured_ = false;
   bool is_revocable_ = false;
+  std::shared_ptr<WeightCheck> weight_check_;
 };
 
 }  // namespace fastsync

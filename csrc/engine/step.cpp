@@ -242,8 +242,8 @@ at::Tensor Step::side_values_to_send(c10::Device device, const std::vector<at::T
     side_values.named.make_slots();
   }
   const bool compares_data = engine().num_steps() == 1 && !context_.weight.is_on();
-  auto stamp = context_.agreement->step_check.stamp(context_.agreement->number, device,
-                                                    compares_data ? grads : at::TensorList());
+  auto stamp = context_.agreement->step_check.stamp(
+      context_.agreement->number, device, compares_data ? grads : at::TensorList(), engine().weight_check().get());
   return side_values.to_send(std::move(stamp), weight, context_.weight.is_active(), has_failed(), device);
 }
 
@@ -281,7 +281,7 @@ void Step::receive() {
     context_.shards ? keep_gradients() : hand_out();
     take_side_values();
   }
-  context_.agreement->step_check.arrive(context_.side_values.stamps());
+  context_.agreement->step_check.arrive(context_.side_values.stamps(), engine().weight_check().get());
 }
 
 // A rank that has failed sends nan, in place of gradients too. If steps may be taken back, nobody sees those.

@@ -71,11 +71,14 @@ void StepCheck::begin_step(int64_t step, bool has_gradients) {
 }
 
 std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device device, at::TensorList gradients,
-                                                   bool in_rows) {
+                                                   WeightCheck* weights, bool in_rows) {
   constexpr int64_t kOneOf = 16;
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool is_cheap = device.is_cpu() && in_rows;
-  if ((!is_cheap && num_costly_++ % kOneOf != 0) || is_capturing(device)) {
+  const int64_t num_before = is_cheap ? 0 : num_costly_++;
+  // The second stamp has the weights after the first update. On a device the host would wait for the first one's sum.
+  const int64_t num_first = device.is_cpu() ? 2 : 1;
+  if ((num_before >= num_first && num_before % kOneOf != 0) || is_capturing(device)) {
     return std::nullopt;
   }
   if (world_size_ == 1) {
@@ -88,17 +91,18 @@ std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device d
     own[kEngine] = static_cast<float>(engine + 1);
     own[kUpdates] = static_cast<float>(num_updates);
     own[kGradients] = gradients.empty() ? 0.0F : fingerprint_of(gradients);
+    own[kWeights] = weights == nullptr ? 0.0F : weights->number(step_);
   }
   return stamp;
 }
 
-void StepCheck::arrive(const at::Tensor& sum) {
+void StepCheck::arrive(const at::Tensor& sum, WeightCheck* weights) {
   if (!sum.defined() || sum.numel() == 0) {
     return;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (sum.is_cpu()) {
-    check(sum);
+    check(sum, weights);
     return;
   }
   const auto device = sum.device();
@@ -108,11 +112,11 @@ void StepCheck::arrive(const at::Tensor& sum) {
   copy_->has_come.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   if (before) {
     before->has_come.synchronize();  // the step was many steps ago
-    check(before->sum);
+    check(before->sum, weights);
   }
 }
 
-void StepCheck::check(const at::Tensor& sum) const {
+void StepCheck::check(const at::Tensor& sum, WeightCheck* weights) const {
   const at::Tensor numbers = sum.to(at::kFloat);
   const auto* theirs = numbers.const_data_ptr<float>();
   std::map<std::pair<int64_t, int64_t>, std::string> ranks_of;
@@ -124,6 +128,13 @@ void StepCheck::check(const at::Tensor& sum) const {
   }
   if (ranks_of.size() <= 1) {
     warn_of_same_data(numbers.const_data_ptr<float>());
+    if (weights != nullptr && !ranks_of.empty()) {
+      std::vector<float> of_weights;
+      for (int64_t rank = 0; rank < world_size_; ++rank) {
+        of_weights.push_back(numbers.const_data_ptr<float>()[kNumNumbers * rank + kWeights]);
+      }
+      weights->arrive(of_weights, ranks_of.begin()->first.first, step_);
+    }
     return;
   }
   std::ostringstream who;

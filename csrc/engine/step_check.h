@@ -1,7 +1,7 @@
 // The step check finds out whether the gradients that meet in a sync belong together, because gradients of different
 // parameters have no mean. Each rank sends a stamp beside its gradients. It tells the engine, and how many updates of
 // the parameters the rank has seen. In the first step it also has a fingerprint of the gradients: if that is the same
-// on all ranks, so is their data.
+// on all ranks, so is their data. Now and then it has a number made of the weights, see WeightCheck.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +14,8 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "engine/weight_check.h"
 
 namespace fastsync {
 
@@ -35,25 +37,25 @@ class StepCheck {
   // ranks: each rank has numbers of its own in it, and zeros in place of the other ranks' numbers. The numbers are
   // whole, and float32 holds them. A stamp is empty if there is one rank. The engine is a number that the ranks have
   // agreed on. The gradients are those of the first step, or none. There is no stamp while a CUDA graph is captured.
-  // In most steps there is none either if it would cost something: a copy from the host or, unless it travels in rows,
-  // a collective of its own.
+  // After the first steps most have none if it would cost something: a copy from the host or, unless it travels in
+  // rows, a collective of its own. `weights` is null where nobody compares the weights.
   std::optional<std::vector<float>> stamp(int64_t engine, c10::Device device, at::TensorList gradients,
-                                          bool in_rows = true);
+                                          WeightCheck* weights, bool in_rows = true);
 
   // Takes the sum of the ranks' stamps. If they differ, it throws c10::Error on every rank. On a CPU it throws at once.
   // On another device it throws when the next sum arrives, because the host does not wait.
-  void arrive(const at::Tensor& sum);
+  void arrive(const at::Tensor& sum, WeightCheck* weights);
 
  private:
   // A stamp has these numbers for each rank. kEngine is the engine's number plus 1, or 0 if the stamp says nothing.
-  enum Number { kEngine, kUpdates, kGradients, kNumNumbers };
+  enum Number { kEngine, kUpdates, kGradients, kWeights, kNumNumbers };
   // A sum on its way from the device.
   struct Copy {
     at::Tensor sum;  // in pinned memory
     c10::Event has_come;
   };
 
-  void check(const at::Tensor& sum) const;
+  void check(const at::Tensor& sum, WeightCheck* weights) const;
   void warn_of_same_data(const float* numbers) const;
 
   const int64_t world_size_;

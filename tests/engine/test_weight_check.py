@@ -1,0 +1,199 @@
+"""Ranks that hold different weights are told so in the next backward, whatever has parted them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastsync
+from tests.models import Mlp, assert_same_on_all_ranks, batch
+from tests.ranks import on_ranks, run_ranks
+
+EVERY = 50
+"""Once in so many steps the ranks compare their weights."""
+HOOK_CHECKS_ONE_OF = 16
+"""Where it would cost a collective, the hook has room for it in one of so many steps."""
+
+Model = Callable[[Tensor], Tensor]
+
+
+def _attached(model: nn.Module, **options: Any) -> Model:
+    fastsync.attach(model, **options)
+    return model
+
+
+def _hooked(model: nn.Module, **options: Any) -> Model:
+    ddp = DistributedDataParallel(model)
+    fastsync.register_comm_hook(ddp, **options)
+    return ddp
+
+
+def _steps(call: Model, model: nn.Module, rank: int, **options: Any) -> Iterator[int]:
+    """Trains for as long as it is asked to, and yields the number of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **options)
+    number = 0
+    while True:
+        optimizer.zero_grad()
+        call(batch(rank, number)).square().mean().backward()
+        optimizer.step()
+        yield number
+        number += 1
+
+
+def _error_after(steps: Iterator[int], within: int) -> str:
+    def run() -> None:
+        for _ in range(within):
+            next(steps)
+
+    with pytest.raises(RuntimeError, match="the ranks hold different weights") as raised:
+        run()
+    return str(raised.value)
+
+
+def _state_on_one_rank(rank: int, world_size: int, entry_point: Callable[..., Model], before: int) -> tuple[str, int]:
+    """Momentum that one rank alone has, as after an optimizer's state that only it has loaded."""
+    model = Mlp()
+    call = entry_point(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    number, changed = 0, before
+
+    def steps() -> Iterator[int]:
+        nonlocal number
+        while True:
+            optimizer.zero_grad()
+            call(batch(rank, number)).square().mean().backward()
+            if number == changed and rank == 1:
+                optimizer.state[list(model.parameters())[2]]["momentum_buffer"] = torch.ones(
+                    list(model.parameters())[2].shape
+                )
+            optimizer.step()
+            number += 1
+            yield number
+
+    return _error_after(steps(), EVERY + HOOK_CHECKS_ONE_OF), number
+
+
+@pytest.mark.parametrize("entry_point", [_attached, _hooked])
+@pytest.mark.parametrize("before", [0, 3])
+def test_the_first_parameter_and_the_ranks_are_named(entry_point: Callable[..., Model], before: int) -> None:
+    found = run_ranks(_state_on_one_rank, 3, entry_point, before, shared_memory=False)
+    third = [name for name, _ in Mlp().named_parameters()][2]
+    assert len({number for _, number in found}) == 1
+    for error, number in found:
+        assert f"the first parameter that differs is {third}" in error
+        assert "rank 0, 2; rank 1" in error
+        if before == 0:
+            assert number == 1  # the backward after the first step
+        else:
+            assert number <= EVERY + HOOK_CHECKS_ONE_OF
+
+
+def _another_optimizer(rank: int, world_size: int) -> str:
+    model = Mlp()
+    fastsync.attach(model)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.Adam(model.parameters(), lr=0.1),
+    ]
+    model(batch(rank, 0)).square().mean().backward()
+    optimizers[rank].step()
+    with pytest.raises(RuntimeError, match="the ranks hold different weights") as raised:
+        model(batch(rank, 1)).square().mean().backward()
+    return str(raised.value)
+
+
+def test_another_optimizer_on_one_rank() -> None:
+    for error in run_ranks(_another_optimizer, 2):
+        assert "rank 0; rank 1" in error
+
+
+def _meant_to_differ(rank: int, world_size: int, entry_point: Callable[..., Model]) -> None:
+    model = Mlp()
+    call = entry_point(model, check_weights=False)
+    with torch.no_grad():
+        next(model.parameters()).add_(rank)
+    steps = _steps(call, model, rank)
+    for _ in range(EVERY + 2):
+        next(steps)
+
+
+def _same_weights(rank: int, world_size: int, entry_point: Callable[..., Model]) -> None:
+    model = Mlp()
+    steps = _steps(entry_point(model), model, rank)
+    for _ in range(2 * EVERY + 2):
+        next(steps)
+    assert_same_on_all_ranks(list(model.parameters()))
+
+
+def _frozen_and_own(rank: int, world_size: int) -> None:
+    """What each rank has for itself, and what nobody trains, may differ."""
+    model = nn.ModuleDict({"shared": Mlp(), "own": nn.Linear(2, 2), "frozen": nn.Linear(2, 2).requires_grad_(False)})
+    fastsync.attach(model, ignored_states=[model["own"]])
+    with torch.no_grad():
+        model["own"].weight.add_(rank)
+        model["frozen"].weight.add_(rank)
+    steps = _steps(model["shared"], model["shared"], rank)
+    for _ in range(3):
+        next(steps)
+
+
+@on_ranks(2)
+def test_weights_that_may_differ_and_weights_that_do_not(rank: int, world_size: int) -> None:
+    for entry_point in (_attached, _hooked):
+        _meant_to_differ(rank, world_size, entry_point)
+        _same_weights(rank, world_size, entry_point)
+    _frozen_and_own(rank, world_size)
+
+
+def _joined(rank: int, world_size: int) -> None:
+    """A rank that has run out of batches does not step, and gets the weights of the others at the end."""
+    model = Mlp()
+    sync = fastsync.attach(model)
+    for _ in range(2):
+        with sync.join():
+            steps = _steps(model, model, rank)
+            for _ in range([3, 6][rank]):
+                next(steps)
+    steps = _steps(model, model, rank)
+    for _ in range(EVERY):
+        next(steps)
+
+
+def _swapped(rank: int, world_size: int) -> None:
+    """Steps inside no_sync are a rank's own; the weights are made one before the next sync."""
+    model = Mlp()
+    sync = fastsync.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(4):
+        with sync.no_sync():
+            optimizer.zero_grad()
+            model(batch(rank, number)).square().mean().backward()
+            optimizer.step()
+        fastsync.sync_weights(model)
+        optimizer.zero_grad()
+        model(batch(rank, number)).square().mean().backward()
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_ranks_that_step_for_themselves_for_a_while(rank: int, world_size: int) -> None:
+    _joined(rank, world_size)
+    _swapped(rank, world_size)
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "register_comm_hook"])
+def test_an_argument_that_is_neither_true_nor_false(entry_point: str) -> None:
+    run_ranks(_wrong_argument, 1, entry_point)
+
+
+def _wrong_argument(rank: int, world_size: int, entry_point: str) -> None:
+    model: nn.Module = Mlp()
+    if entry_point == "register_comm_hook":
+        model = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"^check_weights:"):
+        getattr(fastsync, entry_point)(model, check_weights="no")
