@@ -353,7 +353,7 @@ class DiLoCo:
         with _on_the_host():
             mean = self._with_all_sites(average, fragment)
             if mean is not None:
-                fragment.step(mean, self._sites.group.size())
+                fragment.step(mean)
                 self._num_averaged, self._averaged_step = number, step
                 self._num_final = self._num_final + 1 if mean.have_all_ended else 0
 

@@ -117,8 +117,14 @@ class Fragment:
         return None if self.under_way is None else self.under_way.due
 
     def use_group(self, group: dist.ProcessGroup) -> None:
-        """Averages over another group from now on. What has to be equal on all ranks begins anew, as it may not be."""
+        """Averages over another group from now on. What has to be equal on all ranks begins anew, as it may not be.
+
+        What is not sent yet adds as much to a mean as in the group of before.
+        """
         unsent = self.averager.state_dict()
+        growth = group.size() / self._num_ranks
+        for each in ([unsent["unsent"]] if "unsent" in unsent else unsent["residuals"].values()):
+            each *= growth
         self.averager = self._averager_over(group)
         self.begin_anew(unsent)
 
@@ -127,6 +133,7 @@ class Fragment:
         self.averager.load_state_dict(unsent | {"step": 0, "scales": {}, "factors": {}})
 
     def _averager_over(self, group: dist.ProcessGroup) -> Averager:
+        self._num_ranks = group.size()
         if isinstance(self._compression, TopK):
             return TopKAverager(self.outer, self._compression, group)
         return GradientSynchronizer(self.outer, self._compression, group, overlap=False)
@@ -208,8 +215,11 @@ class Fragment:
                 group.allreduce(buffer_changes).wait()
             if any(have_changed for _, _, have_changed, _ in reports):
                 self.means_of_others = self._average_others(group, change, num_counting)
+            # Sites that do not count send zeros, and what compression kept of their earlier changes. That was meant for
+            # a mean over all ranks, so the others' differences grow in place of the sum.
+            growth = len(reports) / num_counting
             for outer, difference in zip(self.outer.values(), change.differences, strict=True):
-                outer.grad = difference.clone()
+                outer.grad = difference * growth
             self.averager.synchronize()
         return Mean(num_counting, buffer_changes, have_all_ended=all(has_ended for has_ended, *_ in reports))
 
@@ -229,14 +239,10 @@ class Fragment:
                 means[name] = mean / num_counting
         return means
 
-    def step(self, mean: Mean, num_ranks: int) -> None:
+    def step(self, mean: Mean) -> None:
         """Takes an outer step with what ``average`` has found."""
         if mean.num_counting > 0:
             self.buffers_mean = self.buffers_mean + mean.buffer_changes / mean.num_counting
-            if mean.num_counting < num_ranks:  # sites that do not count have sent zeros
-                for outer in self.outer.values():
-                    assert outer.grad is not None
-                    outer.grad *= num_ranks / mean.num_counting
             self.optimizer.step()
             self.optimizer.zero_grad()
 

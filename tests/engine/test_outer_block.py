@@ -65,6 +65,25 @@ def test_the_last_mean_is_of_what_each_site_has_learned_since(rank: int, world_s
     assert torch.equal(weight.detach(), torch.full((4,), first + second + third))
 
 
+@pytest.mark.parametrize("compression", [TopK(decay=1.0), "int4+ef"], ids=str)
+@on_ranks(2)
+def test_what_a_site_that_is_done_had_not_sent_counts_as_before(rank: int, world_size: int, compression: Any) -> None:
+    """Only site 0 moves, once. So half of its change arrives, however many means it takes."""
+    change = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    weight = nn.Parameter(torch.zeros(4096))
+    optimizer = SGD([weight], lr=1.0)
+    with DiLoCo(
+        nn.ParameterList([weight]), optimizer, sync_every=1, outer_optimizer=MEAN, compression=compression
+    ) as sync:
+        for step in range([1, 80][rank]):
+            weight.grad = -change if rank == step == 0 else torch.zeros(4096)
+            optimizer.step()
+    (state,) = sync.state_dict()["unsent"]
+    unsent = sum([torch.zeros(4096), *([state["unsent"]] if "unsent" in state else state["residuals"].values())])
+    torch.distributed.all_reduce(unsent)  # of an outer gradient, so its sign is the other one
+    torch.testing.assert_close(weight.detach(), (change + unsent) / 2, rtol=0, atol=1e-5)
+
+
 @on_ranks(2)
 def test_steps_are_counted_that_the_optimizer_takes(rank: int, world_size: int) -> None:
     model = make_model()
