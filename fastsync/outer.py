@@ -14,6 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -219,7 +220,15 @@ class DiLoCo:
             self._is_resumed = True
             self._note_unsent_steps(error)
             return
-        block.begin()
+        try:
+            block.begin()
+            self._take_part_until_all_have_ended()
+        except BaseException:
+            self._is_resumed = True
+            raise
+        block.check_that_ours_stepped()
+
+    def _take_part_until_all_have_ended(self) -> None:
         num_steps = self.num_steps
         for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
             if fragment.due is not None:
@@ -229,7 +238,6 @@ class DiLoCo:
             self._step = self._next_step_of(fragment)
             self._num_skipped = self._step - num_steps
             self._send(fragment, has_ended=True)
-        block.check_that_ours_stepped()
 
     def _note_unsent_steps(self, error: BaseException) -> None:
         number = max(fragment.num_unsent_steps for fragment in self._fragments)
@@ -245,24 +253,31 @@ class DiLoCo:
 
     def _begin(self) -> None:
         """Checks before the first step of a block whether loaded weights differ from the common ones."""
-        self._background.wait()  # for what a block has sent before an error ended it
+        try:
+            self._wait_for_means()  # for what a block has sent before an error ended it
+        except Exception:
+            if not self._is_resumed:  # else that block is over, and what it did not send goes with the next mean
+                raise
         for fragment in self._fragments:
             fragment.expect_step()
-        number = self._num_sent = self._num_sent + 1
+        number = self._num_sent + 1
 
         def compare() -> None:
+            nonlocal number
             if number > self._num_averaged:  # else another rank has compared, and its outer weights came
-                self._take_over_loaded_weights()
+                number = self._take_over_loaded_weights(number)
 
         with _on_the_host():
             self._with_all_sites(compare)
-        self._num_averaged, self._num_final, self._is_resumed = number, 0, False
+        self._num_sent = self._num_averaged = max(number, self._num_averaged)
+        self._num_final, self._is_resumed = 0, False
 
-    def _take_over_loaded_weights(self) -> None:
+    def _take_over_loaded_weights(self, number: int) -> int:
+        """Returns the number of this block's begin. Where an error has ended a block, ranks may have other ones."""
         have_moved = not self._is_resumed and any(
             bool(difference.any()) for fragment in self._fragments for difference in fragment.differences()
         )
-        own_report = [self._is_resumed, have_moved, self._tensors.fingerprint()]
+        own_report = [self._is_resumed, have_moved, number, self._next_step, self._tensors.fingerprint()]
         reports = gather(self._sites, own_report, begins_block=True)
         resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, reports, strict=True) if is_resumed]
         if len(resumed) not in (0, len(reports)):
@@ -270,7 +285,7 @@ class DiLoCo:
                 f"fastsync: ranks {resumed} of {self._sites.ranks} go on from load_state_dict(), or after an error, "
                 "and the others from the start; call load_state_dict() of the DiLoCo on every rank"
             )
-        moved = [rank for rank, (_, has_moved, _) in zip(self._sites.ranks, reports, strict=True) if has_moved]
+        moved = [rank for rank, (_, has_moved, *_) in zip(self._sites.ranks, reports, strict=True) if has_moved]
         if moved and len({fingerprint for *_, fingerprint in reports}) == 1:
             for fragment in self._fragments:
                 fragment.take_over()
@@ -281,6 +296,23 @@ class DiLoCo:
                 "are loaded, let every rank load the same, before the block or before the DiLoCo is made",
                 stacklevel=5,
             )
+        self._go_to(max(next_step for _, _, _, next_step, _ in reports))
+        return max(each for _, _, each, _, _ in reports)
+
+    @property
+    def _next_step(self) -> int:
+        """The step that sends next."""
+        return min(map(self._next_step_of, self._fragments))
+
+    def _go_to(self, next_step: int) -> None:
+        """Skips steps until ``next_step`` sends next, if an error has ended this site's block earlier than others'."""
+        if self._next_step < next_step:
+            step = max(next_step - 1 - (next_step - 1 - each.offset) % self._sync_every for each in self._fragments)
+            self._num_skipped += step - self._step
+            self._step = step
+            for fragment in self._fragments:
+                if fragment.under_way is not None and fragment.under_way.due <= step:
+                    fragment.under_way = replace(fragment.under_way, due=step + 1)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -328,9 +360,24 @@ class DiLoCo:
         """Merges a fragment that is under way. Waits for it no longer than the group does, and raises its error."""
         assert fragment.under_way is not None
         if fragment.under_way.arrival is not None:
-            fragment.under_way.arrival.result()
+            self._wait_for_means(fragment.under_way.arrival)
         fragment.under_way = None
         self._merge(fragment, self._alpha)
+
+    def _wait_for_means(self, arrival: Future[None] | None = None) -> None:
+        """Waits for one mean that is on its way, or for all, and raises an error of it.
+
+        A mean that has failed does not arrive any more. What it was made of is a part of the site's next change.
+        """
+        try:
+            if arrival is None:
+                self._background.wait()
+            else:
+                self._background.result(arrival)
+        finally:
+            for fragment in self._fragments:
+                if fragment.under_way is not None and fragment.under_way.has_failed:
+                    fragment.under_way = None
 
     def _merge(self, fragment: Fragment, alpha: float) -> None:
         with _on_the_host():
@@ -438,6 +485,8 @@ class DiLoCo:
             for each in self._fragments:
                 each.use_group(group)
         if state is not None:
+            if fragment is None and not is_new:
+                self._go_to(state["next_step"])
             self._load_outer_state(state["outer"])
             self._num_final, self._averaged_step = state["num_final"], state["averaged_step"]
             self._num_averaged = progress[furthest]
@@ -450,6 +499,7 @@ class DiLoCo:
             "outer": self._outer_state(),
             "num_final": self._num_final,
             "averaged_step": self._averaged_step,
+            "next_step": self._next_step,
             "num_skipped": self._num_skipped,
             "beside": self._tensors.beside_weights() if have_new else {},
         }
@@ -457,10 +507,10 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on bit for bit, beside the model's and the optimizer's own states.
 
-        Waits for the fragments that are on their way. Save the state of every rank, because the values that
-        are not sent yet are each rank's own.
+        Waits for the fragments that are on their way, and raises an error of one of them, once. Save the state of every
+        rank, because the values that are not sent yet are each rank's own.
         """
-        self._background.wait()
+        self._wait_for_means()
         return {
             "step": self._step,
             "num_skipped": self._num_skipped,

@@ -18,12 +18,13 @@ from .attach import GradientSynchronizer
 from .compression import Auto, Compression
 from .master_weights import MergeWatch, local, samples_of_narrow
 from .model_tensors import ModelTensors, fingerprint, marks
+from .outer_background import has_failed
 from .surviving_group import SurvivingGroup
 from .topk import TopK, TopKAverager
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 Averager = GradientSynchronizer | TopKAverager
-MOST_NUMBERS = 4  # of a report. All reports are of one size, as Gloo aborts a process that gets more than it expects.
+MOST_NUMBERS = 5  # of a report. All reports are of one size, as Gloo aborts a process that gets more than it expects.
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,17 @@ class UnderWay:
     arrival: Future[None] | None = None
     """Done once the outer weights have moved; None where they have already."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it does not arrive."""
+        return self.arrival is not None and has_failed(self.arrival)
+
 
 class Fragment:
     """Some weights, and their outer weights in float32 or wider on the host.
 
     Note [What sites say before a mean]
-    Before each mean every site sends a report of four numbers: whether its loop has ended, whether it counts, whether
+    Before each mean every site sends a report of some numbers: whether its loop has ended, whether it counts, whether
     parameters beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes
     on. Once the loop has ended, it counts if it has moved since the previous mean.
     """
