@@ -29,12 +29,13 @@ from torch.optim import SGD, Optimizer
 
 from . import _C
 from ._checks import resolve_group
-from ._handles_in_use import check_not_left_to_each_rank
+from ._handles_in_use import check_not_left_to_each_rank, groups_of
 from ._optimizer_steps import innermost, unwrapped
 from ._optimizer_watch import check_has_no_shards
-from .attach import GradientSynchronizer
+from ._outer_in_use import NO_JOIN, begin_outer_use, set_in_block
+from .attach import GradientSynchronizer, is_in_join
 from .compression import AnyCompression, Compression, as_compression
-from .elastic import MOST_FAILURES
+from .elastic import MOST_FAILURES, check_no_elastic
 from .model_tensors import ModelTensors
 from .outer_background import BackgroundCalls
 from .outer_fragment import Fragment, Mean, OuterOptimizer, SiteChange, UnderWay, gather
@@ -121,6 +122,7 @@ class DiLoCo:
         check_has_no_shards(named, "model")
         group = resolve_group(process_group)
         check_not_left_to_each_rank(model, group, type(self).__name__)
+        check_no_elastic(named.values(), "model", type(self).__name__)
         _check_number("sync_every", sync_every, 1, sys.maxsize)
         _check_number("fragments", fragments, 1, min(len(named), sync_every))
         _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)
@@ -170,6 +172,7 @@ class DiLoCo:
                 _C.check_agreement(self._sites.group, self._agreed, torch.device("cpu"))
                 tensors.broadcast(self._sites.group)
                 self._fragments = self._make_fragments(self._sites.group)
+        begin_outer_use(self, named.values())
         self._tell_of_merge(list(named.values()))
 
     def __repr__(self) -> str:
@@ -197,12 +200,20 @@ class DiLoCo:
                 f"fastsync: a with block of this {type(self).__name__} has begun already, and each step would count "
                 "twice; leave that block first"
             )
+        self._check_not_in_join()
         self._block = BlockSteps(
             self._optimizers, self._tensors, begin=self._begin, step=self.step, patience=self._sync_every,
             owner=type(self).__name__,
         )  # fmt: skip
         self._block.has_begun, self._joins = self._joins, False  # who joins is in the others' block
+        set_in_block(self, True)
         return self
+
+    def _check_not_in_join(self) -> None:
+        if is_in_join() and any(group.size() > 1 for group in groups_of(self._tensors.weights.values())):
+            raise RuntimeError(
+                f"fastsync: a {type(self).__name__} was used inside join() of the same weights. {NO_JOIN}"
+            )
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Takes part in the means of sites whose loops go on, and in the last means, after which all weights are equal.
@@ -214,6 +225,7 @@ class DiLoCo:
             RuntimeError: the optimizer has never stepped, and another one has.
         """
         block, self._block = self._block, None
+        set_in_block(self, False)
         assert block is not None
         block.stop_counting()
         if error is not None:
@@ -321,6 +333,8 @@ class DiLoCo:
 
         Without a block all sites have to call it equally often. In a block they may take different numbers of steps.
         """
+        if self._block is None:
+            self._check_not_in_join()
         self._step += 1
         for fragment in self._fragments:
             fragment.num_unsent_steps += 1

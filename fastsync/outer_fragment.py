@@ -129,7 +129,7 @@ class Fragment:
         """
         unsent = self.averager.state_dict()
         growth = group.size() / self._num_ranks
-        for each in ([unsent["unsent"]] if "unsent" in unsent else unsent["residuals"].values()):
+        for each in [unsent["unsent"]] if "unsent" in unsent else unsent["residuals"].values():
             each *= growth
         self.averager = self._averager_over(group)
         self.begin_anew(unsent)
