@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
 from . import _C
-from ._checks import resolve_group
+from ._checks import resolve_group, without_compiler
 from ._handles_in_use import check_not_left_to_each_rank, groups_of
 from ._optimizer_steps import innermost, unwrapped
 from ._optimizer_watch import check_has_no_shards
@@ -546,6 +546,7 @@ class DiLoCo:
                 f"of the {type(self).__name__} would take it back; load a checkpoint only if num_steps is 0, and then "
                 "also that of the model"
             )
+        state_dict = _with_plain_names(state_dict)
         before = copy.deepcopy(self.state_dict())
         if not isinstance(state_dict, dict) or _shapes(state_dict) != _shapes(before):
             raise ValueError("state_dict: expected the state of a DiLoCo with the same parameters and fragments")
@@ -636,6 +637,16 @@ def _check_number(name: str, number: object, least: int, most: int) -> None:
     if not isinstance(number, int) or not least <= number <= most:
         up_to = "" if most == sys.maxsize else f" to {most}"
         raise ValueError(f"{name}: expected a whole number from {least}{up_to}, got {number!r}")
+
+
+def _with_plain_names(state: Any) -> Any:
+    """Returns a state without what torch.compile's wrapper adds to names, as states of earlier versions have it."""
+    if isinstance(state, dict):
+        return {
+            without_compiler(key) if isinstance(key, str) else key: _with_plain_names(each)
+            for key, each in state.items()
+        }
+    return [_with_plain_names(each) for each in state] if isinstance(state, list) else state
 
 
 def _shapes(state: Mapping[str, Any]) -> list[object]:

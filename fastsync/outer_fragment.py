@@ -17,7 +17,7 @@ from . import _C
 from .attach import GradientSynchronizer
 from .compression import Auto, Compression
 from .master_weights import MergeWatch, local, samples_of_narrow
-from .model_tensors import ModelTensors, fingerprint, marks
+from .model_tensors import ModelTensors, fingerprint, marks, write
 from .outer_background import has_failed
 from .surviving_group import SurvivingGroup
 from .topk import TopK, TopKAverager
@@ -265,11 +265,11 @@ class Fragment:
             self.merge_watch = MergeWatch(before, merged)
         first = 0
         for buffer in self._buffers().values():
-            buffer.copy_(self.buffers_mean[first : first + buffer.numel()].view_as(buffer))
+            write(buffer, self.buffers_mean[first : first + buffer.numel()].view_as(buffer))
             first += buffer.numel()
         others = self._others()
         for name, mean in self.means_of_others.items():
-            others[name].copy_(mean.view_as(others[name]))
+            write(others[name], mean.view_as(others[name]))
         self._marks |= marks({name: others[name] for name in self.means_of_others})
         self.means_of_others = {}
 
