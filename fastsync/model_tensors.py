@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ._checks import is_wrapper, plain_parts, without_compiler
+from ._checks import instances_of, is_wrapper, known_ranks, plain_parts, without_compiler
+from ._handles_in_use import groups_of
 from ._optimizer_steps import parameters_of
 from .distributed import as_bytes, broadcast_tensors
 from .master_weights import local, masters_of
@@ -32,6 +34,20 @@ class ModelTensors:
         """Tells whether the optimizer has one of the weights."""
         ids = {id(weight) for weight in self._parameters().values()} | {id(weight) for weight in self.weights.values()}
         return not ids.isdisjoint(map(id, parameters_of(optimizer)))
+
+    def ranks_that_train_together(self) -> set[int]:
+        """Returns the ranks between which gradients or shards of the weights travel at each step, as far as is known.
+
+        It knows handles of fastsync, DistributedDataParallel, and ``fully_shard``. It searches all objects.
+        """
+        weights = [*self._parameters().values()]
+        ids = {*map(id, weights)}
+        found = [known_ranks(group) for group in groups_of(weights)]
+        found += [set(each.device_mesh.mesh.flatten().tolist()) for each in weights if isinstance(each, DTensor)]
+        for ddp in instances_of(DistributedDataParallel):
+            if not ids.isdisjoint(map(id, vars(ddp).get("_module_parameters", ()))):
+                found.append(known_ranks(ddp.process_group))
+        return {dist.get_rank()}.union(*found)
 
     def plain(self) -> dict[str, Tensor]:
         """Returns this rank's shard of each parameter and buffer. Wrapped tensors replace those that wrap them."""

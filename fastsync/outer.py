@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -140,6 +140,7 @@ class DiLoCo:
         self._averaged_step = 0  # the step that sent the fragment that was averaged last
         # Blocks that have begun and fragments that were sent, which gives each a number that is equal on all ranks.
         self._num_sent = 0
+        self._averaged_sites: list[int] = []  # those of the newest mean, each by its first rank
         self._num_averaged = 0  # the number of the newest one that all ranks have come to
         self._num_final = 0  # how many fragments were averaged in a row after all loops had ended
         self._is_resumed = self._has_warned_of_undone = False
@@ -409,14 +410,24 @@ class DiLoCo:
             if number <= self._num_averaged:  # the mean came with another rank's outer state
                 return None
             self._sites.let_in()
-            return fragment.average(self._sites, change)
+            return fragment.average(self._sites, change, min(self._site))
 
         with _on_the_host():
             mean = self._with_all_sites(average, fragment)
             if mean is not None:
+                self._averaged_sites = mean.sites
+            if len(self._site) > 1:
+                self._sites.check_same_sites(number, self._averaged_sites, sorted(self._site))
+            if mean is not None:
                 fragment.step(mean)
                 self._num_averaged, self._averaged_step = number, step
                 self._num_final = self._num_final + 1 if mean.have_all_ended else 0
+
+    @cached_property
+    def _site(self) -> set[int]:
+        """The ranks of this site, with which this one trains. Only this one if all of them average in one group."""
+        site = self._tensors.ranks_that_train_together()
+        return {self.rank} if self._sites.joins or len(site & {*self._sites.ranks}) != 1 else site
 
     def stats(self) -> list[SyncStats]:
         """Returns statistics of each fragment's synchronisations since the newest loss of a site. ``TopK`` has none."""
@@ -503,6 +514,7 @@ class DiLoCo:
                 self._go_to(state["next_step"])
             self._load_outer_state(state["outer"])
             self._num_final, self._averaged_step = state["num_final"], state["averaged_step"]
+            self._averaged_sites = state["averaged_sites"]
             self._num_averaged = progress[furthest]
             if is_new:
                 self._step, self._num_skipped = self._averaged_step, state["num_skipped"]
@@ -513,6 +525,7 @@ class DiLoCo:
             "outer": self._outer_state(),
             "num_final": self._num_final,
             "averaged_step": self._averaged_step,
+            "averaged_sites": self._averaged_sites,
             "next_step": self._next_step,
             "num_skipped": self._num_skipped,
             "beside": self._tensors.beside_weights() if have_new else {},

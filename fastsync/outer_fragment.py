@@ -24,7 +24,7 @@ from .topk import TopK, TopKAverager
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 Averager = GradientSynchronizer | TopKAverager
-MOST_NUMBERS = 5  # of a report. All reports are of one size, as Gloo aborts a process that gets more than it expects.
+MOST_NUMBERS = 6  # of a report. All reports are of one size, as Gloo aborts a process that gets more than it expects.
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Mean:
     buffer_changes: Tensor
     """The changes of the buffers, summed over the sites."""
     have_all_ended: bool
+    sites: list[int]
+    """The sites that took part, each by its first rank."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class Fragment:
 
     Note [What sites say before a mean]
     Before each mean every site sends a report of some numbers: whether its loop has ended, whether it counts, whether
-    parameters beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes
-    on. Once the loop has ended, it counts if it has moved since the previous mean.
+    parameters beside the weights have changed, which site it is, and a fingerprint of what it averages. A site counts
+    while its loop goes on. Once the loop has ended, it counts if it has moved since the previous mean.
     """
 
     averager: Averager
@@ -200,18 +202,20 @@ class Fragment:
             for buffer, mean in zip(buffers.values(), as_merged, strict=True)
         )
 
-    def average(self, sites: SurvivingGroup, change: SiteChange) -> Mean:
+    def average(self, sites: SurvivingGroup, change: SiteChange, site: int) -> Mean:
         """Averages the changes of all sites. After an error it can be tried again with the same change.
+
+        ``site`` is the first rank of this rank's site.
 
         Raises:
             ValueError: the sites have other parameters or buffers by now. Or some of them begin a block.
         """
         group = sites.group
-        own_report = [change.has_ended, change.counts, bool(change.others), fingerprint(change.description)]
+        own_report = [change.has_ended, change.counts, bool(change.others), site, fingerprint(change.description)]
         reports = gather(sites, own_report, begins_block=False)
         if len({description for *_, description in reports}) > 1:
             _C.check_agreement(group, change.description, torch.device("cpu"), "the model's parameters and buffers")
-        num_counting = sum(counts for _, counts, _, _ in reports)
+        num_counting = sum(counts for _, counts, *_ in reports)
         # A constant buffer has a change of exactly 0, so that roundings do not alter it with each mean.
         has_changed = change.buffers != self.buffers_mean
         buffer_changes = torch.where(has_changed, change.buffers - self.buffers_mean, 0.0)
@@ -219,7 +223,7 @@ class Fragment:
         if num_counting > 0:
             if buffer_changes.numel() > 0:
                 group.allreduce(buffer_changes).wait()
-            if any(have_changed for _, _, have_changed, _ in reports):
+            if any(have_changed for _, _, have_changed, *_ in reports):
                 self.means_of_others = self._average_others(group, change, num_counting)
             # Sites that do not count send zeros, and what compression kept of their earlier changes. That was meant for
             # a mean over all ranks, so the others' differences grow in place of the sum.
@@ -227,7 +231,12 @@ class Fragment:
             for outer, difference in zip(self.outer.values(), change.differences, strict=True):
                 outer.grad = difference * growth
             self.averager.synchronize()
-        return Mean(num_counting, buffer_changes, have_all_ended=all(has_ended for has_ended, *_ in reports))
+        return Mean(
+            num_counting,
+            buffer_changes,
+            have_all_ended=all(has_ended for has_ended, *_ in reports),
+            sites=sorted(each for *_, each, _ in reports),
+        )
 
     def _average_others(self, group: dist.ProcessGroup, change: SiteChange, num_counting: int) -> dict[str, Tensor]:
         """Returns the means of the parameters that have changed on a site. Others are not sent: they may be large."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +16,7 @@ import fastsync
 from fastsync import DiLoCo, Elastic, LocalSGD
 from tests.engine.same_data import same_data_is_meant
 from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_ranks
 
 # ---- join() ---------------------------------------------------------------------------------------------------------
 
@@ -112,3 +115,52 @@ def test_shards_of_an_optimizer_are_refused_at_both_orders(rank: int, world_size
         DiLoCo(model, optimizer)
     sync.detach()
     DiLoCo(model, optimizer)
+
+
+# ---- sites of several ranks of which some are lost ------------------------------------------------------------------
+
+
+def train_until_some_are_lost(rank: int, world_size: int, lost: list[int], amid_a_mean: bool, inside: str) -> str:
+    """Returns the error that a rank has ended with."""
+    same_data_is_meant()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
+    model = make_model()
+    if inside == "attach":
+        fastsync.attach(model, process_group=mesh["ranks"])
+    wrapped = (
+        nn.parallel.DistributedDataParallel(model, process_group=mesh["ranks"].get_group())
+        if inside == "DDP"
+        else model
+    )
+    optimizer = make_optimizer(model)
+    outer = LocalSGD(model, optimizer, sync_every=2, process_group=mesh["sites"], timeout=10)
+
+    def die(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with outer:
+            for step in range(8):
+                if rank in lost and step == 3 and amid_a_mean:
+                    outer._average = die
+                elif rank in lost and step == 4:
+                    die()
+                train_step(wrapped, optimizer, rank // 2, step)
+        assert outer._sites.ranks == [rank]
+        fastsync.check_consistency(model, process_group=mesh["ranks"])
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("inside", ["attach", "DDP"])
+def test_a_rank_that_is_lost_amid_a_mean_ends_its_training(inside: str) -> None:
+    """Only one of two groups knows of it, and their means are of other sites."""
+    errors = run_ranks(train_until_some_are_lost, 4, [3], True, inside, lost=[3], timeout=60)
+    assert sum("so the weights in this site would part" in error for error in errors[:2]) == 1
+    assert "none" not in errors
+
+
+def test_a_site_of_several_ranks_that_is_lost_is_left_by_all() -> None:
+    errors = run_ranks(train_until_some_are_lost, 4, [2, 3], False, "attach", lost=[2, 3], timeout=60)
+    assert errors[:2] == ["none", "none"]
