@@ -273,24 +273,22 @@ class DiLoCo:
                 raise
         for fragment in self._fragments:
             fragment.expect_step()
-        number = self._num_sent + 1
+        number = self._num_sent = self._num_sent + 1
 
         def compare() -> None:
-            nonlocal number
             if number > self._num_averaged:  # else another rank has compared, and its outer weights came
-                number = self._take_over_loaded_weights(number)
+                self._take_over_loaded_weights()
 
         with _on_the_host():
             self._with_all_sites(compare)
-        self._num_sent = self._num_averaged = max(number, self._num_averaged)
+        self._num_sent = self._num_averaged = max(self._num_sent, self._num_averaged)
         self._num_final, self._is_resumed = 0, False
 
-    def _take_over_loaded_weights(self, number: int) -> int:
-        """Returns the number of this block's begin. Where an error has ended a block, ranks may have other ones."""
+    def _take_over_loaded_weights(self) -> None:
         have_moved = not self._is_resumed and any(
             bool(difference.any()) for fragment in self._fragments for difference in fragment.differences()
         )
-        own_report = [self._is_resumed, have_moved, number, self._next_step, self._tensors.fingerprint()]
+        own_report = [self._is_resumed, have_moved, self._num_sent, self._next_step, self._tensors.fingerprint()]
         reports = gather(self._sites, own_report, begins_block=True)
         resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, reports, strict=True) if is_resumed]
         if len(resumed) not in (0, len(reports)):
@@ -309,8 +307,9 @@ class DiLoCo:
                 "are loaded, let every rank load the same, before the block or before the DiLoCo is made",
                 stacklevel=5,
             )
+        # Where an error has ended a block, ranks may have come to other numbers and steps.
+        self._num_sent = max(number for _, _, number, _, _ in reports)
         self._go_to(max(next_step for _, _, _, next_step, _ in reports))
-        return max(each for _, _, each, _, _ in reports)
 
     @property
     def _next_step(self) -> int:
