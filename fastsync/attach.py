@@ -32,10 +32,11 @@ from ._checks import (
 )
 from ._handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
 from ._ignored_states import IgnoredStates, States
-from ._optimizer_checks import check_compression, check_optimizer
+from ._optimizer_checks import WAY_OUT, check_compression, check_optimizer
 from ._optimizer_masters import PARAMETER_WIRES, check_masters
 from ._optimizer_shards import OptimizerShards
 from ._optimizer_watch import WatchedHandle, watch_optimizers
+from ._outer_in_use import NO_JOIN, check_no_outer, name_of_outer
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .distributed import as_bytes
 from .stats import SyncStats
@@ -168,6 +169,7 @@ class GradientSynchronizer(WatchedHandle):
                 group's time-out.
         """
         self._refuse("join()", "Leave optimizer out, on every rank")
+        self._refuse_join_in_outer_block()
         if getattr(_thread, "joins", False):
             raise RuntimeError(
                 "fastsync: join() was called inside another join(), so that ranks that have run out of batches would "
@@ -194,6 +196,10 @@ class GradientSynchronizer(WatchedHandle):
         self._init_sync(root=size - first)
         if took_fewer_steps:
             TrainingState(list(self._named.values())).share(self._group, size - first, "at the end of join()")
+
+    def _refuse_join_in_outer_block(self) -> None:
+        if self._group.size() > 1 and (name := name_of_outer(self._named.values(), in_block=True)):
+            raise RuntimeError(f"fastsync: join() was called inside a block of a {name} of the same weights. {NO_JOIN}")
 
     def _warn_of_gradients_not_averaged(self) -> None:
         has_gradients = any(parameter.grad is not None for parameter in self.parameters())
@@ -577,6 +583,9 @@ def attach(
     if checked is not None and has_masters:
         check_masters(checked, named)
     group = resolve_group(process_group)
+    has_shards = checked is not None and (group.size() > 1 or has_masters)
+    if has_shards:
+        check_no_outer(named.values(), "optimizer", f"ranks that step shards cannot each change weights. {WAY_OUT}")
     sparse = sparse_weights(module_or_params)
     _check_sparse([name for name, p in named.items() if p.requires_grad and id(p) in sparse], op, optimizer)
     if op != "mean" or optimizer is not None:
@@ -587,7 +596,7 @@ def attach(
     sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)
     sync._send_buffers()
     shards: OptimizerShards | None = None
-    if checked is not None and (group.size() > 1 or has_masters):
+    if checked is not None and has_shards:
         shards = OptimizerShards(sync, checked, master_weights, parameter_wire)
     if shards is not None:
         sync._engine.set_optimizer(shards.description())
@@ -620,6 +629,11 @@ def _check_sparse(names: Sequence[str], op: str, optimizer: Optimizer | None) ->
 
 _thread = threading.local()
 """``joins`` is true inside a ``join()`` of this thread."""
+
+
+def is_in_join() -> bool:
+    """Whether this thread is inside a ``join()``."""
+    return bool(getattr(_thread, "joins", False))
 
 
 class _Buffers:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ from ._grad_scaler import forget_step
 from ._handles_in_use import handles_of
 from ._membership import Members, Membership, another_connection, host_of
 from ._optimizer_steps import innermost
+from ._outer_in_use import check_no_outer
 from ._peer_watch import PeerWatch, host_and_port
 from .attach import GradientSynchronizer
 from .training_state import TrainingState, scalers_in_use
@@ -141,6 +143,7 @@ class Elastic:
         self._optimizers = (optimizer, inner)
         inner.register_step_pre_hook(self._step.before_optimizer)
         inner.register_step_post_hook(self._step.after_optimizer)
+        _made.add(self)
         if not self._joins:
             self._members.begin(list(range(sync._group.size())))
 
@@ -159,6 +162,10 @@ class Elastic:
                 "sync: with attach(optimizer=) a lost rank takes its shard of the optimizer's state with it; leave "
                 "optimizer= out of attach(), on every rank"
             )
+        check_no_outer(
+            model.parameters(), "model", "a lost or new rank would be one of Elastic's and none of that one's. "
+            "Leave Elastic out, as that one goes on without lost sites; or delete that object first",
+        )  # fmt: skip
         if sync not in handles_of(model):
             raise ValueError(
                 "model: expected the module that attach() was given, because new ranks take its parameters and buffers"
@@ -442,6 +449,26 @@ class Elastic:
                 self._close_group()
             if now.progress and now.members[0] == self._members.own:
                 self._step.wants_change = self._members.wants_to_change(store)
+
+
+_made: weakref.WeakSet[Elastic] = weakref.WeakSet()
+
+
+def check_no_elastic(weights: Iterable[Tensor], argument: str, kind: str) -> None:
+    """Raises ValueError if an ``Elastic`` whose steps have not ended trains one of these weights."""
+    ids = frozenset(map(id, weights))
+
+    def found() -> bool:
+        return any(not each._has_ended and not ids.isdisjoint(each._sync._ids) for each in list(_made))
+
+    if not found():
+        return
+    gc.collect()  # it is in reference cycles, so it may be garbage that was not collected yet
+    if found():
+        raise ValueError(
+            f"{argument}: an Elastic trains these weights, and its steps have not ended. A lost or new rank would "
+            f"be one of Elastic's and none of the {kind}'s. Leave Elastic out, as {kind} goes on without lost sites"
+        )
 
 
 class Step(_C.ElasticStep):

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ._checks import is_wrapper, plain_parts
+from ._checks import instances_of, is_wrapper, known_ranks, plain_parts, without_compiler
+from ._handles_in_use import groups_of
 from ._optimizer_steps import parameters_of
 from .distributed import as_bytes, broadcast_tensors
 from .master_weights import local, masters_of
@@ -25,7 +27,7 @@ class ModelTensors:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
         self._optimizers = optimizers
-        self._at_start = dict(model.named_parameters())
+        self._at_start = self._named_parameters()
         self.weights = {name: p for name, p in self._at_start.items() if p.requires_grad}
 
     def are_stepped_by(self, optimizer: Optimizer) -> bool:
@@ -33,9 +35,24 @@ class ModelTensors:
         ids = {id(weight) for weight in self._parameters().values()} | {id(weight) for weight in self.weights.values()}
         return not ids.isdisjoint(map(id, parameters_of(optimizer)))
 
+    def ranks_that_train_together(self) -> set[int]:
+        """Returns the ranks between which gradients or shards of the weights travel at each step, as far as is known.
+
+        It knows handles of fastsync, DistributedDataParallel, and ``fully_shard``. It searches all objects.
+        """
+        weights = [*self._parameters().values()]
+        ids = {*map(id, weights)}
+        found = [known_ranks(group) for group in groups_of(weights)]
+        found += [set(each.device_mesh.mesh.flatten().tolist()) for each in weights if isinstance(each, DTensor)]
+        for ddp in instances_of(DistributedDataParallel):
+            if not ids.isdisjoint(map(id, vars(ddp).get("_module_parameters", ()))):
+                found.append(known_ranks(ddp.process_group))
+        return {dist.get_rank()}.union(*found)
+
     def plain(self) -> dict[str, Tensor]:
         """Returns this rank's shard of each parameter and buffer. Wrapped tensors replace those that wrap them."""
-        named = {**self._parameters(), **dict(self._model.named_buffers())}
+        buffers = {without_compiler(name): buffer for name, buffer in self._model.named_buffers()}
+        named = {**self._parameters(), **buffers}
         return plain_parts({name: local(each) for name, each in named.items()})
 
     def beside_weights(self) -> dict[str, Tensor]:
@@ -47,18 +64,18 @@ class ModelTensors:
         """Takes over what ``beside_weights()`` has returned on another rank."""
         plain = self.plain()
         for name, value in values.items():
-            plain[name].copy_(value)
+            write(plain[name], value)
 
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:
         """Gives all ranks the first one's parameters and buffers, through the host. All must have the same ones."""
         plain = self.plain().values()
-        on_host = [each.cpu() for each in plain]
+        on_host = [each.cpu().clone() if each.is_inference() else each.cpu() for each in plain]
         masters = masters_of(self._optimizers, self.weights)
         broadcast_tensors(on_host, group)
         for each, arrived in zip(plain, on_host, strict=True):
             if arrived is not each:
-                each.copy_(arrived)
+                write(each, arrived)
         for name, master in masters.items():
             if group.rank() != 0:
                 local(master).copy_(local(self.weights[name]))
@@ -102,7 +119,7 @@ class ModelTensors:
         for name, buffer in self._model.named_buffers():
             prefix, _, own_name = name.rpartition(".")
             if buffer.is_floating_point() and own_name not in modules[prefix]._non_persistent_buffers_set:
-                found[name] = buffer
+                found[without_compiler(name)] = buffer
         return found
 
     def describe(self) -> str:
@@ -121,8 +138,18 @@ class ModelTensors:
         # While fully_shard has gathered a parameter, the model holds the whole one instead of the shard.
         return {
             name: first if isinstance(first := self._at_start.get(name), DTensor) else parameter
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self._named_parameters().items()
         }
+
+    def _named_parameters(self) -> dict[str, Tensor]:
+        return {without_compiler(name): parameter for name, parameter in self._model.named_parameters()}
+
+
+@torch.no_grad()
+def write(tensor: Tensor, values: Tensor) -> None:
+    """Writes to a parameter or buffer. One that was made in inference mode can only be written to in that mode."""
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.copy_(values)
 
 
 def marks(tensors: Mapping[str, Tensor]) -> dict[str, int]:

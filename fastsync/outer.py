@@ -14,10 +14,11 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,13 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
 from . import _C
-from ._checks import resolve_group
-from ._handles_in_use import check_not_left_to_each_rank
+from ._checks import resolve_group, without_compiler
+from ._handles_in_use import check_not_left_to_each_rank, groups_of
 from ._optimizer_steps import innermost, unwrapped
 from ._optimizer_watch import check_has_no_shards
-from .attach import GradientSynchronizer
+from ._outer_in_use import NO_JOIN, begin_outer_use, set_in_block
+from .attach import GradientSynchronizer, is_in_join
 from .compression import AnyCompression, Compression, as_compression
-from .elastic import MOST_FAILURES
+from .elastic import MOST_FAILURES, check_no_elastic
 from .model_tensors import ModelTensors
 from .outer_background import BackgroundCalls
 from .outer_fragment import Fragment, Mean, OuterOptimizer, SiteChange, UnderWay, gather
@@ -120,6 +122,7 @@ class DiLoCo:
         check_has_no_shards(named, "model")
         group = resolve_group(process_group)
         check_not_left_to_each_rank(model, group, type(self).__name__)
+        check_no_elastic(named.values(), "model", type(self).__name__)
         _check_number("sync_every", sync_every, 1, sys.maxsize)
         _check_number("fragments", fragments, 1, min(len(named), sync_every))
         _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)
@@ -137,6 +140,7 @@ class DiLoCo:
         self._averaged_step = 0  # the step that sent the fragment that was averaged last
         # Blocks that have begun and fragments that were sent, which gives each a number that is equal on all ranks.
         self._num_sent = 0
+        self._averaged_sites: list[int] = []  # those of the newest mean, each by its first rank
         self._num_averaged = 0  # the number of the newest one that all ranks have come to
         self._num_final = 0  # how many fragments were averaged in a row after all loops had ended
         self._is_resumed = self._has_warned_of_undone = False
@@ -169,6 +173,7 @@ class DiLoCo:
                 _C.check_agreement(self._sites.group, self._agreed, torch.device("cpu"))
                 tensors.broadcast(self._sites.group)
                 self._fragments = self._make_fragments(self._sites.group)
+        begin_outer_use(self, named.values())
         self._tell_of_merge(list(named.values()))
 
     def __repr__(self) -> str:
@@ -196,12 +201,20 @@ class DiLoCo:
                 f"fastsync: a with block of this {type(self).__name__} has begun already, and each step would count "
                 "twice; leave that block first"
             )
+        self._check_not_in_join()
         self._block = BlockSteps(
             self._optimizers, self._tensors, begin=self._begin, step=self.step, patience=self._sync_every,
             owner=type(self).__name__,
         )  # fmt: skip
         self._block.has_begun, self._joins = self._joins, False  # who joins is in the others' block
+        set_in_block(self, True)
         return self
+
+    def _check_not_in_join(self) -> None:
+        if is_in_join() and any(group.size() > 1 for group in groups_of(self._tensors.weights.values())):
+            raise RuntimeError(
+                f"fastsync: a {type(self).__name__} was used inside join() of the same weights. {NO_JOIN}"
+            )
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Takes part in the means of sites whose loops go on, and in the last means, after which all weights are equal.
@@ -213,13 +226,22 @@ class DiLoCo:
             RuntimeError: the optimizer has never stepped, and another one has.
         """
         block, self._block = self._block, None
+        set_in_block(self, False)
         assert block is not None
         block.stop_counting()
         if error is not None:
             self._is_resumed = True
             self._note_unsent_steps(error)
             return
-        block.begin()
+        try:
+            block.begin()
+            self._take_part_until_all_have_ended()
+        except BaseException:
+            self._is_resumed = True
+            raise
+        block.check_that_ours_stepped()
+
+    def _take_part_until_all_have_ended(self) -> None:
         num_steps = self.num_steps
         for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
             if fragment.due is not None:
@@ -229,7 +251,6 @@ class DiLoCo:
             self._step = self._next_step_of(fragment)
             self._num_skipped = self._step - num_steps
             self._send(fragment, has_ended=True)
-        block.check_that_ours_stepped()
 
     def _note_unsent_steps(self, error: BaseException) -> None:
         number = max(fragment.num_unsent_steps for fragment in self._fragments)
@@ -245,7 +266,11 @@ class DiLoCo:
 
     def _begin(self) -> None:
         """Checks before the first step of a block whether loaded weights differ from the common ones."""
-        self._background.wait()  # for what a block has sent before an error ended it
+        try:
+            self._wait_for_means()  # for what a block has sent before an error ended it
+        except Exception:
+            if not self._is_resumed:  # else that block is over, and what it did not send goes with the next mean
+                raise
         for fragment in self._fragments:
             fragment.expect_step()
         number = self._num_sent = self._num_sent + 1
@@ -256,13 +281,14 @@ class DiLoCo:
 
         with _on_the_host():
             self._with_all_sites(compare)
-        self._num_averaged, self._num_final, self._is_resumed = number, 0, False
+        self._num_sent = self._num_averaged = max(self._num_sent, self._num_averaged)
+        self._num_final, self._is_resumed = 0, False
 
     def _take_over_loaded_weights(self) -> None:
         have_moved = not self._is_resumed and any(
             bool(difference.any()) for fragment in self._fragments for difference in fragment.differences()
         )
-        own_report = [self._is_resumed, have_moved, self._tensors.fingerprint()]
+        own_report = [self._is_resumed, have_moved, self._num_sent, self._next_step, self._tensors.fingerprint()]
         reports = gather(self._sites, own_report, begins_block=True)
         resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, reports, strict=True) if is_resumed]
         if len(resumed) not in (0, len(reports)):
@@ -270,7 +296,7 @@ class DiLoCo:
                 f"fastsync: ranks {resumed} of {self._sites.ranks} go on from load_state_dict(), or after an error, "
                 "and the others from the start; call load_state_dict() of the DiLoCo on every rank"
             )
-        moved = [rank for rank, (_, has_moved, _) in zip(self._sites.ranks, reports, strict=True) if has_moved]
+        moved = [rank for rank, (_, has_moved, *_) in zip(self._sites.ranks, reports, strict=True) if has_moved]
         if moved and len({fingerprint for *_, fingerprint in reports}) == 1:
             for fragment in self._fragments:
                 fragment.take_over()
@@ -281,6 +307,24 @@ class DiLoCo:
                 "are loaded, let every rank load the same, before the block or before the DiLoCo is made",
                 stacklevel=5,
             )
+        # Where an error has ended a block, ranks may have come to other numbers and steps.
+        self._num_sent = max(number for _, _, number, _, _ in reports)
+        self._go_to(max(next_step for _, _, _, next_step, _ in reports))
+
+    @property
+    def _next_step(self) -> int:
+        """The step that sends next."""
+        return min(map(self._next_step_of, self._fragments))
+
+    def _go_to(self, next_step: int) -> None:
+        """Skips steps until ``next_step`` sends next, if an error has ended this site's block earlier than others'."""
+        if self._next_step < next_step:
+            step = max(next_step - 1 - (next_step - 1 - each.offset) % self._sync_every for each in self._fragments)
+            self._num_skipped += step - self._step
+            self._step = step
+            for fragment in self._fragments:
+                if fragment.under_way is not None and fragment.under_way.due <= step:
+                    fragment.under_way = replace(fragment.under_way, due=step + 1)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -289,6 +333,8 @@ class DiLoCo:
 
         Without a block all sites have to call it equally often. In a block they may take different numbers of steps.
         """
+        if self._block is None:
+            self._check_not_in_join()
         self._step += 1
         for fragment in self._fragments:
             fragment.num_unsent_steps += 1
@@ -328,9 +374,24 @@ class DiLoCo:
         """Merges a fragment that is under way. Waits for it no longer than the group does, and raises its error."""
         assert fragment.under_way is not None
         if fragment.under_way.arrival is not None:
-            fragment.under_way.arrival.result()
+            self._wait_for_means(fragment.under_way.arrival)
         fragment.under_way = None
         self._merge(fragment, self._alpha)
+
+    def _wait_for_means(self, arrival: Future[None] | None = None) -> None:
+        """Waits for one mean that is on its way, or for all, and raises an error of it.
+
+        A mean that has failed does not arrive any more. What it was made of is a part of the site's next change.
+        """
+        try:
+            if arrival is None:
+                self._background.wait()
+            else:
+                self._background.result(arrival)
+        finally:
+            for fragment in self._fragments:
+                if fragment.under_way is not None and fragment.under_way.has_failed:
+                    fragment.under_way = None
 
     def _merge(self, fragment: Fragment, alpha: float) -> None:
         with _on_the_host():
@@ -348,14 +409,24 @@ class DiLoCo:
             if number <= self._num_averaged:  # the mean came with another rank's outer state
                 return None
             self._sites.let_in()
-            return fragment.average(self._sites, change)
+            return fragment.average(self._sites, change, min(self._site))
 
         with _on_the_host():
             mean = self._with_all_sites(average, fragment)
             if mean is not None:
-                fragment.step(mean, self._sites.group.size())
+                self._averaged_sites = mean.sites
+            if len(self._site) > 1:
+                self._sites.check_same_sites(number, self._averaged_sites, sorted(self._site))
+            if mean is not None:
+                fragment.step(mean)
                 self._num_averaged, self._averaged_step = number, step
                 self._num_final = self._num_final + 1 if mean.have_all_ended else 0
+
+    @cached_property
+    def _site(self) -> set[int]:
+        """The ranks of this site, with which this one trains. Only this one if all of them average in one group."""
+        site = self._tensors.ranks_that_train_together()
+        return {self.rank} if self._sites.joins or len(site & {*self._sites.ranks}) != 1 else site
 
     def stats(self) -> list[SyncStats]:
         """Returns statistics of each fragment's synchronisations since the newest loss of a site. ``TopK`` has none."""
@@ -438,8 +509,11 @@ class DiLoCo:
             for each in self._fragments:
                 each.use_group(group)
         if state is not None:
+            if fragment is None and not is_new:
+                self._go_to(state["next_step"])
             self._load_outer_state(state["outer"])
             self._num_final, self._averaged_step = state["num_final"], state["averaged_step"]
+            self._averaged_sites = state["averaged_sites"]
             self._num_averaged = progress[furthest]
             if is_new:
                 self._step, self._num_skipped = self._averaged_step, state["num_skipped"]
@@ -450,6 +524,8 @@ class DiLoCo:
             "outer": self._outer_state(),
             "num_final": self._num_final,
             "averaged_step": self._averaged_step,
+            "averaged_sites": self._averaged_sites,
+            "next_step": self._next_step,
             "num_skipped": self._num_skipped,
             "beside": self._tensors.beside_weights() if have_new else {},
         }
@@ -457,10 +533,10 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on bit for bit, beside the model's and the optimizer's own states.
 
-        Waits for the fragments that are on their way. Save the state of every rank, because the values that
-        are not sent yet are each rank's own.
+        Waits for the fragments that are on their way, and raises an error of one of them, once. Save the state of every
+        rank, because the values that are not sent yet are each rank's own.
         """
-        self._background.wait()
+        self._wait_for_means()
         return {
             "step": self._step,
             "num_skipped": self._num_skipped,
@@ -482,6 +558,7 @@ class DiLoCo:
                 f"of the {type(self).__name__} would take it back; load a checkpoint only if num_steps is 0, and then "
                 "also that of the model"
             )
+        state_dict = _with_plain_names(state_dict)
         before = copy.deepcopy(self.state_dict())
         if not isinstance(state_dict, dict) or _shapes(state_dict) != _shapes(before):
             raise ValueError("state_dict: expected the state of a DiLoCo with the same parameters and fragments")
@@ -572,6 +649,16 @@ def _check_number(name: str, number: object, least: int, most: int) -> None:
     if not isinstance(number, int) or not least <= number <= most:
         up_to = "" if most == sys.maxsize else f" to {most}"
         raise ValueError(f"{name}: expected a whole number from {least}{up_to}, got {number!r}")
+
+
+def _with_plain_names(state: Any) -> Any:
+    """Returns a state without what torch.compile's wrapper adds to names, as states of earlier versions have it."""
+    if isinstance(state, dict):
+        return {
+            without_compiler(key) if isinstance(key, str) else key: _with_plain_names(each)
+            for key, each in state.items()
+        }
+    return [_with_plain_names(each) for each in state] if isinstance(state, list) else state
 
 
 def _shapes(state: Mapping[str, Any]) -> list[object]:

@@ -20,7 +20,10 @@ class BackgroundCalls:
         self._newest: Future[None] | None = None
 
     def start(self, call: Callable[[], None]) -> Future[None]:
-        """Makes the call after those that were started before. An error of one of them is an error of this one."""
+        """Makes the call after those that were started before. An error of one of them is an error of this one.
+
+        Once ``result`` or ``wait`` has raised the error, calls begin anew.
+        """
         done, previous = Future[None](), self._newest
 
         def run() -> None:
@@ -36,10 +39,21 @@ class BackgroundCalls:
         self._newest = done
         return done
 
+    def result(self, call: Future[None]) -> None:
+        """Waits for a call, and raises its error."""
+        try:
+            call.result()
+        except BaseException:
+            if has_failed(call):  # else it is this thread that was interrupted
+                if self._newest is not None:
+                    wait([self._newest])  # for those after it, which fail at once
+                self._newest = None
+            raise
+
     def wait(self) -> None:
         """Waits for all calls, and raises the error of one that has failed."""
         if self._newest is not None:
-            self._newest.result()
+            self.result(self._newest)
 
     def end(self, interrupt: Callable[[], None]) -> None:
         """Interrupts a call that is under way when the process ends.
@@ -49,3 +63,8 @@ class BackgroundCalls:
         if self._newest is not None and not self._newest.done():
             interrupt()
             wait([self._newest], timeout=END_SECONDS)
+
+
+def has_failed(call: Future[None]) -> bool:
+    """Tells whether a call has ended by an error."""
+    return call.done() and call.exception() is not None

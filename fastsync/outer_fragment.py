@@ -17,13 +17,14 @@ from . import _C
 from .attach import GradientSynchronizer
 from .compression import Auto, Compression
 from .master_weights import MergeWatch, local, samples_of_narrow
-from .model_tensors import ModelTensors, fingerprint, marks
+from .model_tensors import ModelTensors, fingerprint, marks, write
+from .outer_background import has_failed
 from .surviving_group import SurvivingGroup
 from .topk import TopK, TopKAverager
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 Averager = GradientSynchronizer | TopKAverager
-MOST_NUMBERS = 4  # of a report. All reports are of one size, as Gloo aborts a process that gets more than it expects.
+MOST_NUMBERS = 6  # of a report. All reports are of one size, as Gloo aborts a process that gets more than it expects.
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Mean:
     buffer_changes: Tensor
     """The changes of the buffers, summed over the sites."""
     have_all_ended: bool
+    sites: list[int]
+    """The sites that took part, each by its first rank."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,19 @@ class UnderWay:
     arrival: Future[None] | None = None
     """Done once the outer weights have moved; None where they have already."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it does not arrive."""
+        return self.arrival is not None and has_failed(self.arrival)
+
 
 class Fragment:
     """Some weights, and their outer weights in float32 or wider on the host.
 
     Note [What sites say before a mean]
-    Before each mean every site sends a report of four numbers: whether its loop has ended, whether it counts, whether
-    parameters beside the weights have changed, and a fingerprint of what it averages. A site counts while its loop goes
-    on. Once the loop has ended, it counts if it has moved since the previous mean.
+    Before each mean every site sends a report of some numbers: whether its loop has ended, whether it counts, whether
+    parameters beside the weights have changed, which site it is, and a fingerprint of what it averages. A site counts
+    while its loop goes on. Once the loop has ended, it counts if it has moved since the previous mean.
     """
 
     averager: Averager
@@ -117,8 +125,14 @@ class Fragment:
         return None if self.under_way is None else self.under_way.due
 
     def use_group(self, group: dist.ProcessGroup) -> None:
-        """Averages over another group from now on. What has to be equal on all ranks begins anew, as it may not be."""
+        """Averages over another group from now on. What has to be equal on all ranks begins anew, as it may not be.
+
+        What is not sent yet adds as much to a mean as in the group of before.
+        """
         unsent = self.averager.state_dict()
+        growth = group.size() / self._num_ranks
+        for each in [unsent["unsent"]] if "unsent" in unsent else unsent["residuals"].values():
+            each *= growth
         self.averager = self._averager_over(group)
         self.begin_anew(unsent)
 
@@ -127,6 +141,7 @@ class Fragment:
         self.averager.load_state_dict(unsent | {"step": 0, "scales": {}, "factors": {}})
 
     def _averager_over(self, group: dist.ProcessGroup) -> Averager:
+        self._num_ranks = group.size()
         if isinstance(self._compression, TopK):
             return TopKAverager(self.outer, self._compression, group)
         return GradientSynchronizer(self.outer, self._compression, group, overlap=False)
@@ -187,18 +202,20 @@ class Fragment:
             for buffer, mean in zip(buffers.values(), as_merged, strict=True)
         )
 
-    def average(self, sites: SurvivingGroup, change: SiteChange) -> Mean:
+    def average(self, sites: SurvivingGroup, change: SiteChange, site: int) -> Mean:
         """Averages the changes of all sites. After an error it can be tried again with the same change.
+
+        ``site`` is the first rank of this rank's site.
 
         Raises:
             ValueError: the sites have other parameters or buffers by now. Or some of them begin a block.
         """
         group = sites.group
-        own_report = [change.has_ended, change.counts, bool(change.others), fingerprint(change.description)]
+        own_report = [change.has_ended, change.counts, bool(change.others), site, fingerprint(change.description)]
         reports = gather(sites, own_report, begins_block=False)
         if len({description for *_, description in reports}) > 1:
             _C.check_agreement(group, change.description, torch.device("cpu"), "the model's parameters and buffers")
-        num_counting = sum(counts for _, counts, _, _ in reports)
+        num_counting = sum(counts for _, counts, *_ in reports)
         # A constant buffer has a change of exactly 0, so that roundings do not alter it with each mean.
         has_changed = change.buffers != self.buffers_mean
         buffer_changes = torch.where(has_changed, change.buffers - self.buffers_mean, 0.0)
@@ -206,12 +223,20 @@ class Fragment:
         if num_counting > 0:
             if buffer_changes.numel() > 0:
                 group.allreduce(buffer_changes).wait()
-            if any(have_changed for _, _, have_changed, _ in reports):
+            if any(have_changed for _, _, have_changed, *_ in reports):
                 self.means_of_others = self._average_others(group, change, num_counting)
+            # Sites that do not count send zeros, and what compression kept of their earlier changes. That was meant for
+            # a mean over all ranks, so the others' differences grow in place of the sum.
+            growth = len(reports) / num_counting
             for outer, difference in zip(self.outer.values(), change.differences, strict=True):
-                outer.grad = difference.clone()
+                outer.grad = difference * growth
             self.averager.synchronize()
-        return Mean(num_counting, buffer_changes, have_all_ended=all(has_ended for has_ended, *_ in reports))
+        return Mean(
+            num_counting,
+            buffer_changes,
+            have_all_ended=all(has_ended for has_ended, *_ in reports),
+            sites=sorted(each for *_, each, _ in reports),
+        )
 
     def _average_others(self, group: dist.ProcessGroup, change: SiteChange, num_counting: int) -> dict[str, Tensor]:
         """Returns the means of the parameters that have changed on a site. Others are not sent: they may be large."""
@@ -229,14 +254,10 @@ class Fragment:
                 means[name] = mean / num_counting
         return means
 
-    def step(self, mean: Mean, num_ranks: int) -> None:
+    def step(self, mean: Mean) -> None:
         """Takes an outer step with what ``average`` has found."""
         if mean.num_counting > 0:
             self.buffers_mean = self.buffers_mean + mean.buffer_changes / mean.num_counting
-            if mean.num_counting < num_ranks:  # sites that do not count have sent zeros
-                for outer in self.outer.values():
-                    assert outer.grad is not None
-                    outer.grad *= num_ranks / mean.num_counting
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -253,11 +274,11 @@ class Fragment:
             self.merge_watch = MergeWatch(before, merged)
         first = 0
         for buffer in self._buffers().values():
-            buffer.copy_(self.buffers_mean[first : first + buffer.numel()].view_as(buffer))
+            write(buffer, self.buffers_mean[first : first + buffer.numel()].view_as(buffer))
             first += buffer.numel()
         others = self._others()
         for name, mean in self.means_of_others.items():
-            others[name].copy_(mean.view_as(others[name]))
+            write(others[name], mean.view_as(others[name]))
         self._marks |= marks({name: others[name] for name in self.means_of_others})
         self.means_of_others = {}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,8 @@ from .elastic import JOINS, MOST_FAILURES, STORE, members_store
 
 MOST_SILENCES = 2  # checks in a row without a heartbeat after which a rank is given up; each takes some seconds
 PATIENCE_SECONDS = 1.0  # before the first check
+KEPT_MEANS = 4  # ranks of a site are never so many means apart
+_num_made = 0
 
 Progress = Mapping[int, int]
 """How far each rank has come, by its number; -1 for one that is new."""
@@ -54,6 +57,7 @@ class SurvivingGroup:
         name = "" if self.joins else _name_of(process_group)
         store = members_store(ranks)
         can_join = store is not None
+        self._common_store = _common_store(store, ranks)
         if store is None:
             if self.joins:
                 raise ValueError(f"{JOINS}=1: this process is to join others, and {STORE} does not tell where they are")
@@ -176,6 +180,28 @@ class SurvivingGroup:
                 f"tell which does not answer ({unreachable}); it has to live on a host that is not lost"
             ) from error
 
+    def check_same_sites(self, number: int, sites: Sequence[int], own_site: Sequence[int]) -> None:
+        """Checks that the ranks of this site have averaged the same sites in a mean, before they move their weights.
+
+        Each of them averages in a group of its own, which alone decides who is left. If a rank is lost amid a mean, one
+        group may have it with the lost site, and another one without. The first rank's sites hold.
+
+        Raises:
+            RuntimeError: this rank's are others.
+        """
+        key = f"site {own_site}/mean {{}}"
+        mine = json.dumps([*sites])
+        theirs = self._common_store.compare_set(key.format(number), "", mine).decode()
+        if theirs != mine:
+            self._members.leave()
+            raise RuntimeError(
+                f"fastsync: a rank was lost amid a mean of the sites. Rank {self.own} has averaged the sites of ranks "
+                f"{mine}, and another rank of its site {[*own_site]} those of ranks {theirs}, so the weights in this "
+                "site would part. The training cannot go on; start it again from the checkpoints of all ranks"
+            )
+        with suppress(RuntimeError, NotImplementedError):
+            self._common_store.delete_key(key.format(number - KEPT_MEANS))
+
     def _silences(self) -> Callable[[], set[int]]:
         """Makes a function that returns the ranks without a heartbeat. Each of its calls may take some seconds."""
         liveness, ranks, silences, began = self._liveness, self._formed, Counter[int](), time.monotonic()
@@ -210,6 +236,17 @@ class SurvivingGroup:
             sent = torch.empty(int(numel), dtype=torch.uint8, device="cpu")
         self.group.broadcast(sent, root).wait()
         return pickle.loads(sent.numpy().tobytes())
+
+
+def _common_store(of_group: Store | None, ranks: Sequence[int]) -> Store:
+    """Returns the part of a store that is the same one in all groups with one rank of each site."""
+    global _num_made
+    if of_group is None:
+        _num_made += 1
+        of_group = PrefixStore(f"fastsync/sites{_num_made}", dist.distributed_c10d._get_default_store())
+    elif ranks[0] != 0 and isinstance(of_group, PrefixStore):  # as members_store() makes it
+        of_group = of_group.underlying_store
+    return another_connection(of_group)
 
 
 def _name_of(process_group: dist.ProcessGroup) -> str:

@@ -274,6 +274,27 @@ def test_factors_begin_anew_where_sites_are_left(rank: int, world_size: int) -> 
         fragment.use_group(torch.distributed.group.WORLD)
 
 
+@pytest.mark.parametrize("compression", ["int8+ef", TopK()], ids=str)
+@on_ranks(2)
+def test_what_is_not_sent_adds_as_much_where_sites_are_left(rank: int, world_size: int, compression: Any) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with DiLoCo(model, optimizer, sync_every=1, compression=compression) as sync:
+        fragment = sync._fragments[0]
+
+        def unsent() -> Tensor:
+            state = fragment.averager.state_dict()
+            return state["unsent"] if "unsent" in state else torch.cat([*state["residuals"].values()])
+
+        train_step(model, optimizer, rank, 1)
+        before = unsent().clone()
+        assert before.any()
+        fragment.use_group(torch.distributed.new_group([rank], use_local_synchronization=True))
+        assert torch.equal(unsent(), before / 2)
+        fragment.use_group(torch.distributed.group.WORLD)
+        assert torch.equal(unsent(), before)
+
+
 @pytest.mark.parametrize("compression", [Compression("int8", error_feedback=True), TopK(decay=1.0)], ids=str)
 @on_ranks(2)
 def test_what_is_not_sent_now_is_sent_later(rank: int, world_size: int, compression: Any) -> None:

@@ -65,6 +65,25 @@ def test_the_last_mean_is_of_what_each_site_has_learned_since(rank: int, world_s
     assert torch.equal(weight.detach(), torch.full((4,), first + second + third))
 
 
+@pytest.mark.parametrize("compression", [TopK(decay=1.0), "int4+ef"], ids=str)
+@on_ranks(2)
+def test_what_a_site_that_is_done_had_not_sent_counts_as_before(rank: int, world_size: int, compression: Any) -> None:
+    """Only site 0 moves, once. So half of its change arrives, however many means it takes."""
+    change = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    weight = nn.Parameter(torch.zeros(4096))
+    optimizer = SGD([weight], lr=1.0)
+    with DiLoCo(
+        nn.ParameterList([weight]), optimizer, sync_every=1, outer_optimizer=MEAN, compression=compression
+    ) as sync:
+        for step in range([1, 80][rank]):
+            weight.grad = -change if rank == step == 0 else torch.zeros(4096)
+            optimizer.step()
+    (state,) = sync.state_dict()["unsent"]
+    unsent = sum([torch.zeros(4096), *([state["unsent"]] if "unsent" in state else state["residuals"].values())])
+    torch.distributed.all_reduce(unsent)  # of an outer gradient, so its sign is the other one
+    torch.testing.assert_close(weight.detach(), (change + unsent) / 2, rtol=0, atol=1e-5)
+
+
 @on_ranks(2)
 def test_steps_are_counted_that_the_optimizer_takes(rank: int, world_size: int) -> None:
     model = make_model()
@@ -365,11 +384,17 @@ def test_an_error_sends_nothing_and_says_what_was_not_averaged(rank: int, world_
     assert_sites_are_equal(model, world_size)
 
 
+@pytest.mark.parametrize(
+    "options", [{"sync_every": 2}, {"sync_every": 2, "fragment_sync_delay": 1}, {"sync_every": 4, "fragments": 2},
+                {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 3}], ids=str,
+)  # fmt: skip
 @on_ranks(3)
-def test_a_site_that_alone_begins_another_block_is_an_error_on_all(rank: int, world_size: int) -> None:
+def test_a_site_that_alone_begins_another_block_is_an_error_on_all(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
     model = make_model()
     optimizer = make_optimizer(model)
-    sync = LocalSGD(model, optimizer, sync_every=2)
+    sync = DiLoCo(model, optimizer, compression="none", **options)
 
     def train(num_steps: int, *, fails: bool = False) -> None:
         with sync:
@@ -383,8 +408,50 @@ def test_a_site_that_alone_begins_another_block_is_an_error_on_all(rank: int, wo
             train(3, fails=True)
     with pytest.raises(ValueError, match=r"ranks \[1\] of \[0, 1, 2\] begin another block, and the others are still"):
         train(20)
-    train(3)  # which all begin
-    assert_sites_are_equal(model, world_size)
+    num_steps = sync.num_steps
+    sync.state_dict()
+    for _ in range(2):
+        train(3)  # which all begin
+        assert_sites_are_equal(model, world_size)
+    assert sync.num_steps == num_steps + 6
+    assert len(set(everyones_number(sync._num_averaged, world_size))) == 1
+
+
+def everyones_number(mine: int, world_size: int) -> list[int]:
+    theirs = [torch.zeros((), dtype=torch.int64) for _ in range(world_size)]
+    torch.distributed.all_gather(theirs, torch.tensor(mine))
+    return [int(each) for each in theirs]
+
+
+@on_ranks(2)
+def test_an_error_of_a_mean_in_the_background_is_raised_once(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = DiLoCo(model, optimizer, sync_every=2, fragments=2, fragment_sync_delay=1)
+    average = sync._average
+
+    def fail(*args: object) -> None:
+        raise ValueError("of this mean")
+
+    for place in ("block", "state_dict", "next"):
+        sync._average = fail
+        before = weights(model)
+        raises = pytest.raises(ValueError, match="of this mean")
+        with raises if place == "block" else pytest.raises(KeyError), sync:
+            for step in range(4 if place == "block" else 1):
+                train_step(model, optimizer, rank, step)
+            raise KeyError
+        if place == "state_dict":
+            with pytest.raises(ValueError, match="of this mean"):
+                sync.state_dict()
+        if place != "next":
+            assert sync.state_dict()["due"] == [None, None]
+        assert not any(map(torch.equal, before, weights(model)))  # what the site has learned stays its own
+        sync._average = average
+        with sync:
+            for step in range(3):
+                train_step(model, optimizer, rank, step)
+        assert_sites_are_equal(model, world_size)
 
 
 @on_ranks(1)

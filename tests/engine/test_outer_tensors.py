@@ -401,3 +401,65 @@ def test_defaults_and_modes_around_it_change_nothing(rank: int, world_size: int,
     found = trained(around, defaults.get(mode, lambda: None))
     torch.set_default_device("cpu")
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2)
+def test_what_was_made_in_inference_mode_is_averaged(rank: int, world_size: int, frozen: bool) -> None:
+    """A table of positions that grows in an evaluation, or a frozen parameter that comes from one."""
+    model = make_model()
+    with torch.inference_mode():
+        table = torch.full((3,), 2.0 * rank)
+        model.register_buffer("table", table)
+        if frozen:
+            model.register_parameter("scale", nn.Parameter(torch.full((3,), 4.0 * rank), requires_grad=False))
+    optimizer = make_optimizer(model)
+    with LocalSGD(model, optimizer, sync_every=2):
+        assert model.table.eq(0).all()  # all begin with those of rank 0
+        with torch.inference_mode():
+            model.table = torch.arange(5.0) + rank
+            if frozen:
+                model.scale += 1 + rank
+        for step in range(2):
+            train_step(model, optimizer, rank, step)
+        assert torch.equal(model.table, torch.arange(5.0) + 0.5)
+        assert not frozen or torch.equal(model.scale, torch.full((3,), 1.5))
+    assert_sites_are_equal(model, world_size)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("compression", ["int8+ef", TopK()], ids=str)
+@on_ranks(2)
+def test_states_of_compiled_and_of_plain_models_are_one(
+    rank: int, world_size: int, compression: Any, is_old: bool
+) -> None:
+    """An earlier version had the wrapper's names in its states."""
+    options: dict[str, Any] = {"sync_every": 2, "compression": compression}
+
+    def train(sync: DiLoCo, model: nn.Module, optimizer: Any, steps: range) -> list[Tensor]:
+        with sync:
+            for step in steps:
+                train_step(model, optimizer, rank, step)
+        return weights(model)
+
+    def begin(compiled: bool) -> tuple[DiLoCo, nn.Module, Any]:
+        model = make_model()
+        model.append(nn.BatchNorm1d(3))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        of = torch.compile(model, backend="eager") if compiled else model
+        return DiLoCo(of, optimizer, **options), model, optimizer
+
+    results = []
+    for compiled in (False, True):
+        sync, model, optimizer = begin(compiled)
+        train(sync, model, optimizer, range(3))
+        state = copy.deepcopy(sync.state_dict())
+        if is_old and compiled:
+            for part in (state["outer"][0]["weights"], state["unsent"][0].get("residuals", {})):
+                for name in list(part):
+                    part[f"_orig_mod.{name}"] = part.pop(name)
+        resumed, other, its = begin(not compiled)
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(state)
+        results.append(train(resumed, other, its, range(3, 7)))
+    assert all(map(torch.equal, *results))

@@ -1,0 +1,166 @@
+"""DiLoCo where other features meet it on the same weights: join(), Elastic, attach(optimizer=)."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import FileStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import AdamW
+
+import fastsync
+from fastsync import DiLoCo, Elastic, LocalSGD
+from tests.engine.same_data import same_data_is_meant
+from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step
+from tests.ranks import on_ranks, run_ranks
+
+# ---- join() ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["block", "join", "step"])
+@pytest.mark.parametrize("is_one_group", [False, True])
+@on_ranks(4)
+def test_join_inside_sites_is_refused(rank: int, world_size: int, is_one_group: bool, first: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
+    inside, between = (None, None) if is_one_group else (mesh["ranks"], mesh["sites"])
+    same_data_is_meant()
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = fastsync.attach(model, process_group=inside)
+    outer = LocalSGD(model, optimizer, sync_every=2, process_group=between)
+
+    def train() -> None:
+        if first == "block":
+            with outer, sync.join():
+                train_step(model, optimizer, rank // 2, 0)
+        elif first == "join":
+            with sync.join(), outer:
+                train_step(model, optimizer, rank // 2, 0)
+        else:
+            with sync.join():
+                train_step(model, optimizer, rank // 2, 0)
+                outer.step()
+
+    with pytest.raises(RuntimeError, match=r"the ranks of a site take equally many steps, without join\(\)"):
+        train()
+
+
+@on_ranks(2)
+def test_join_goes_with_a_block_that_it_has_nothing_to_do_with(rank: int, world_size: int) -> None:
+    """With a site of one rank, and with another model."""
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    model, other = make_model(), make_model()
+    optimizer, others = make_optimizer(model), make_optimizer(other)
+    sync, sync_of_other = fastsync.attach(model, process_group=alone), fastsync.attach(other)
+    outer = LocalSGD(model, optimizer, sync_every=2)
+    with outer, sync.join():
+        for step in range(3 + rank):
+            train_step(model, optimizer, rank, step)
+    assert_sites_are_equal(model, world_size)
+    with outer, sync_of_other.join():
+        for step in range(3 + rank):
+            train_step(other, others, rank, step)
+    with sync.join(), outer:
+        train_step(model, optimizer, rank, 0)
+    with sync_of_other.join():
+        train_step(other, others, rank, 0)
+    assert_sites_are_equal(model, world_size)
+    assert_sites_are_equal(other, world_size)
+
+
+# ---- Elastic --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elastic_is_first", [False, True])
+@on_ranks(2)
+def test_elastic_around_sites_is_refused(rank: int, world_size: int, elastic_is_first: bool, tmp_path: str) -> None:
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sync = fastsync.attach(model, process_group=alone)
+    store = FileStore(f"{tmp_path}/store {rank}", 1)
+    if elastic_is_first:
+        elastic = Elastic(model, optimizer, sync, store=store)
+        with pytest.raises(ValueError, match="model: an Elastic trains these weights, and its steps have not ended"):
+            DiLoCo(model, optimizer)
+        for step in elastic.steps(2):
+            with step:
+                train_step(model, optimizer, rank, step.index)
+        DiLoCo(model, optimizer)
+    else:
+        outer = LocalSGD(model, optimizer)
+        with pytest.raises(ValueError, match="model: a LocalSGD averages these weights between sites"):
+            Elastic(model, optimizer, sync, store=store)
+        del outer
+        Elastic(model, optimizer, sync, store=store)
+
+
+# ---- attach(optimizer=) ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_shards_of_an_optimizer_are_refused_at_both_orders(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+    outer = DiLoCo(nn.Sequential(model), optimizer)
+    with pytest.raises(ValueError, match="optimizer: a DiLoCo averages these weights between sites"):
+        fastsync.attach(model, optimizer=optimizer)
+    del outer
+    sync = fastsync.attach(model, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"model: with attach\(optimizer=\) ranks step parameter"):
+        DiLoCo(model, optimizer)
+    sync.detach()
+    DiLoCo(model, optimizer)
+
+
+# ---- sites of several ranks of which some are lost ------------------------------------------------------------------
+
+
+def train_until_some_are_lost(rank: int, world_size: int, lost: list[int], amid_a_mean: bool, inside: str) -> str:
+    """Returns the error that a rank has ended with."""
+    same_data_is_meant()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
+    model = make_model()
+    if inside == "attach":
+        fastsync.attach(model, process_group=mesh["ranks"])
+    wrapped = (
+        nn.parallel.DistributedDataParallel(model, process_group=mesh["ranks"].get_group())
+        if inside == "DDP"
+        else model
+    )
+    optimizer = make_optimizer(model)
+    outer = LocalSGD(model, optimizer, sync_every=2, process_group=mesh["sites"], timeout=10)
+
+    def die(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with outer:
+            for step in range(8):
+                if rank in lost and step == 3 and amid_a_mean:
+                    outer._average = die
+                elif rank in lost and step == 4:
+                    die()
+                train_step(wrapped, optimizer, rank // 2, step)
+        assert outer._sites.ranks == [rank]
+        fastsync.check_consistency(model, process_group=mesh["ranks"])
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("inside", ["attach", "DDP"])
+def test_a_rank_that_is_lost_amid_a_mean_ends_its_training(inside: str) -> None:
+    """Only one of two groups knows of it, and their means are of other sites."""
+    errors = run_ranks(train_until_some_are_lost, 4, [3], True, inside, lost=[3], timeout=60)
+    assert sum("so the weights in this site would part" in error for error in errors[:2]) == 1
+    assert "none" not in errors
+
+
+def test_a_site_of_several_ranks_that_is_lost_is_left_by_all() -> None:
+    errors = run_ranks(train_until_some_are_lost, 4, [2, 3], False, "attach", lost=[2, 3], timeout=60)
+    assert errors[:2] == ["none", "none"]
