@@ -18,9 +18,9 @@ from gymnasium import Space, spaces
 from torch import Tensor, nn
 
 from . import fused
-from .envs.lookup import import_from
 from .envs.parts import Parts, PartsSpace
 from .envs.spaces import Array, action_translator
+from .names import import_from
 from .normalize import ObservationNormalizer
 from .settings import Precision, RunSettings
 

@@ -80,6 +80,7 @@ class RunSettings:
     resume: str | None = None
     """auto resumes the run of this name from its last checkpoint, or begins it if there is none. A checkpoint's path
     begins a new run from that checkpoint."""
+    allow_other_loss: bool = False  # Resume even with another loss, or other advantages, than the run has had so far.
     wandb_project: str | None = None  # Also log to this project of Weights & Biases.
     quiet: bool = False  # Print only warnings and errors.
 
