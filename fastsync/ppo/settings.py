@@ -169,7 +169,7 @@ def file_words(source: str) -> list[str]:
             raise ValueError(f"config={source!r} is neither a file nor a preset{hint}")
         path = PRESETS / f"{source}.yaml"
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -121,13 +122,21 @@ def _find(settings: RunSettings, world_size: int, stack: ExitStack) -> Opened:
 
 
 def _named(run_name: str, runs_dir: str) -> Path:
-    """Returns the folder of that name. Raises ValueError if it is not inside runs_dir."""
+    """Returns the folder of that name. Raises ValueError if it is not inside runs_dir, or cannot be written here."""
     inside = os.path.normpath(run_name)
     if os.path.isabs(inside) or inside.split(os.sep)[0] in ("", os.curdir, os.pardir):
         raise ValueError(
             f"run_name={run_name!r} is not inside runs_dir={runs_dir!r}; to store the run elsewhere, set runs_dir"
         )
-    return Path(runs_dir) / run_name
+    folder = Path(runs_dir) / run_name
+    try:
+        os.fsencode(str(folder).encode("utf-8").decode("utf-8"))
+    except UnicodeEncodeError:  # the locale knows ASCII only
+        raise ValueError(
+            f"the run folder {str(folder)!a} has letters that this locale has not: it is "
+            f"{sys.getfilesystemencoding()}; set PYTHONUTF8=1, or choose another run_name or runs_dir"
+        ) from None
+    return folder
 
 
 @contextmanager
