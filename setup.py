@@ -210,7 +210,7 @@ def leave_note(path: Path, torch_version: str, left_out: str | None) -> None:
 
     Another torch may load the extension, and crash. The user is told on the terminal: pip hides what a build prints.
     """
-    path.write_text("\n".join(filter(None, (torch_version, left_out))))
+    path.write_text("\n".join(filter(None, (torch_version, left_out))), encoding="utf-8")
     if left_out in (None, ON_REQUEST):
         return
     sentence = f"fastsync: built without its CUDA kernels: {left_out}"

@@ -6,6 +6,8 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from fastsync.printable import print_what_can_be
+
 COMMANDS = {
     "ops": "pack and unpack over sizes and numbers of tensors, against a copy of as many bytes and torch's operations",
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's methods and the bare all_reduce, in turns",
@@ -26,6 +28,7 @@ REQUIRED = ("numpy", "rich", "tyro", "jinja2", "matplotlib", "scipy")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
+    print_what_can_be()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed, against baselines and the limit.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, description in COMMANDS.items():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from . import __version__
 from ._checks import did_you_mean
+from .printable import print_what_can_be
 
 COMMANDS = {
     "train": "train a policy with PPO on several ranks",
@@ -21,6 +22,7 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns the exit status."""
+    print_what_can_be()
     parser = argparse.ArgumentParser(prog="fastsync", description="Gradient synchronisation for PyTorch.")
     parser.add_argument("--version", action="version", version=f"fastsync {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

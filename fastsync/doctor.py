@@ -55,7 +55,7 @@ def cuda_left_out() -> str:
 def _note() -> list[str]:
     """Reads the lines that setup.py noted beside the extension."""
     note = HERE.joinpath(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").with_suffix(".torch")
-    return note.read_text().splitlines() if note.exists() else []
+    return note.read_text(encoding="utf-8").splitlines() if note.exists() else []
 
 
 def rebuild_command() -> str:

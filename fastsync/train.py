@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from .printable import print_what_can_be
+
 if TYPE_CHECKING:
     from .ppo.settings import RunSettings
 
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     exits with 0, because torchrun takes any other status for a failure. torchrun has received the signal itself, and
     reports it. Settings that cannot work end rank 0 with one sentence and status 2.
     """
+    print_what_can_be()
     require_extra()
     from .launch.environment import this_rank
     from .ppo.cli import STOPPED, Arguments, check_device, check_environment, parse, train_rank

@@ -447,3 +447,27 @@ class WrongMask(OneForbidden):
 
 class WrongDict(InDict):
     action_space = spaces.Discrete(2)
+
+
+class ForbidsAll(OneForbidden):
+    """Forbids everything when so many steps are left."""
+
+    left = 2
+
+    def mask(self) -> Any:
+        return np.full(self.num_choices, self.remaining != self.left, np.int8)
+
+
+class ForbidsAllAtTheEnd(ForbidsAll):
+    """As board games do, in which nobody moves any more."""
+
+    left = 0
+
+    def step(self, action: Any):
+        return *super().step(action)[:4], {"action_mask": self.mask()}
+
+
+class NoSize(Countdown):
+    observation_space = spaces.Dict(
+        where=Countdown.observation_space, seen=spaces.Tuple([spaces.Discrete(2), spaces.Sequence(spaces.Discrete(3))])
+    )

@@ -58,7 +58,7 @@ def barrier() -> Callable[[], object]:
     The group's own lets one rank go hundreds of microseconds before the other. A collective call.
     """
     machines: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, BOOT_ID.read_text() if BOOT_ID.exists() else None)
+    dist.all_gather_object(machines, BOOT_ID.read_text(encoding="ascii") if BOOT_ID.exists() else None)
     if len(set(machines)) == 1 and machines[0] is not None:
         return Barrier().wait
     return dist.barrier

@@ -230,7 +230,7 @@ def run_alone(trainer: str, training: Training, *, timeout: float, python: str |
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,  # a group of its own, which is ended as a whole
     ) as process:
         try:

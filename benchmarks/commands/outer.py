@@ -188,7 +188,7 @@ def measure(
 
 def bytes_sent() -> int:
     """What this namespace's interface has sent so far, all headers with it."""
-    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
     counts = next(line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
     return int(counts[8])
 

@@ -45,7 +45,7 @@ class Diary:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
-        self._file = (folder / f"{rank}.{os.getpid()}.diary").open("w", buffering=1)
+        self._file = (folder / f"{rank}.{os.getpid()}.diary").open("w", buffering=1, encoding="utf-8")
 
     def begin(self, step: int) -> None:
         self._write(Event(time.monotonic(), "begin", step))
@@ -65,7 +65,7 @@ def read_diaries(folder: Path) -> dict[Author, list[Event]]:
     diaries = {}
     for file in sorted(folder.glob("*.diary")):
         rank, pid, _ = file.name.split(".")
-        whole, _, _ = file.read_text().rpartition("\n")
+        whole, _, _ = file.read_text(encoding="utf-8").rpartition("\n")
         diaries[Author(int(rank), int(pid))] = [_event(line) for line in whole.splitlines()]
     return diaries
 

@@ -46,7 +46,9 @@ class Running:
 
     def said(self) -> str:
         """The last words of each process."""
-        return "\n".join(file.read_text(errors="replace")[-1500:] for file in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            file.read_text(encoding="utf-8", errors="replace")[-1500:] for file in sorted(self.folder.glob("*.log"))
+        )
 
     def wait_for(self, find: Callable[[Diaries], T | None], what: str, until: float) -> T:
         """Returns what is found in the diaries as soon as it is.
@@ -71,7 +73,7 @@ def training(name: str, folder: Path, commands: Sequence[Command]) -> Iterator[R
     running = Running(folder, name, processes)
     try:
         for number, command in enumerate(commands):
-            with (folder / f"{number}.log").open("w") as log:
+            with (folder / f"{number}.log").open("w", encoding="utf-8") as log:
                 processes.append(
                     subprocess.Popen(
                         command.words,

@@ -84,7 +84,9 @@ def read_json(path: Path) -> list[Record]:
         raise ValueError(f"{path}: there is no such file")
     names = [field.name for field in fields(Record)]
     try:
-        rows = [{"method": row.get("way"), **row} for row in json.loads(path.read_text())]  # as it was called before
+        rows = [
+            {"method": row.get("way"), **row} for row in json.loads(path.read_text(encoding="utf-8"))
+        ]  # as it was called before
         return [Record(**{name: row[name] for name in names}) for row in rows]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no rows of a benchmark: {error!r}") from None
@@ -117,12 +119,12 @@ def _commit() -> str | None:
     """The source tree's commit, with -dirty behind it if it was changed since; None outside of a git repository."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()

@@ -100,7 +100,7 @@ def _run_here(
     """Moves to the host's namespace before there is any connection, and calls the function."""
     rank = int(os.environ["RANK"])
     libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/proc/{keepers[rank // ranks_per_host]}/ns/net") as namespace:
+    with open(f"/proc/{keepers[rank // ranks_per_host]}/ns/net", encoding="ascii") as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET):  # for this thread, and for those that it starts
             raise OSError(ctypes.get_errno(), f"rank {rank} cannot enter its network namespace")
     os.environ |= {

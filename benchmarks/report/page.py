@@ -62,8 +62,8 @@ def write_page(folder: Path, document: Document) -> None:
     """Writes what people read. The rows are in the folder already."""
     for section in document.sections:
         if section.picture:
-            (folder / f"{section.picture.name}.svg").write_text(section.picture.svg)
-    (folder / "index.html").write_text(to_html(document))
+            (folder / f"{section.picture.name}.svg").write_text(section.picture.svg, encoding="utf-8")
+    (folder / "index.html").write_text(to_html(document), encoding="utf-8")
 
 
 def to_html(document: Document) -> str:

@@ -33,7 +33,7 @@ from ..launch.torchrun import launch_ranks
 from .envs.make import make_one
 from .evaluation import Evaluator
 from .policies import try_policy
-from .ppo import Settings, train
+from .ppo import Settings, resolve, train
 from .runs.checkpoints import CheckpointFolder
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
@@ -181,12 +181,13 @@ def check_device(settings: Settings, num_ranks: int = 1) -> None:
 
 
 def check_environment(settings: Settings) -> None:
-    """Tries environment and policy, before ranks start.
+    """Tries environment and policy, and finds the functions that the settings name, before ranks start.
 
     Raises:
-        ValueError: the environment, the policy or an extra is missing or does not suit.
+        ValueError: the environment, the policy, a function or an extra is missing or does not suit.
     """
     check_wandb(settings.wandb_project)
+    resolve(settings, None, None, None)
     rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
     with make_one(settings) as environments:
         if settings.eval_interval:

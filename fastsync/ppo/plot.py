@@ -88,7 +88,7 @@ def grouped(folders: Sequence[Path], x: str, metric: str) -> dict[str, list[Rows
 
 def _settings(folder: Path) -> Mapping[str, Any]:
     try:
-        return dict(yaml.safe_load((folder / SETTINGS).read_text()))
+        return dict(yaml.safe_load((folder / SETTINGS).read_text(encoding="utf-8")))
     except OSError:
         raise ValueError(f"run={str(folder)!r} is not the folder of a run; {runs_here('plot')}") from None
 
@@ -96,7 +96,7 @@ def _settings(folder: Path) -> Mapping[str, Any]:
 def _rows_and_ranks(folder: Path, x: str, metric: str) -> tuple[Rows, int]:
     """Reads the rows of a run that have the metric. Returns them, and how many ranks it had at most."""
     try:
-        with (folder / PROGRESS).open(newline="") as file:
+        with (folder / PROGRESS).open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(line for line in file if line.endswith("\n"))
             rows = [(float(row[x]), float(row[metric])) for row in reader if row.get(metric)]
             names = reader.fieldnames or []

@@ -18,9 +18,9 @@ from gymnasium import Space, spaces
 from torch import Tensor, nn
 
 from . import fused
-from .envs.lookup import import_from
-from .envs.parts import Parts, PartsSpace
+from .envs.parts import Parts, PartsSpace, forbids_all
 from .envs.spaces import Array, action_translator
+from .names import import_from
 from .normalize import ObservationNormalizer
 from .settings import Precision, RunSettings
 
@@ -238,7 +238,7 @@ class Policy(nn.Module):
             The action for ``env.step``, ``[*action_shape]``, or N actions, ``[N, *action_shape]``.
 
         Raises:
-            ValueError: the observations have another shape, or a mask is missing or not expected.
+            ValueError: the observations have another shape, or a mask is missing, not expected, or forbids all.
         """
         seen = np.asarray(observations)
         if action_mask is not None:
@@ -265,6 +265,8 @@ class Policy(nn.Module):
         if mask.shape != (*seen.shape[:-1], size):
             needs = f"expected shape {(*seen.shape[:-1], size)}" if size else "the training had none"
             raise ValueError(f"action_mask: {needs}, got shape {mask.shape}")
+        if forbids_all(mask, self._action_space):
+            raise ValueError("action_mask: it forbids every action; allow one, or end the episode")
         return np.concatenate([seen, mask], axis=-1)
 
     def _why_not_seen(self, shape: tuple[int, ...]) -> str:

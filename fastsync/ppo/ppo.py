@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +31,9 @@ from .adam import Adam
 from .batches import Batch, Rows, Shuffler, blank_unused, check_rewards
 from .envs.interface import Environments, Episode, seed_from
 from .exchange import Exchange
+from .names import check_not_importing, function_from, name_of
 from .normalize import RewardNormalizer, explained_variance, mean_and_variance, moments
-from .policies import Policy, autocast, explain_batch_norm, in_eval_mode, make_policy, own_buffers
+from .policies import ActorCritic, Policy, autocast, explain_batch_norm, in_eval_mode, make_policy, own_buffers
 from .random_streams import RandomStreams
 from .runs.metrics import TrainResult, add_infos, mean, mean_of_steps
 from .session import open_session
@@ -55,6 +56,10 @@ class Settings(RunSettings):
     norm_rewards: bool = False
     """Divide rewards by the running standard deviation of the discounted returns of all ranks; clip to [-10, 10]."""
 
+    loss: str | None = None
+    """Your own loss in place of fastsync.ppo.ppo_loss, as "module:function"."""
+    advantages: str | None = None
+    """Your own estimator in place of fastsync.ppo.estimate_advantages, as "module:function"."""
     clip_coef: float = 0.2  # The surrogate objective clips the probability ratio to 1 - clip_coef ... 1 + clip_coef.
     anneal_clip: bool = False  # Lower clip_coef linearly to 0 over the run.
     clip_value_loss: bool = False  # Also clip the change of the value since the rollout to clip_coef.
@@ -509,14 +514,42 @@ class PPO:
         return grad_norm
 
 
+def resolve(
+    settings: Settings, policy: PolicyMaker | None, loss: Loss | None, advantages: Advantages | None
+) -> tuple[Settings, Loss, Advantages]:
+    """Returns the settings with the names of what ``train`` was given, and the loss and advantages that the run uses.
+
+    Raises:
+        ValueError: a name cannot be imported, or the settings name another function than the one that is given.
+    """
+    usual: dict[str, Any] = {"policy": ActorCritic, "loss": ppo_loss, "advantages": estimate_advantages}
+    names: dict[str, Any] = {}
+    for name, given in {"policy": policy, "loss": loss, "advantages": advantages}.items():
+        if given is None:
+            continue
+        written, named = getattr(settings, name), None if given is usual[name] else name_of(given)
+        if written not in (None, named):
+            other = "fastsync's own" if named is None else repr(named)
+            raise ValueError(f"{name}={written!r} in the settings, and {name}={other} in train(); leave one out")
+        names[name] = named
+    settings = replace(settings, **names)
+    if loss is None:
+        loss = ppo_loss if settings.loss is None else function_from("loss", settings.loss)
+    if advantages is None:
+        advantages = estimate_advantages
+        if settings.advantages is not None:
+            advantages = function_from("advantages", settings.advantages)
+    return settings, loss, advantages
+
+
 # --- Loop -------------------------------------------------------------------------------------------------------------
 def train(
     settings: Settings,
     device: torch.device | None = None,
     *,
     policy: PolicyMaker | None = None,
-    loss: Loss = ppo_loss,
-    advantages: Advantages = estimate_advantages,
+    loss: Loss | None = None,
+    advantages: Advantages | None = None,
 ) -> tuple[Policy, TrainResult]:
     """Trains a policy with PPO. Every rank must call it with the same arguments. A single process is one rank.
 
@@ -528,19 +561,25 @@ def train(
         device: device of this rank; by default ``fastsync.distributed.process_group`` chooses it.
         policy: a subclass of Policy, or a function of the same arguments (observation space, action space, settings)
             that returns a Policy. By default ``settings.policy`` or, without it, ``ActorCritic``.
-        loss: replaces ``ppo_loss``. The metrics that it returns go into every log.
-        advantages: replaces ``estimate_advantages``.
+        loss: replaces ``ppo_loss``. The metrics that it returns go into every log. By default ``settings.loss``.
+        advantages: replaces ``estimate_advantages``. By default ``settings.advantages``.
+
+    The run's settings keep the names of all three, by which ``fastsync train --resume auto`` finds them again.
 
     Returns:
         The policy, the same on every rank, and how the run ended.
 
     Raises:
-        ValueError: the environment, the policy or the run folder does not suit, or the run cannot be resumed.
+        ValueError: the environment, the policy or the run folder does not suit, or the run cannot be resumed. Or a
+            function is given here, and the settings name another one.
         RuntimeError: a rank was lost, and ``settings.on_lost_rank`` is stop. Or the ranks' weights differ at the end.
+            Or a module that a setting names calls this function while it is imported.
     """
+    check_not_importing("fastsync.ppo.train()")
+    settings, loss, advantages = resolve(settings, policy, loss, advantages)
     fused.enable(settings.fused, own=[loss, advantages])
     with open_session(settings, device) as session:
-        ppo = PPO(settings, session.environments, session.device, policy=policy, loss=loss, advantages=advantages)
+        ppo = PPO(settings, session.environments, session.device, policy, loss, advantages)
         session.begin(ppo)
         while not session.is_over:
             rollout = ppo.collect()

@@ -19,6 +19,7 @@ from ..check_consistency import check_consistency
 from ..compression import Auto
 from ..distributed import process_group
 from ..launch.signals import StopSignals
+from ..printable import printing_what_can_be
 from ..stats import SyncStats
 from .envs.interface import Environments, Episode
 from .envs.make import make_environments
@@ -57,6 +58,7 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
     if device is not None and settings.device not in ("auto", device.type):
         raise ValueError(f"device={str(device)!r}, but the settings have device={settings.device!r}; leave one out")
     with ExitStack() as stack:
+        stack.enter_context(printing_what_can_be())
         if "OMP_NUM_THREADS" not in os.environ:  # as under torchrun: more threads gain nothing on small networks
             torch.set_num_threads(1)
         chosen = stack.enter_context(process_group(settings.timeout, backend=settings.backend))

@@ -80,6 +80,7 @@ class RunSettings:
     resume: str | None = None
     """auto resumes the run of this name from its last checkpoint, or begins it if there is none. A checkpoint's path
     begins a new run from that checkpoint."""
+    allow_other_loss: bool = False  # Resume even with another loss, or other advantages, than the run has had so far.
     wandb_project: str | None = None  # Also log to this project of Weights & Biases.
     quiet: bool = False  # Print only warnings and errors.
 
@@ -168,7 +169,7 @@ def file_words(source: str) -> list[str]:
             raise ValueError(f"config={source!r} is neither a file nor a preset{hint}")
         path = PRESETS / f"{source}.yaml"
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ from fastsync.ppo.evaluate import main
 from fastsync.ppo.fingerprint import fingerprint
 from fastsync.ppo.fused import Operator, Perceptron, fuse
 from fastsync.ppo.policies import ActorCritic, Policy, categorical, choose, make_policy
-from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss, train
+from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss, resolve, train
+from fastsync.ppo.runs.folder import check_run
+from fastsync.ppo.settings import load_settings
 from tests.ranks import RankError, run_ranks
 from tests.toy_envs import Countdown
 
@@ -266,8 +269,78 @@ def test_a_network_of_ones_own_is_trained_saved_and_played(tmp_path: Path, capsy
     by_class = tmp_path / "by class"
     by_class.mkdir()
     assert are_equal(by_name, trained(by_class, world_size=2, policy=Normalised)[0])
-    with pytest.raises(ValueError, match=r"name it in the settings instead, as Settings\(policy='module:Class'\)"):
-        main([str(next(by_class.glob("run *")))])
+    assert main([str(next(by_class.glob("run *"))), "--episodes", "2"]) == 0  # the run has noted its name
+
+
+def test_a_network_without_a_name_is_not_mistaken_for_another(tmp_path: Path):
+    trained(tmp_path, policy=partial(Normalised))
+    with pytest.raises(ValueError, match=r"policy='functools:partial\(.*:Normalised\)' has no name to"):
+        main([str(next(tmp_path.glob("run *")))])
+
+
+def test_a_run_with_a_loss_of_ones_own_goes_on_with_it_and_with_no_other(tmp_path: Path):
+    """By its settings alone, and not with another loss unless that is asked for."""
+    settings = replace(TINY, runs_dir=str(tmp_path), run_name="mine", resume="auto")
+    run_ranks(train_once, 1, settings, {"loss": with_value_error, "advantages": of_one_step})
+    noted = load_settings(str(tmp_path / "mine" / "settings.yaml"), Settings)
+    assert noted.loss == "examples.ppo_own_metric:with_value_error"
+    assert noted.advantages == f"{__name__}:of_one_step"
+    by_name = replace(noted, resume="auto", total_steps=1200)
+    run_ranks(train_once, 1, by_name, {})
+    rows = list(csv.DictReader((tmp_path / "mine" / "progress.csv").open()))
+    assert int(rows[-1]["step"]) >= 1200
+    assert all(float(row["learning/value_error"]) > 0 for row in rows)
+    for other, changes in (
+        (replace(by_name, loss=None), {}),
+        (replace(by_name, advantages=None), {}),
+        (replace(by_name, loss=None), {"loss": annealed_and_penalised}),
+    ):
+        with pytest.raises(RankError, match=r"ValueError: (loss|advantages)=.* would resume a run with"):
+            run_ranks(train_once, 1, other, changes)
+        with pytest.raises(ValueError, match="would resume a run with"):
+            check_run(resolve(other, None, changes.get("loss"), None)[0], 1)
+    told = replace(by_name, loss=None, total_steps=1800, allow_other_loss=True)
+    ((_, said),) = run_ranks(train_once, 1, told, {})
+    assert "loss is None from here on, it was 'examples.ppo_own_metric:with_value_error'" in said
+    assert load_settings(str(tmp_path / "mine" / "settings.yaml"), Settings).allow_other_loss is False
+
+
+def test_a_function_that_is_given_twice_or_cannot_be_found_is_refused():
+    with pytest.raises(ValueError, match=r"loss='elsewhere:mine' in the settings, and loss='.*:lost' in train"):
+        resolve(replace(TINY, loss="elsewhere:mine"), None, lost, None)
+    for loss, reason in (("nowhere:f", "ModuleNotFoundError"), ("math:pi", "has to be a function"), ("f", "module:")):
+        with pytest.raises(ValueError, match=f"loss='{loss}' .*{reason}"):
+            check_environment(replace(TINY, loss=loss))
+
+
+SCRIPT = """
+from fastsync.ppo import Settings, ppo_loss, train
+
+def mine(new, batch, settings, remaining):
+    loss, metrics = ppo_loss(new, batch, settings, remaining)
+    return 2 * loss, metrics
+
+train(Settings(total_steps=200, num_envs=2, num_steps=16, run_name="mine", quiet=True), loss=mine)
+"""
+
+
+@pytest.mark.end_to_end
+def test_a_script_is_found_by_its_file_and_told_if_it_trains_when_it_is_imported(tmp_path: Path):
+    def run(*words: str) -> tuple[int, str]:
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120)
+        return done.returncode, done.stderr
+
+    script = tmp_path / "scripts" / "once.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT, encoding="utf-8")
+    assert run("scripts/once.py") == (0, "")
+    resume = ("-m", "fastsync.train", "--config", "runs/mine/settings.yaml", "--resume", "auto", "--total-steps", "300")
+    status, said = run(*resume)
+    assert status == 2
+    assert "loss='scripts/once.py:mine' cannot be imported: RuntimeError: the module once calls" in said
+    script.write_text(SCRIPT.replace("train(S", 'if __name__ == "__main__":\n    train(S'), encoding="utf-8")
+    assert run(*resume) == (0, "")
 
 
 class Recomputed(ActorCritic):

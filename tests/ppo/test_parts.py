@@ -19,6 +19,7 @@ from fastsync.cli import main
 from fastsync.ppo.cli import check_environment
 from fastsync.ppo.envs import parts
 from fastsync.ppo.envs.make import make_environments
+from fastsync.ppo.envs.parts import forbids_all
 from fastsync.ppo.policies import Policy, hidden_layers, make_policy
 from fastsync.ppo.ppo import PPO, Settings, train
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
@@ -207,3 +208,35 @@ def test_an_own_vectorisation_has_no_parts(kind: Any, monkeypatch: pytest.Monkey
     monkeypatch.setitem(gymnasium.registry, spec.id, spec)
     with pytest.raises(ValueError, match=r"images in a dictionary or a mask of actions; choose vectorization='sync'"):
         make_environments(replace(TINY, env=spec.id), rank=0)
+
+
+def played(environments: Any) -> int:
+    """The number of episodes that end in 20 steps."""
+    environments.reset()
+    return sum(len(environments.step(np.zeros(TINY.num_envs, np.int64)).episodes) for _ in range(20))
+
+
+def test_a_mask_that_forbids_everything_is_refused_until_the_episode_ends():
+    settings = replace(TINY, env=f"{TOY}:ForbidsAll")
+    with (
+        make_environments(settings, rank=0) as environments,
+        pytest.raises(
+            RuntimeError, match=r"environment 0 \(ForbidsAll\) failed in .*: info\['action_mask'\] forbids every action"
+        ),
+    ):
+        played(environments)
+    settings = replace(settings, env=f"{TOY}:ForbidsAllAtTheEnd")
+    with make_environments(settings, rank=0) as environments:
+        assert played(environments) > 1
+        policy = make_policy(TINY, environments.single_observation_space, environments.single_action_space)
+    with pytest.raises(ValueError, match="action_mask: it forbids every action"):
+        policy.act(np.zeros(3, np.float32), np.zeros(3))
+    assert forbids_all(np.array([[1, 0, 1, 1, 0], [0, 0, 1, 1, 1]]), spaces.MultiDiscrete([2, 3]))
+    assert not forbids_all(np.array([[1, 0, 1, 1, 0], [0, 1, 0, 0, 1]]), spaces.MultiDiscrete([2, 3]))
+
+
+def test_a_part_without_a_fixed_size_is_named():
+    with pytest.raises(
+        ValueError, match=r":NoSize' has .*: observation\['seen'\]\[1\] is a Sequence, .* with a Box in"
+    ):
+        make_environments(replace(TINY, env=f"{TOY}:NoSize"), rank=0)

@@ -32,6 +32,7 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
         keep_checkpoints=1, resume="null", wandb_project="on", policy="c:D", log_info=("x", "y"), fused=False,
         sync="diloco", sync_every=3, env_kwargs={"a": [1, {"b": None}], "c": True, "d": "x y"},
         quiet=True, eval_interval=9, eval_episodes=4, eval_env="d:e",
+        loss="f:g", advantages="h.py:i", allow_other_loss=True,
     )  # fmt: skip
     same = [
         field.name for field in fields(Settings) if getattr(settings, field.name) == getattr(Settings(), field.name)

@@ -1,12 +1,10 @@
-"""Finds environments, and classes of the user's own, by their names."""
+"""Finds environments by their names."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import random
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -19,6 +17,7 @@ from gymnasium.wrappers import vector as vector_wrappers
 
 from ..._checks import did_you_mean
 from ...doctor import install_command
+from ..names import import_module
 from .atari import wrap_atari
 from .parts import MASK, LeavesChecked, PartsInARow, choices_of, has_parts
 from .spaces import suits
@@ -172,7 +171,7 @@ def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
     module_name, colon, attribute = name.rpartition(":")
     if colon:
         try:
-            maker = getattr(_import(module_name), attribute, None)
+            maker = getattr(import_module(module_name), attribute, None)
         except Exception as error:  # any error of the user's module
             raise cannot_be_made(name, error) from error
         if callable(maker):
@@ -214,28 +213,6 @@ def _why_unknown(name: str, error: Exception) -> str:
 def _usual_ids() -> list[str]:
     """Returns the ids of gymnasium's registry without those for JAX and tables, which have the others' names."""
     return [name for name in gymnasium.registry if not name.startswith(("phys2d/", "tabular/"))]
-
-
-def import_from(setting: str, name: str) -> Any:
-    """Imports what a setting names as "module:attribute".
-
-    Raises:
-        ValueError: there is no such module or attribute here.
-    """
-    module_name, colon, attribute = name.rpartition(":")
-    if not colon:
-        raise ValueError(f"{setting}={name!r} must be module:Class")
-    try:
-        return getattr(_import(module_name), attribute)
-    except Exception as error:  # any error of the user's module
-        raise ValueError(f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _import(module_name: str) -> Any:
-    if os.getcwd() not in sys.path:
-        # The command itself does not look for modules in the current folder, unlike python -m.
-        sys.path.insert(0, os.getcwd())
-    return importlib.import_module(module_name)
 
 
 def cannot_be_made(

@@ -94,13 +94,13 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(seed=seed, options=options)
-        return self._row(observation, info), info
+        return self._row(observation, info, ends=False), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._row(observation, info), reward, terminated, truncated, info
+        return self._row(observation, info, ends=terminated or truncated), reward, terminated, truncated, info
 
-    def _row(self, observation: Any, info: dict[str, Any]) -> Array:
+    def _row(self, observation: Any, info: dict[str, Any], *, ends: bool) -> Array:
         _check_boxes(self._boxes, observation)
         parts: list[Array] = [
             np.ravel(spaces.flatten(space, _at(observation, path)))  # type: ignore[arg-type]
@@ -110,17 +110,22 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
             image = np.asarray(_at(observation, path))
             parts.append(np.ravel(np.moveaxis(image, -1, 0) if is_moved else image))
         if self._mask_size:
-            parts.append(self._mask(observation[MASK] if self._has_mask else info.get(MASK)))
+            parts.append(self._mask(observation[MASK] if self._has_mask else info.get(MASK), ends=ends))
         dtype: Any = self.observation_space.dtype
         return np.concatenate(parts, dtype=dtype, casting="unsafe")
 
-    def _mask(self, mask: Any) -> Array:
+    def _mask(self, mask: Any, *, ends: bool) -> Array:
         if mask is None:  # nothing is forbidden, such as at the end of an episode
             return np.ones(self._mask_size)
         allowed = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple) else np.ravel(mask)
+        where = "the observation" if self._has_mask else "info"
         if len(allowed) != self._mask_size:
-            where = "the observation" if self._has_mask else "info"
             raise ValueError(f"{where}[{MASK!r}] has {len(allowed)} entries, and there are {self._mask_size} choices")
+        if not ends and forbids_all(allowed, self.env.action_space):  # at the end of an episode nobody acts
+            raise ValueError(
+                f"{where}[{MASK!r}] forbids every action, and the episode goes on; allow one, such as one that does "
+                "nothing, or end the episode"
+            )
         return allowed
 
 
@@ -173,6 +178,14 @@ def choices_of(actions: Space[Any]) -> int:
     if isinstance(actions, spaces.Discrete):
         return int(actions.n)
     return int(actions.nvec.sum()) if isinstance(actions, spaces.MultiDiscrete) else 0
+
+
+def forbids_all(mask: Array, actions: Space[Any]) -> bool:
+    """Returns whether a mask [..., num_choices] leaves nothing to choose, in a row or in a component of an action."""
+    if isinstance(actions, spaces.MultiDiscrete):
+        each = np.split(mask, np.cumsum(actions.nvec)[:-1], axis=-1)
+        return not all((part > 0).any(-1).all() for part in each)
+    return not (mask > 0).any(-1).all()
 
 
 def allowed_sample(actions: Space[Any], observations: Space[Any], row: Array) -> Any:

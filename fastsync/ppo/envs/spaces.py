@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,13 @@ def check_spaces(
     """
     refused = f"env={env!r} has"
     wrapped = "wrap the environment in one of gymnasium.wrappers and give it as 'module:function'"
+    if unsized := list(_without_a_size(observations)):
+        path, kind = unsized[0]
+        raise ValueError(
+            f"{refused} observations of no fixed size: {'observation' + path} is a {kind}, and networks take as many "
+            f"numbers at every step. Choose the most that there may be, and fill up with zeros, or leave the part out: "
+            f"{wrapped}, such as TransformObservation, with a Box in its place"
+        )
     if not suits(observations):  # flattened they are no Box
         raise ValueError(
             f"{refused} observations {observations}; they have to be a Box, or what "
@@ -63,6 +70,19 @@ def check_spaces(
             f"{refused} actions {actions}; Discrete, MultiDiscrete of one dimension, and a Box of one dimension and "
             f"real numbers are supported: {wrapped}, such as TransformAction"
         )
+
+
+def _without_a_size(space: Space[Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields path and kind of each part of observations that no vector holds, such as a Sequence."""
+    inner: Iterable[tuple[Any, Space[Any]]] = ()
+    if isinstance(space, spaces.Dict):
+        inner = space.spaces.items()
+    elif isinstance(space, spaces.Tuple):
+        inner = enumerate(space.spaces)
+    elif not space.is_np_flattenable:
+        yield path, type(space).__name__
+    for name, part in inner:
+        yield from _without_a_size(part, f"{path}[{name!r}]")
 
 
 def notes_on_actions(settings: RunSettings, observations: Space[Any], actions: Space[Any]) -> list[str]:

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -28,8 +29,10 @@ _HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 # Settings that must not change: otherwise the saved state does not fit the policy, observations, or averages.
 _FIXED = ("env", "env_kwargs", "policy", "network", "hidden_sizes", "activation", "norm_observations", "sync")
+# Settings that name code of the user's. Another one must not come in by oversight.
+_OWN_CODE = ("loss", "advantages")
 # Settings that say where a run is stored, and whether it prints. No note tells that they differ.
-_UNMENTIONED = ("resume", "run_name", "runs_dir", "quiet")
+_UNMENTIONED = ("resume", "run_name", "runs_dir", "quiet", "allow_other_loss")
 
 Opened = tuple[Path, Checkpoint | None, list[str]]
 """The run's folder, the checkpoint to resume from, and sentences to print."""
@@ -81,7 +84,9 @@ def open_run(settings: RunSettings, world_size: int) -> Iterator[Opened]:
                 raise ValueError(f"the run folder {folder} cannot be written: {error.strerror}") from error
             stack.enter_context(locked(folder))
         # A run with this file as config resumes in this folder.
-        own = replace(settings, resume=None, run_name=str(folder.relative_to(settings.runs_dir)))
+        own = replace(
+            settings, resume=None, allow_other_loss=False, run_name=str(folder.relative_to(settings.runs_dir))
+        )
         write_whole(folder / SETTINGS, dump_settings(own).encode())
         yield folder, checkpoint, notes
 
@@ -117,13 +122,21 @@ def _find(settings: RunSettings, world_size: int, stack: ExitStack) -> Opened:
 
 
 def _named(run_name: str, runs_dir: str) -> Path:
-    """Returns the folder of that name. Raises ValueError if it is not inside runs_dir."""
+    """Returns the folder of that name. Raises ValueError if it is not inside runs_dir, or cannot be written here."""
     inside = os.path.normpath(run_name)
     if os.path.isabs(inside) or inside.split(os.sep)[0] in ("", os.curdir, os.pardir):
         raise ValueError(
             f"run_name={run_name!r} is not inside runs_dir={runs_dir!r}; to store the run elsewhere, set runs_dir"
         )
-    return Path(runs_dir) / run_name
+    folder = Path(runs_dir) / run_name
+    try:
+        os.fsencode(str(folder).encode("utf-8").decode("utf-8"))
+    except UnicodeEncodeError:  # the locale knows ASCII only
+        raise ValueError(
+            f"the run folder {str(folder)!a} has letters that this locale has not: it is "
+            f"{sys.getfilesystemencoding()}; set PYTHONUTF8=1, or choose another run_name or runs_dir"
+        ) from None
+    return folder
 
 
 @contextmanager
@@ -155,7 +168,8 @@ def changes(checkpoint: Checkpoint, settings: RunSettings, world_size: int) -> l
     """Returns a sentence for each setting that differs from the checkpoint's.
 
     Raises:
-        ValueError: environment or network differ, so the checkpoint's weights are of no use.
+        ValueError: environment or network differ, so the checkpoint's weights are of no use. Or loss or advantages
+            differ, and the settings do not allow it.
     """
     old = checkpoint.settings_as(type(settings))
     unknown = sorted(checkpoint.settings.keys() - settings.as_dict().keys())
@@ -166,6 +180,14 @@ def changes(checkpoint: Checkpoint, settings: RunSettings, world_size: int) -> l
         name, before, now = field.name, getattr(old, field.name), getattr(settings, field.name)
         if before == now or name in _UNMENTIONED:
             continue
+        if "loss" not in checkpoint.settings and name in ("policy", *_OWN_CODE) and before is None:
+            continue  # older versions did not note what a script passed
+        if name in _OWN_CODE and not settings.allow_other_loss:
+            option = f"--{name} {before}" if before is not None else f"no --{name}"
+            raise ValueError(
+                f"{name}={now!r} would resume a run with {name}={before!r}; resume with {option}, use the run's "
+                "settings.yaml as config, or set allow_other_loss to go on with another one"
+            )
         if name in _FIXED:
             raise ValueError(
                 f"{name}={now!r} cannot resume a run with {name}={before!r}; resume with that value, or begin a new run"

@@ -68,7 +68,7 @@ class CsvLog:
         writer.writeheader()
         writer.writerows(self._rows)
         write_whole(self._path, kept.getvalue().encode())
-        self._file = self._path.open("a", newline="")
+        self._file = self._path.open("a", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, columns)
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class CsvLog:
 def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
     if not path.exists():
         return []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         whole = [line for line in file if line.endswith("\n")]  # a killed run may have left half a line
     return [row for row in csv.DictReader(whole) if int(row["step"]) <= step]
 
@@ -116,8 +116,13 @@ class WandbLog:
         check_wandb(project)
         id_file = folder / "wandb_id"
         if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
-        where: dict[str, Any] = {"name": folder.name, "dir": str(folder), "id": id_file.read_text(), "resume": "allow"}
+            id_file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+        where: dict[str, Any] = {
+            "name": folder.name,
+            "dir": str(folder),
+            "id": id_file.read_text(encoding="utf-8"),
+            "resume": "allow",
+        }
         self._run = importlib.import_module("wandb").init(project=project, config=dict(settings), **where)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -35,7 +35,7 @@ class _LateFile(TextIOBase):
 
     def write(self, text: str) -> int:
         if self._file is None:
-            self._file = self._path.open("a", buffering=1)
+            self._file = self._path.open("a", buffering=1, encoding="utf-8")
         return int(self._file.write(text))
 
     def flush(self) -> None:

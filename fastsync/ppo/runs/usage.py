@@ -53,7 +53,7 @@ class UsageMeter:
 
 def _resident_bytes() -> float:
     try:
-        with open("/proc/self/statm") as file:
+        with open("/proc/self/statm", encoding="ascii") as file:
             return float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return math.nan

@@ -1,0 +1,119 @@
+"""The user's functions and classes by name, "module:attribute", and the name of one that a script passes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_importing: list[str] = []
+"""Modules that are being imported because a setting names them, outermost first."""
+
+
+def import_from(setting: str, name: str) -> Any:
+    """Imports what a setting names as "module:attribute", or as "path/of/file.py:attribute".
+
+    Raises:
+        ValueError: there is no such module or attribute here.
+    """
+    module_name, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise ValueError(f"{setting}={name!r} must be module:Class, or module:function")
+    if "<" in attribute or "(...)" in name or name.endswith(")"):
+        raise ValueError(
+            f"{setting}={name!r} has no name to import it by; resume by the script that passed it, or define it at the "
+            "top level of a module"
+        )
+    try:
+        found = import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        return found
+    except Exception as error:  # any error of the user's module
+        raise ValueError(f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def function_from(setting: str, name: str) -> Callable[..., Any]:
+    """Imports a function, as ``import_from``, which raises the same errors."""
+    found = import_from(setting, name)
+    if not callable(found):
+        raise ValueError(f"{setting}={name!r} is {found!r}; it has to be a function")
+    return found  # type: ignore[no-any-return]
+
+
+def import_module(name: str) -> Any:
+    """Imports a module of the user's. It looks in the current folder first, unlike a command that is no ``python -m``.
+
+    A name that ends with ``.py`` is that of a file, whose folder is then one where Python looks.
+    """
+    folder = Path.cwd()
+    path = None
+    if name.endswith(".py"):
+        path = Path(name).expanduser().absolute()
+        if not path.is_file():
+            raise ModuleNotFoundError(f"there is no file {name}")
+        folder, name = path.parent, path.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    _importing.append(name)
+    try:
+        module = importlib.import_module(name)
+    finally:
+        _importing.pop()
+    if path is not None and not _is_of(module, path):
+        raise ImportError(f"Python has another module called {name}, of {_file_of(module)}; rename {path.name}")
+    return module
+
+
+def check_not_importing(what: str) -> None:
+    """Raises RuntimeError if a module that a setting names runs ``what`` while it is imported."""
+    if _importing:
+        raise RuntimeError(
+            f"the module {_importing[-1]} calls {what} as soon as it is imported; put the call below "
+            'if __name__ == "__main__":'
+        )
+
+
+def name_of(thing: Any) -> str:
+    """Returns the name by which ``import_from`` finds a function or a class again in this folder.
+
+    What cannot be found again, such as a function inside a function, gets a name that says so. It is the same in the
+    next start of the same script.
+    """
+    if isinstance(thing, functools.partial):
+        given = [name_of(thing.func), *map(repr, thing.args), *(f"{key}={v!r}" for key, v in thing.keywords.items())]
+        return f"functools:partial({', '.join(given)})"
+    is_bound = getattr(thing, "__self__", None) is not None
+    named = thing if hasattr(thing, "__qualname__") and not is_bound else type(getattr(thing, "__self__", thing))
+    name = f"{_module_name(named.__module__)}:{named.__qualname__}"
+    if is_bound:
+        return f"{name}(...).{thing.__name__}"
+    return name if named is thing else f"{name}(...)"
+
+
+def _module_name(name: str) -> str:
+    """Returns the name of a module. That of the script that runs is "script", or its path if it lies elsewhere."""
+    main = sys.modules["__main__"]
+    if name not in ("__main__", "__mp_main__"):  # the second is the first in a process that it has spawned
+        return name
+    if getattr(main, "__spec__", None) is not None:  # python -m
+        return str(main.__spec__.name)  # type: ignore[union-attr]
+    if _file_of(main) is None:  # a notebook, or an interpreter
+        return name
+    path, here = Path(str(_file_of(main))).absolute(), Path.cwd()
+    if path.parent == here and path.suffix == ".py":
+        return path.stem
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _file_of(module: Any) -> str | None:
+    return getattr(module, "__file__", None)
+
+
+def _is_of(module: Any, path: Path) -> bool:
+    file = _file_of(module)
+    return file is not None and os.path.exists(file) and os.path.samefile(file, path)
