@@ -186,6 +186,22 @@ def test_ranks_that_step_for_themselves_for_a_while(rank: int, world_size: int) 
     _swapped(rank, world_size)
 
 
+@on_ranks(4)
+def test_ranks_of_a_site_hold_the_same_weights(rank: int, world_size: int) -> None:
+    """Sites of DiLoCo differ, and the ranks of one site do not, whenever a mean in the background arrives."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
+    model = Mlp()
+    fastsync.attach(model, process_group=mesh["ranks"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with fastsync.DiLoCo(
+        model, optimizer, sync_every=8, fragments=2, fragment_sync_delay=1, process_group=mesh["sites"]
+    ):
+        for number in range(EVERY + 6):
+            optimizer.zero_grad()
+            model(batch(rank, number)).square().mean().backward()
+            optimizer.step()
+
+
 @pytest.mark.parametrize("entry_point", ["attach", "register_comm_hook"])
 def test_an_argument_that_is_neither_true_nor_false(entry_point: str) -> None:
     run_ranks(_wrong_argument, 1, entry_point)
