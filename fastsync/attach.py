@@ -461,8 +461,7 @@ class GradientSynchronizer(WatchedHandle):
             return
         self._check_nothing_is_late(optimizer)
         # An engine's lock is held while it waits for other ranks. So a step asks only the engines that it belongs to.
-        first = next(self._stepped_by(optimizer), None)
-        if first is None:
+        if next(self._stepped_by(optimizer), None) is None:
             return
         way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
         self._check_was_averaged(optimizer, "fastsync.attach", way_out)
