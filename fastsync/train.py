@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if this.rank == 0:
             _check_name(settings)
             check_device(settings)
-            check_environment(settings)
-            check_run(settings, this.world_size)
+            check_run(settings, this.world_size, check_environment(settings))
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)

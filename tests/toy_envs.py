@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -471,3 +473,13 @@ class NoSize(Countdown):
     observation_space = spaces.Dict(
         where=Countdown.observation_space, seen=spaces.Tuple([spaces.Discrete(2), spaces.Sequence(spaces.Discrete(3))])
     )
+
+
+def read_from(file: str) -> gymnasium.Env[Any, Any]:
+    """An environment whose size, number of actions and reward are in a file, and so may change between two runs."""
+    size, actions, reward = json.loads(Path(file).read_text(encoding="utf-8"))
+    env: Any = Countdown()
+    env.observation_space = spaces.Box(-1, 1, (size,), np.float32)
+    env.action_space = spaces.Discrete(actions)
+    env.look = lambda: np.zeros(size, np.float32)
+    return gymnasium.wrappers.TransformReward(env, lambda _: reward)

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed
 import tyro
+from gymnasium import Space
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -180,8 +181,11 @@ def check_device(settings: Settings, num_ranks: int = 1) -> None:
         raise ValueError(f"device='cuda': {found}; start fewer ranks, or set device to 'cpu' or 'auto'")
 
 
-def check_environment(settings: Settings) -> None:
+def check_environment(settings: Settings) -> tuple[Space[Any], Space[Any]]:
     """Tries environment and policy, and finds the functions that the settings name, before ranks start.
+
+    Returns:
+        The spaces of observations and actions.
 
     Raises:
         ValueError: the environment, the policy, a function or an extra is missing or does not suit.
@@ -198,6 +202,7 @@ def check_environment(settings: Settings) -> None:
         actions = try_policy(settings, *spaces, observations, rows_per_pass)
         with _playing(settings):
             environments.step(actions.numpy())
+    return spaces
 
 
 @contextmanager
@@ -235,8 +240,7 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         settings = replace(settings, run_name=default_run_name(settings, time.time()))
     if options.launcher == "torchrun":
         check_device(settings, options.nproc)
-    check_environment(settings)
-    check_run(settings, options.nproc)
+    check_run(settings, options.nproc, check_environment(settings))
     if options.max_restarts and settings.resume is None:
         settings = replace(settings, resume="auto")  # for restarted ranks
     if sys.stderr.isatty() and not settings.quiet:  # for they take seconds before they show anything

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
             _say(sentence)
         if options.env is not None or options.env_kwargs is not None:
             _check_suits(checkpoint, environment, options)
-        policy = restore_policy(checkpoint, path, environment)
+        policy = restore_policy(checkpoint, path, environment, options.env)
         try:
             episodes = play(policy, environment, options.episodes, max_steps=options.max_steps, say=_say)
         except EnvironmentFailedError as error:
@@ -240,11 +240,18 @@ def _recorded(env: Env, folder: str, name: str) -> Env:
         raise ValueError(f"video={folder!r} cannot be written: {error.strerror}") from error
 
 
-def restore_policy(checkpoint: Checkpoint, path: Path, environment: Environments) -> Policy:
+def restore_policy(checkpoint: Checkpoint, path: Path, environment: Environments, env: str | None = None) -> Policy:
     """Makes the policy of a checkpoint, on the CPU, for an environment like that of the training.
 
+    Args:
+        checkpoint: the checkpoint.
+        path: where it is, for messages.
+        environment: the environment.
+        env: its name, if it is another than in the training.
+
     Raises:
-        ValueError: the class of the policy cannot be imported, or the weights do not fit it.
+        ValueError: the class of the policy cannot be imported, or the weights do not fit it. Or the environment has
+            other shapes than in the training.
     """
     settings = checkpoint.settings_as(Settings)
     spaces = environment.single_observation_space, environment.single_action_space
@@ -252,6 +259,7 @@ def restore_policy(checkpoint: Checkpoint, path: Path, environment: Environments
         policy = make_policy(settings, *spaces)
     except ValueError as error:
         raise ValueError(f"{error}{_where_it_was(checkpoint, path, settings.policy)}") from error
+    checkpoint.check_spaces(settings.env if env is None else env, *spaces)
     try:
         policy.load_state_dict(checkpoint.learner["model"])
     except RuntimeError as error:

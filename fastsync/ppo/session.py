@@ -25,9 +25,9 @@ from .envs.interface import Environments, Episode
 from .envs.make import make_environments
 from .evaluation import Evaluator, kept_generators
 from .fused import METRICS, what_ran
-from .runs.checkpoints import BEST, Checkpoint, CheckpointFolder
+from .runs.checkpoints import BEST, Checkpoint, CheckpointFolder, kinds_of
 from .runs.console import RunConsole, hints
-from .runs.folder import CHECKPOINTS, Opened, locked, open_run
+from .runs.folder import CHECKPOINTS, Opened, learns_otherwise, locked, open_run
 from .runs.loggers import open_loggers
 from .runs.metrics import (
     WINDOW,
@@ -104,6 +104,12 @@ class Session:
                 self._evaluator.check()
         self._usage = UsageMeter(self.device)
         self._last_episodes = deque[Episode](maxlen=WINDOW)
+        # After a change of settings the last episodes are those of a policy that learnt otherwise. They count for
+        # nothing in the choice of the best checkpoint until as many new ones have ended.
+        self._num_of_before = 0
+        if self._checkpoint is not None:
+            is_changed = learns_otherwise(self._checkpoint, settings)
+            self._num_of_before = WINDOW if is_changed else self._checkpoint.num_of_before
         self._missing_infos = set(settings.log_info)  # that no environment has told so far
         self._seconds = self._gathering_seconds = self._reporting_seconds = self._evaluation_seconds = 0.0
         self._evaluated_step = 0
@@ -178,7 +184,9 @@ class Session:
         reports = self._on_all_ranks(lambda: self._gather(rollout, learn(rollout)), put_back)
         gathered_at = time.perf_counter()
         self._gathering_seconds = gathered_at - self._gathering_since  # counted in the next update: the report is sent
-        self._last_episodes.extend(ended_episodes(reports))
+        ended = ended_episodes(reports)
+        self._last_episodes.extend(ended)
+        self._num_of_before = max(0, self._num_of_before - len(ended))
         self._seconds = gathered_at - self._started
         _check_finite(reports, self._ppo.update)
         self._is_stopped = any(each.stop_requested for each in reports)
@@ -368,11 +376,12 @@ class Session:
 
     def _score(self, is_best: bool) -> float:
         """Returns what decides which checkpoint is the best: evaluations, if there are any, or the training's episodes.
+        NaN if that is not known.
 
         ``is_best`` tells whether the newest evaluation is the best.
         """
         if self._evaluator is None:
-            return mean(returns_of(self._last_episodes))
+            return math.nan if self._num_of_before else mean(returns_of(self._last_episodes))
         return self._best_return if is_best else math.nan
 
     def _save(self, score: float) -> None:
@@ -403,6 +412,8 @@ class Session:
                 settings=self._settings.as_dict(), world_size=self._world_size, step=ppo.step, update=ppo.update,
                 seconds=self._seconds, learner=learner | {"num_draws": ppo.streams.num_draws}, environments=states,
                 window=[list(episode) for episode in self._last_episodes], evaluated_step=self._evaluated_step,
+                spaces=kinds_of(self.environments.single_observation_space, self.environments.single_action_space),
+                num_of_before=self._num_of_before,
             )  # fmt: skip
             self._checkpoints.save(checkpoint, score)
         if self._survivors is not None:
@@ -415,7 +426,9 @@ class Session:
 
     def _resume(self, checkpoint: Checkpoint) -> list[str]:
         """Restores a checkpoint, even of another number of ranks. Returns sentences about parts that are not exact."""
-        ppo, saved = self._ppo, checkpoint.environments
+        ppo, saved, environments = self._ppo, checkpoint.environments, self.environments
+        spaces = environments.single_observation_space, environments.single_action_space
+        checkpoint.check_spaces(self._settings.env, *spaces)
         ppo.step, ppo.update, self._seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
         self._last_episodes.extend(Episode(*episode) for episode in checkpoint.window)
         num_envs = [len(part["environments"]["restarting"]) for part in saved]

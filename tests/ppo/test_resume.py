@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
 import re
 import time
@@ -13,18 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium import spaces
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from fastsync.cli import main
 from fastsync.ppo.cli import option_words
-from fastsync.ppo.ppo import Settings
-from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder
+from fastsync.ppo.ppo import Settings, train
+from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from fastsync.ppo.runs.folder import check_run
 from fastsync.ppo.session import Session
 from tests.forked import Command
 from tests.models import group_of_one
 from tests.ppo.test_runs_checkpoints import assert_same
+from tests.ranks import RankError, run_ranks
 
 # Whatever a run carries from one update to the next.
 FULL = Settings(
@@ -155,7 +158,8 @@ def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch
     ppo: Any = SimpleNamespace(**{name: OnGpu() for name in parts}, reward_normalizer=None, step=1, update=1)
     ppo.streams = SimpleNamespace(num_draws=1)
     ppo.exchange = SimpleNamespace(gather_objects=lambda mine: [gathered.append(mine)])
-    environments: Any = SimpleNamespace(state=dict)
+    space = spaces.Discrete(2)
+    environments: Any = SimpleNamespace(state=dict, single_observation_space=space, single_action_space=space)
     nothing: Any = None
     with group_of_one(), FakeTensorMode():
         opened = tmp_path, None, list[str]()
@@ -167,3 +171,66 @@ def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch
     of_part = [each for each in tree_leaves((mine, learner)) if isinstance(each, torch.Tensor)]
     assert len(of_part) > 2 * len(parts)
     assert {each.device.type for each in of_part} == {"cpu"}
+
+
+def written(file: Path, size: int, actions: int, reward: float = 1.0) -> dict[str, str]:
+    file.write_text(json.dumps([size, actions, reward]), encoding="utf-8")
+    return {"file": str(file)}
+
+
+def in_file(folder: Path) -> Settings:
+    return Settings(
+        env="tests.toy_envs:read_from", env_kwargs=written(folder / "env", 3, 2), total_steps=100, num_envs=2,
+        num_steps=16, num_epochs=1, runs_dir=str(folder), run_name="run", resume="auto",
+    )  # fmt: skip
+
+
+def train_once(rank: int, world_size: int, settings: Settings) -> None:
+    train(settings, torch.device("cpu"))
+
+
+def test_an_environment_of_another_shape_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    settings = in_file(tmp_path)
+    run_ranks(train_once, 1, settings)
+    for size, actions, message in (
+        (
+            4,
+            2,
+            r"env='tests.toy_envs:read_from' has observations of shape (4,), and the run's checkpoint was made with ",
+        ),
+        (3, 5, r"env='tests.toy_envs:read_from' has actions of 5 choices, and the run's checkpoint was made with "),
+    ):
+        written(tmp_path / "env", size, actions)
+        with pytest.raises(RankError, match=re.escape(message)):
+            run_ranks(train_once, 1, replace(settings, total_steps=200))
+        words = ["--config", str(tmp_path / "run" / "settings.yaml"), "--resume", "auto", "--total-steps", "200"]
+        assert main(["train", *words]) == 2
+        assert message in capsys.readouterr().err
+        assert main(["eval", str(tmp_path / "run")]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_after_a_change_the_best_is_chosen_by_new_episodes_only(tmp_path: Path):
+    """Whatever those before were worth: here they get better rewards than ever, and the policy a huge learning rate."""
+    settings = in_file(tmp_path)
+    best = tmp_path / "run" / "checkpoints" / "best.pt"
+    run_ranks(train_once, 1, settings)
+    first = load_checkpoint(best).step
+    written(tmp_path / "env", 3, 2, reward=9.0)
+    changed = replace(settings, total_steps=200, learning_rate=0.1)
+    run_ranks(train_once, 1, changed)
+    assert load_checkpoint(best).step == first
+    run_ranks(train_once, 1, replace(changed, total_steps=250))  # the change is in the checkpoint by now
+    assert load_checkpoint(best).step == first
+    run_ranks(train_once, 1, replace(changed, total_steps=900))
+    assert load_checkpoint(best).step > first
+
+
+def test_rows_beyond_the_checkpoint_are_taken_back_at_once(tmp_path: Path):
+    settings = in_file(tmp_path)
+    run_ranks(train_once, 1, settings)
+    whole = (tmp_path / "run" / "progress.csv").read_text(encoding="utf-8")
+    with (tmp_path / "run" / "progress.csv").open("a", encoding="utf-8") as file:
+        file.write("900" + "," * whole.splitlines()[0].count(",") + "\n90")
+    run_ranks(train_once, 1, settings)  # nothing is left to do
+    assert (tmp_path / "run" / "progress.csv").read_text(encoding="utf-8") == whole

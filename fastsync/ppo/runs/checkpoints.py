@@ -7,11 +7,13 @@ import math
 import pickle
 import zipfile
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from gymnasium import Space, spaces
 
 from ...files import write_whole
 from ..settings import Kind
@@ -37,6 +39,25 @@ class Checkpoint:
     else of the last episodes of the training."""
     evaluated_step: int | None = None
     """The step that the next evaluation is counted from. None in checkpoints of before: ``step``."""
+    spaces: dict[str, str] = field(default_factory=dict)
+    """Shapes of observations and actions, as ``kinds_of`` says them. Empty in checkpoints of before."""
+
+    num_of_before: int = 0
+    """How many more episodes have to end until the window holds none from before a change of settings."""
+
+    def check_spaces(self, env: str, observations: Space[Any], actions: Space[Any]) -> None:
+        """Checks that the policy fits an environment with these spaces.
+
+        Raises:
+            ValueError: observations or actions have another shape than in the training.
+        """
+        now = kinds_of(observations, actions)
+        for what, before in self.spaces.items():
+            if before != now[what]:
+                raise ValueError(
+                    f"env={env!r} has {what} {now[what]}, and the run's checkpoint was made with {what} {before}: put "
+                    "the environment back as it was, or begin a new run"
+                )
 
     def settings_as(self, kind: type[Kind]) -> Kind:
         """Returns the settings as a ``kind``. It leaves out those that ``kind`` lacks, such as those of a script's
@@ -45,7 +66,7 @@ class Checkpoint:
         Raises:
             ValueError: the values do not suit this version.
         """
-        known = {field.name for field in fields(kind)}
+        known = {each.name for each in fields(kind)}
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in self.settings.items()
@@ -57,6 +78,14 @@ class Checkpoint:
             return kind(**values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"the checkpoint's settings do not suit this version of fastsync: {error}") from error
+
+
+def kinds_of(observations: Space[Any], actions: Space[Any]) -> dict[str, str]:
+    """Returns in words what a policy's first and last layers depend on."""
+    of_actions = f"of shape {actions.shape}"
+    if isinstance(actions, spaces.Discrete | spaces.MultiDiscrete):
+        of_actions = f"of {np.array(getattr(actions, 'n', getattr(actions, 'nvec', None))).tolist()} choices"
+    return {"observations": f"of shape {observations.shape}", "actions": of_actions}
 
 
 class CheckpointFolder:
@@ -167,7 +196,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise RuntimeError(f"the checkpoint {path} is damaged: {error}") from error
     if not isinstance(values, dict):
         raise RuntimeError(f"{path} is not a checkpoint of fastsync: it holds a {type(values).__name__}")
-    if missing := {field.name for field in fields(Checkpoint) if field.default is MISSING} - set(values):
+    required = {each.name for each in fields(Checkpoint) if each.default is each.default_factory is MISSING}
+    if missing := required - set(values):
         missed = ", ".join(sorted(missing))
         raise RuntimeError(f"{path} is not a checkpoint of this version of fastsync: it has no {missed}")
-    return Checkpoint(**{field.name: values[field.name] for field in fields(Checkpoint) if field.name in values})
+    return Checkpoint(**{each.name: values[each.name] for each in fields(Checkpoint) if each.name in values})

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from gymnasium import Space
 
 from ...files import write_whole
 from ..settings import RunSettings, dump_settings
@@ -34,6 +35,13 @@ _OWN_CODE = ("loss", "advantages")
 # Settings that say where a run is stored, and whether it prints. No note tells that they differ.
 _UNMENTIONED = ("resume", "run_name", "runs_dir", "quiet", "allow_other_loss")
 
+# Settings that say how a run is carried out, and hardly what is learnt.
+_OF_CARRYING_OUT = (
+    *_UNMENTIONED, "total_steps", "vectorization", "log_info", "compression", "bucket_cap_mb", "device", "fused",
+    "timeout", "on_lost_rank", "checkpoint_interval", "keep_checkpoints", "wandb_project", "eval_interval",
+    "eval_episodes", "eval_env",
+)  # fmt: skip
+
 Opened = tuple[Path, Checkpoint | None, list[str]]
 """The run's folder, the checkpoint to resume from, and sentences to print."""
 
@@ -49,15 +57,22 @@ def default_run_name(settings: RunSettings, started: float | None) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}-{os.getpid()}"
 
 
-def check_run(settings: RunSettings, world_size: int) -> None:
+def check_run(settings: RunSettings, world_size: int, spaces: tuple[Space[Any], Space[Any]] | None = None) -> None:
     """Checks whether the run can begin or resume, on the machine of rank 0, which has the run's folder.
 
+    Args:
+        settings: settings of the run.
+        world_size: number of ranks.
+        spaces: of observations and actions, if they are known.
+
     Raises:
-        ValueError: as ``open_run``, or none of the checkpoints can be read.
+        ValueError: as ``open_run``, or none of the checkpoints can be read. Or the checkpoint is of other spaces.
     """
     with ExitStack() as stack:
         try:
-            _find(settings, world_size, stack)
+            _, checkpoint, _ = _find(settings, world_size, stack)
+            if checkpoint is not None and spaces is not None:
+                checkpoint.check_spaces(settings.env, *spaces)
         except RuntimeError as error:
             raise ValueError(f"resume={settings.resume!r}: {error}") from error
 
@@ -162,6 +177,13 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def learns_otherwise(checkpoint: Checkpoint, settings: RunSettings) -> bool:
+    """Returns whether the policy learns by other settings from here on than those of the checkpoint."""
+    old = checkpoint.settings_as(type(settings))
+    names = (field.name for field in fields(settings) if field.name not in _OF_CARRYING_OUT)
+    return any(getattr(old, name) != getattr(settings, name) for name in names)
 
 
 def changes(checkpoint: Checkpoint, settings: RunSettings, world_size: int) -> list[str]:

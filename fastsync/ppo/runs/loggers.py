@@ -45,6 +45,11 @@ class CsvLog:
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self._path = path
         self._rows = _rows_until(path, resumed_step) if resumed_step else []
+        if path.exists():  # rows beyond are taken back now, because a run may be killed before its first one
+            if self._rows:
+                write_whole(path, _as_csv(list(self._rows[0]), self._rows))
+            else:
+                path.unlink()
         self._columns: dict[str, None] = {}
         self._writer: csv.DictWriter[str] | None = None
         self._file: Any = None
@@ -63,17 +68,21 @@ class CsvLog:
         self._file.flush()
 
     def _start(self, columns: Sequence[str]) -> None:
-        kept = io.StringIO(newline="")
-        writer = csv.DictWriter(kept, columns)
-        writer.writeheader()
-        writer.writerows(self._rows)
-        write_whole(self._path, kept.getvalue().encode())
+        write_whole(self._path, _as_csv(columns, self._rows))
         self._file = self._path.open("a", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, columns)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _as_csv(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
