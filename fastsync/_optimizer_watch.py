@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property, wraps
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -44,7 +46,9 @@ class WatchedHandle(GradientHandle):
                     yield parameter
 
     def _check_before_step(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError if an optimizer is about to step inside backward."""
+        """Raises RuntimeError if an optimizer is about to step inside backward, or another one than attach's."""
+        if self._optimizer_shards is not None:
+            self._optimizer_shards.check_may_step(optimizer, self._stepped_by(optimizer))
         if torch._C._current_graph_task_id() == -1:
             return
         for parameter in self._stepped_by(optimizer):
@@ -87,6 +91,29 @@ def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
                     f"{argument}: with attach(optimizer=) ranks step parameter {name} together, so none of them can "
                     "change it on its own; leave optimizer= out of attach()"
                 )
+
+
+_changed_alone: WeakKeyDictionary[object, dict[int, str]] = WeakKeyDictionary()
+"""Whose ranks change parameters each on its own: the parameters' ids, with names."""
+
+
+def note_changes_alone(owner: object, named: Mapping[str, Tensor]) -> None:
+    """Notes that each rank changes these parameters on its own, as long as the owner lives, which keeps them."""
+    _changed_alone[owner] = {id(parameter): name for name, parameter in named.items()}
+
+
+def check_not_changed_alone(parameters: Iterable[Tensor], argument: str) -> None:
+    """Raises ValueError if ranks cannot step shards of these parameters, because each changes some on its own."""
+    ids = set(map(id, parameters))
+    if any(ids & owned.keys() for owned in _changed_alone.values()):
+        gc.collect()  # an owner may be in reference cycles, and garbage
+    for owner, owned in list(_changed_alone.items()):
+        for index in owned.keys() & ids:
+            raise ValueError(
+                f"{argument}: a {type(owner).__name__} changes parameter {owned[index]} on each rank by itself, and "
+                f"with attach(optimizer=) ranks step it together; delete the {type(owner).__name__} before, or leave "
+                "optimizer= out of attach()"
+            )
 
 
 @cache  # The hooks stay for the rest of the process. Without handles they do nothing.

@@ -34,7 +34,8 @@ from ._ignored_states import IgnoredStates, States
 from ._optimizer_checks import check_compression, check_optimizer
 from ._optimizer_masters import PARAMETER_WIRES, check_masters
 from ._optimizer_shards import OptimizerShards
-from ._optimizer_watch import WatchedHandle, watch_optimizers
+from ._optimizer_steps import from_outside_in
+from ._optimizer_watch import WatchedHandle, check_not_changed_alone, watch_optimizers
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .distributed import as_bytes
 from .stats import SyncStats
@@ -569,6 +570,8 @@ def attach(
             "parameter_compression: without optimizer= no parameters travel after a step; pass it, or leave this out"
         )
     checked = None if optimizer is None else check_optimizer(optimizer, named)
+    if checked is not None:
+        check_not_changed_alone(named.values(), "optimizer")
     if checked is not None and op != "mean":
         raise ValueError(f"op: expected 'mean' with optimizer=, whose ranks keep means of the gradients, got {op!r}")
     if checked is not None:
@@ -588,7 +591,8 @@ def attach(
     sync._send_buffers()
     shards: OptimizerShards | None = None
     if checked is not None and (group.size() > 1 or has_masters):
-        shards = OptimizerShards(sync, checked, master_weights, parameter_wire)
+        wrappers = [] if optimizer is None else from_outside_in(optimizer)[:-1]
+        shards = OptimizerShards(sync, checked, master_weights, parameter_wire, wrappers)
     if shards is not None:
         sync._engine.set_optimizer(shards.description())
     if init_sync:

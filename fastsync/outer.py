@@ -30,7 +30,7 @@ from . import _C
 from ._checks import resolve_group
 from ._handles_in_use import check_not_left_to_each_rank
 from ._optimizer_steps import innermost, unwrapped
-from ._optimizer_watch import check_has_no_shards
+from ._optimizer_watch import check_has_no_shards, note_changes_alone
 from .attach import GradientSynchronizer
 from .compression import AnyCompression, Compression, as_compression
 from .elastic import MOST_FAILURES
@@ -170,6 +170,7 @@ class DiLoCo:
                 tensors.broadcast(self._sites.group)
                 self._fragments = self._make_fragments(self._sites.group)
         self._tell_of_merge(list(named.values()))
+        note_changes_alone(self, named)
 
     def __repr__(self) -> str:
         numel = sum(weight.numel() for weight in self._tensors.weights.values())
