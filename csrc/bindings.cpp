@@ -392,6 +392,7 @@ PYBIND11_MODULE(_C, m) {
       .def("pieces_number", locked<Synchronizer>(&ParameterSync::pieces_number), no_gil)
       .def("have_means", locked<Synchronizer>(&ParameterSync::have_means), no_gil)
       .def("num_writes", locked<Synchronizer>(&ParameterSync::num_writes), no_gil)
+      .def("have_other_values", locked<Synchronizer>(&ParameterSync::have_other_values), no_gil)
       .def("compare", locked<Synchronizer>(&ParameterSync::compare), py::arg("numbers"), py::arg("what"), no_gil)
       .def("meet", locked<Synchronizer>(&ParameterSync::meet), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ._checks import instances_of
+from ._optimizer_steps import innermost
 
 
 def loss_scale(scaler: GradScaler) -> Tensor:
@@ -52,16 +54,38 @@ def skip_unless_finite(scaler: GradScaler, optimizer: Optimizer, norm: Tensor) -
             found.copy_(torch.maximum(found, is_bad))  # fused optimizers skip where it is exactly 1
 
 
+def scaler_of_step(optimizer: Optimizer) -> tuple[GradScaler, Optimizer] | None:
+    """Returns the enabled GradScaler that takes this optimizer's step, and what it was given; None without one.
+
+    Call it inside the step. The optimizer itself, or a wrapper around it, was given.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            scaler, given = frame.f_locals["self"], frame.f_locals["optimizer"]
+            if not scaler.is_enabled():
+                return None
+            if given is optimizer or (isinstance(given, Optimizer) and innermost(given) is innermost(optimizer)):
+                return scaler, given
+        frame = frame.f_back
+    return None
+
+
 def scale_of_step(optimizer: Optimizer) -> Tensor | None:
     """Returns the scale of the GradScaler that takes this optimizer's step; None after ``unscale_``.
 
-    It searches all objects for the scaler.
+    Raises:
+        RuntimeError: no GradScaler takes it.
     """
-    for scaler in instances_of(GradScaler):
-        state = scaler._per_optimizer_states.get(id(optimizer))
-        if scaler.is_enabled() and state is not None and state["found_inf_per_device"]:
-            return None if state["stage"] is OptState.UNSCALED else loss_scale(scaler)
-    return None
+    found = scaler_of_step(optimizer)
+    if found is None:
+        forget_scale(optimizer)
+        raise RuntimeError(
+            f"fastsync: {type(optimizer).__name__} has found_inf, and no GradScaler takes this step. So the loss scale "
+            "cannot be told from the clip of an earlier step that was left out. Step by scaler.step(optimizer); or "
+            "call fastsync.clip_grad_norm_ without optimizer="
+        )
+    return None if has_unscaled(*found) else loss_scale(found[0])
 
 
 def forget_step(scaler: GradScaler, optimizers: Iterable[Optimizer]) -> None:

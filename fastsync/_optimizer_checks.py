@@ -83,5 +83,10 @@ def _obstacle(parameter: Tensor) -> str:
         return f"is a {type(parameter).__name__} of layout {parameter.layout}, and no plain dense tensor"
     if not parameter.is_floating_point() or parameter.grad_dtype not in (None, parameter.dtype):
         return f"is of {parameter.dtype}, with gradients of {parameter.grad_dtype}: expected one real dtype"
+    if parameter.is_cpu and parameter.is_shared():
+        return (
+            "is in memory of share_memory(), and attach(optimizer=) would move it to memory of its own, so that other "
+            "processes keep the first weights. Share a copy of the model, and write to it after steps"
+        )
     is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return "" if is_dense else "is a view with gaps"

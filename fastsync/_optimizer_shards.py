@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from numbers import Number
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,11 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _C
-from ._grad_scaler import forget_scale
+from ._grad_scaler import forget_scale, has_unscaled, scaler_of_step
 from ._host_memory import HostMemory
 from ._optimizer_checks import WAY_OUT, check_compression, has_count, state_names
 from ._optimizer_masters import MASTER, WideState, rounding_of
-from ._optimizer_steps import is_training_step
+from ._optimizer_steps import innermost, is_training_step
+from ._optimizer_wrappers import WrapperWatch
 from ._own_shards import OwnShards
 from ._shard_home import Piece, ShardHome, StatePart
 from .compression import Auto, Compression
@@ -26,6 +29,9 @@ from .compression import Auto, Compression
 if TYPE_CHECKING:
     from .attach import GradientSynchronizer
 
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 STEP = "the step of the optimizer"
 """What ranks wait for, for errors."""
@@ -45,8 +51,8 @@ class OptimizerShards:
     """Lets the ranks step the parameters of a user's optimizer together, each of them a shard.
 
     Before the optimizer's own step, another one of its class steps this rank's pieces of the parameters with the means.
-    Then the optimizer's own step finds no gradients of these parameters. So torch does all arithmetic, and
-    ``param_groups`` and ``state`` are the user's, as without shards.
+    Then the optimizer's own step steps its other parameters alone. So torch does all arithmetic, and ``param_groups``
+    and ``state`` are the user's, as without shards.
 
     All ranks come together before a step, because another rank may still read the parameters, and after it. Where
     parameters and state are, the home knows.
@@ -58,8 +64,10 @@ class OptimizerShards:
         optimizer: Optimizer,
         master_weights: bool,
         parameter_wire: torch.dtype | None,
+        wrappers: Sequence[Optimizer] = (),
     ) -> None:
-        self._sync, self._optimizer = sync, optimizer
+        """Takes the optimizer, and the wrappers around it that the user steps."""
+        self._sync, self._optimizer, self._wrappers = sync, optimizer, wrappers
         self._names = list(sync._named)
         index_of = {id(parameter): index for index, parameter in enumerate(sync._named.values())}
         self._groups = [[index_of.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
@@ -84,7 +92,8 @@ class OptimizerShards:
         self._handed: dict[int, Tensor | None] = {}  # whose state the pieces have, with the step's number if it counts
         self._divisor: Tensor | None = None
         self._has_failed = False
-        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._ids = frozenset(map(id, self._parameters.values()))
+        self._wrapper_watch = WrapperWatch({self._names[index]: each for index, each in self._parameters.items()})
 
     def description(self) -> str:
         """Returns the text that has to be equal on all ranks."""
@@ -116,6 +125,8 @@ class OptimizerShards:
         self.check_compression(self._sync.compression)
         self._addresses = {index: parameter.data_ptr() for index, parameter in self._parameters.items()}
         self._wide_state.begin()
+        if not self._home.are_pieces_alone:
+            self._wrapper_watch.begin(self._wrappers, self._note_failure)
         self._hooks = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -159,6 +170,7 @@ class OptimizerShards:
         """
         for hook in self._hooks:
             hook.remove()
+        self._wrapper_watch.end()
         self._home.end()
         for index in self._rounding:
             self._state(index).pop(MASTER, None)
@@ -200,19 +212,35 @@ class OptimizerShards:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if not is_training_step(optimizer):
+    def check_may_step(self, optimizer: Optimizer, stepped: Iterable[Tensor]) -> None:
+        """Raises RuntimeError if an optimizer is about to step some of these parameters that is not the given one.
+
+        Args:
+            optimizer: the one that is about to step.
+            stepped: what it steps of the attached parameters.
+        """
+        if innermost(optimizer) is self._optimizer:
             return
-        if args[1:] or kwargs.get("closure") is not None:  # the first is the optimizer
-            name = type(optimizer).__name__
+        parameter = next((each for each in stepped if each.grad is not None), None)
+        if parameter is not None:
+            name = next(name for name, each in self._sync._named.items() if each is parameter)
+            own, other = type(self._optimizer).__name__, type(optimizer).__name__
             raise RuntimeError(
-                f"fastsync: with attach(optimizer=), {name}.step() takes no closure. Call backward() before. {WAY_OUT}"
+                f"fastsync: {f'another {other}' if other == own else other} was about to step parameter {name}, which "
+                f"the ranks step together by the {own} that attach(optimizer=) got. Each rank would step by itself, "
+                "and with its own gradients. Step with that optimizer. Or call detach(), and attach with the new one, "
+                "on every rank"
             )
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        if not is_training_step(optimizer):
+            return None
         if not self._sync._is_enabled:
             raise RuntimeError(
                 "fastsync: with attach(optimizer=) the ranks step together, so a rank cannot take a step of its own "
                 f"inside no_sync(): step outside. {WAY_OUT}"
             )
+        args, kwargs = _after_closure(args, kwargs)
         stepped: list[int] = []
         refusal: RuntimeError | None = None
         try:
@@ -231,20 +259,29 @@ class OptimizerShards:
         try:
             self._step(stepped)
         except BaseException:
-            self._has_failed = True
+            self._note_failure()
             self._home.fail(stepped)
             raise
         self._home.share(stepped)
-        self._hidden = [(p, p.grad) for p in self._parameters.values() if p.grad is not None]
-        for parameter, _ in self._hidden:
-            parameter.grad = None
+        self._wrapper_watch.note()
+        return (self._without_parameters(args[0]), *args[1:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        hidden, self._hidden = self._hidden, []
-        for parameter, gradient in hidden:
-            parameter.grad = gradient
         if self._rounding and not is_training_step(optimizer):
             self._wide_state.make()
+
+    def _note_failure(self) -> None:
+        self._has_failed = True
+
+    def _without_parameters(self, optimizer: AnyOptimizer) -> AnyOptimizer:
+        """Returns an optimizer with the same state and settings that steps the other parameters alone."""
+        rest: AnyOptimizer = object.__new__(type(optimizer))
+        vars(rest).update(vars(optimizer))
+        rest.param_groups = [
+            {**group, "params": [each for each in group["params"] if id(each) not in self._ids]}
+            for group in optimizer.param_groups
+        ]
+        return rest
 
     def _check(self) -> None:
         """Raises RuntimeError if the step would not be that of the parameters that the ranks have."""
@@ -260,6 +297,15 @@ class OptimizerShards:
                     "after an assignment to .data, to(dtype) or share_memory(). Write to it in place (copy_). Or call "
                     "detach() of the handle before, and attach again afterwards, on every rank"
                 )
+        self._wrapper_watch.check()
+        scaler_and_optimizer = scaler_of_step(self._optimizer)
+        if scaler_and_optimizer is not None and has_unscaled(*scaler_and_optimizer):
+            raise RuntimeError(
+                "fastsync: with attach(optimizer=) a step takes the means that backward() has made, and "
+                "GradScaler.unscale_ has divided this rank's own gradients alone. A GradScaler calls it by itself for "
+                "an optimizer that is not fused. Make the optimizer with fused=True, and leave out unscale_(). "
+                f"{WAY_OUT}"
+            )
 
     def _stepped(self) -> list[int]:
         """Returns which parameters to step: those with a gradient on some rank, unless this rank set its own to None.
@@ -267,13 +313,15 @@ class OptimizerShards:
         Raises RuntimeError if a gradient has another value than the one that was averaged.
         """
         have_means, writes = self._engine.have_means(), self._engine.num_writes()
+        # A count that has risen proves a write. One that has not proves nothing: many writes are not counted.
+        have_other_values = self._engine.have_other_values()
         # With a fused optimizer, GradScaler.step multiplies each gradient by 1 to look for inf and nan.
         is_scaled = getattr(self._optimizer, "grad_scale", None) is not None and hasattr(self._optimizer, "found_inf")
         stepped = []
         for index, parameter in self._parameters.items():
             if not have_means or not have_means[index] or (writes[index] < 0 and parameter.grad is None):
                 continue
-            if writes[index] not in ((0, 1) if is_scaled else (0,)):
+            if have_other_values[index] or writes[index] not in ((0, 1) if is_scaled else (0,)):
                 raise RuntimeError(
                     "fastsync: with attach(optimizer=) a step takes the means that backward() has made, and the "
                     f"gradient of {self._names[index]} was changed since, as torch.nn.utils.clip_grad_norm_ and "
@@ -514,10 +562,41 @@ class OptimizerShards:
 
 
 def _values(value: object) -> object:
-    """Returns the numbers of a setting, which may be a tensor on any device."""
+    """Returns what is equal on all ranks of a setting, for a repr.
+
+    Of tensors on any device that is their numbers. A function counts by its name, and an object by its class.
+    """
+    if value is None or isinstance(value, (float, int, str, bytes)):
+        return value
+    if isinstance(value, Mapping):
+        return sorted(repr((_values(key), _values(each))) for key, each in value.items())
     if isinstance(value, (tuple, list)):
         return [*map(_values, value)]
-    return value.tolist() if isinstance(value, Tensor) else value
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(_values(each)) for each in value)
+    if callable(to_list := getattr(value, "tolist", None)) and not isinstance(value, type):  # NumPy's have it, too
+        return to_list()
+    if isinstance(value, (Number, Enum, torch.dtype, torch.device)):
+        return value
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _after_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments:
+    """Calls the closure of a step, if there is one, and returns arguments that hand on its result.
+
+    torch's AdamW, Adam and SGD call it once, and before anything else.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        result = closure()
+
+    def of_result() -> Any:
+        return result
+
+    return ((*args[:1], of_result, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": of_result})
 
 
 def _laid_out_as(parameter: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -47,7 +47,9 @@ class WatchedHandle(GradientHandle):
                     yield parameter
 
     def _check_before_step(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError if an optimizer is about to step inside backward."""
+        """Raises RuntimeError if an optimizer is about to step inside backward, or another one than attach's."""
+        if self._optimizer_shards is not None:
+            self._optimizer_shards.check_may_step(optimizer, self._stepped_by(optimizer))
         if torch._C._current_graph_task_id() == -1:
             return
         for parameter in self._stepped_by(optimizer):

@@ -35,6 +35,7 @@ from ._ignored_states import IgnoredStates, States
 from ._optimizer_checks import WAY_OUT, check_compression, check_optimizer
 from ._optimizer_masters import PARAMETER_WIRES, check_masters
 from ._optimizer_shards import OptimizerShards
+from ._optimizer_steps import from_outside_in
 from ._optimizer_watch import WatchedHandle, watch_optimizers
 from ._outer_in_use import NO_JOIN, check_no_outer, name_of_outer
 from .compression import AnyCompression, Auto, Compression, as_compression
@@ -596,7 +597,8 @@ def attach(
     sync._send_buffers()
     shards: OptimizerShards | None = None
     if checked is not None and has_shards:
-        shards = OptimizerShards(sync, checked, master_weights, parameter_wire)
+        wrappers = [] if optimizer is None else from_outside_in(optimizer)[:-1]
+        shards = OptimizerShards(sync, checked, master_weights, parameter_wire, wrappers)
     if shards is not None:
         sync._engine.set_optimizer(shards.description())
     if init_sync:

@@ -72,6 +72,7 @@ struct Parameter {
   bool repeats = false;       // whether it gets several gradients in a backward, so that only the end makes them final
   Snapshot averaged;          // the gradient as the newest sync has left it
   Snapshot accumulated;       // the gradient as the newest backward has left it: for sums, and while it is left over
+  at::Tensor sample;          // of the gradient as averaged, with shards alone, see Note [Sampled gradients]
   at::Tensor sum;             // the sum that was put aside, see Note [Sums]
 };
 

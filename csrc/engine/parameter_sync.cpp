@@ -6,6 +6,7 @@
 #include <sstream>
 #include <utility>
 
+#include "engine/sample.h"
 #include "passes/backend.h"
 
 namespace fastsync {
@@ -153,6 +154,16 @@ std::vector<int64_t> ParameterSync::num_writes() {
     all.push_back(parameter.averaged.num_writes(parameter.lock().grad()));
   }
   return all;
+}
+
+std::vector<bool> ParameterSync::have_other_values() {
+  std::vector<at::Tensor> noted;
+  std::vector<at::Tensor> current;
+  for (const Parameter& parameter : context_.parameters) {
+    noted.push_back(parameter.sample);
+    current.push_back(sample_of(parameter.lock().grad()));
+  }
+  return differ(noted, current);
 }
 
 std::vector<std::vector<double>> ParameterSync::compare(const std::vector<double>& numbers, const std::string& what) {

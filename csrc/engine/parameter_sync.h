@@ -90,6 +90,8 @@ class ParameterSync {
   std::vector<bool> have_means() { return context_.have_means; }
   // How often each parameter's gradient was written to since the newest step, see Snapshot::num_writes.
   std::vector<int64_t> num_writes();
+  // Whether each parameter's gradient has other values than the newest step has left, by Note [Sampled gradients].
+  std::vector<bool> have_other_values();
   // Waits until all ranks are here. Returns the numbers that each of them gives, by rank. `what` is for errors.
   std::vector<std::vector<double>> compare(const std::vector<double>& numbers, const std::string& what);
   // Waits until all ranks have come here.

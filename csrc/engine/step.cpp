@@ -8,6 +8,7 @@
 #include <limits>
 #include <utility>
 
+#include "engine/sample.h"
 #include "passes/backend.h"
 
 namespace fastsync {
@@ -434,6 +435,7 @@ void Step::keep_gradients() {
   }
   for (Gradient& gradient : gradients_) {
     gradient.keep();
+    gradient.parameter().sample = sample_of(grad_of(gradient.tensor()));
   }
 }
 

@@ -99,6 +99,32 @@ def test_a_scaler_skips_and_unscales_as_on_every_rank() -> None:
     fake_device.run_ranks(_a_scaler_skips_and_unscales, 2)
 
 
+def _gradients_that_a_scaler_has_divided_are_refused(rank: int, world_size: int) -> None:
+    group = fake_device.new_group()
+    model = model_of(torch.float32)
+    own = OPTIMIZERS["fused"](model.parameters())
+    fastsync.attach(model, optimizer=own, process_group=group)
+    scaler = GradScaler(DEVICE, init_scale=256.0)
+    before = [parameter.detach().cpu() for parameter in model.parameters()]
+    for divides in (True, False):
+        grads = [grad.to(DEVICE) for grad in random_grads(rank, 0, SHAPES, torch.float32)]
+        scaler.scale(model(grads)).backward()
+        if divides:
+            scaler.unscale_(own)
+            with pytest.raises(RuntimeError, match="was changed since"):
+                own.step()
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                assert_bitwise_equal(parameter.detach().cpu(), value, "a parameter")
+        else:
+            scaler.step(own)
+        scaler.update()
+        own.zero_grad()
+
+
+def test_gradients_that_a_scaler_has_divided_are_refused() -> None:
+    fake_device.run_ranks(_gradients_that_a_scaler_has_divided_are_refused, 2)
+
+
 def _a_failed_step_is_told_before_the_next(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     model = model_of(torch.float32)

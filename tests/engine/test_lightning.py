@@ -134,3 +134,38 @@ def _alone(rank: int, world_size: int, folder: str) -> None:
 
 def test_one_rank_without_a_process_group(tmp_path: Path) -> None:
     run_ranks(_alone, 1, str(tmp_path))
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+@on_ranks(2, timeout=200)
+def test_ranks_that_share_an_optimizer(rank: int, world_size: int, is_manual: bool, tmp_path: Path) -> None:
+    """Lightning hands each step a closure: a backward, or one that does nothing."""
+    from lightning import Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def trained(shares: bool) -> list[Tensor]:
+        class Attached(type(_module())):  # type: ignore[misc]
+            automatic_optimization = not is_manual
+
+            def on_fit_start(self) -> None:
+                options = {"optimizer": self.optimizers()} if shares else {}
+                fastsync.attach(self.network, **options)
+
+            def training_step(self, batch: Any, index: int) -> Tensor:
+                loss = super().training_step(batch, index)
+                if is_manual:
+                    self.optimizers().zero_grad()
+                    self.manual_backward(loss)
+                    self.optimizers().step()
+                return loss
+
+        model = Attached()
+        inputs = torch.randn(24, 6, generator=torch.Generator().manual_seed(rank))
+        data = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=8)
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        Trainer(accelerator="cpu", devices=1, max_epochs=2, default_root_dir=str(tmp_path), **quiet).fit(model, data)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    shared = trained(shares=True)
+    assert_all_bitwise_equal(shared, trained(shares=False), "parameter")
+    assert_same_on_all_ranks(shared)

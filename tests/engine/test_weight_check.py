@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from tests.models import Mlp, assert_same_on_all_ranks, batch
+from tests import fake_device
+from tests.models import Given, Mlp, assert_same_on_all_ranks, batch, random_grads
 from tests.ranks import on_ranks, run_ranks
 
 EVERY = 50
 """Once in so many steps the ranks compare their weights."""
 HOOK_CHECKS_ONE_OF = 16
 """Where it would cost a collective, the hook has room for it in one of so many steps."""
+
+SHAPES = [(7, 33), (300,), (2, 3, 4)]
 
 Model = Callable[[Tensor], Tensor]
 
@@ -213,3 +217,36 @@ def _wrong_argument(rank: int, world_size: int, entry_point: str) -> None:
         model = DistributedDataParallel(model)
     with pytest.raises(ValueError, match=r"^check_weights:"):
         getattr(fastsync, entry_point)(model, check_weights="no")
+
+
+def _on_a_device(rank: int, world_size: int, entry_point: str) -> tuple[int, str]:
+    group = fake_device.new_group()
+    model: nn.Module = Given(random_grads(rank, 0, SHAPES, torch.float32)).to(fake_device.DEVICE)
+    call = model
+    if entry_point == "attach":
+        fastsync.attach(model, process_group=group)
+    else:
+        call = DistributedDataParallel(model, process_group=group)
+        fastsync.register_comm_hook(call, process_group=group)
+    inputs = [[g.to(fake_device.DEVICE) for g in random_grads(rank, step, SHAPES, torch.float32)] for step in range(4)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    for number in range(2 * EVERY):
+        optimizer.zero_grad()
+        try:
+            with fake_device.unwaited() if number > 2 else nullcontext():
+                call(inputs[number % len(inputs)]).backward()
+        except RuntimeError as error:
+            return number, str(error)
+        optimizer.step()
+        if number == 3 and rank == 1:
+            with torch.no_grad():
+                list(model.parameters())[1].mul_(2.0)
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "register_comm_hook"])
+def test_on_a_device_the_host_does_not_wait(entry_point: str) -> None:
+    """The number made of the weights travels some steps after they were read, and its sum is read later still."""
+    (step, error), (other_step, _) = fake_device.run_ranks(_on_a_device, 2, entry_point)
+    assert step == other_step > 3
+    assert "the first parameter that differs is weights.1" in error

@@ -1,0 +1,82 @@
+#include "engine/sample.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace fastsync {
+
+namespace {
+
+constexpr int64_t kMostSampled = 16;
+
+// Joins samples to bytes on the host.
+std::vector<char> bytes_of(const std::vector<at::Tensor>& samples) {
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& sample : samples) {
+    if (sample.defined() && sample.numel() > 0) {
+      parts.push_back(sample.view(at::kByte));
+    }
+  }
+  if (parts.empty()) {
+    return {};
+  }
+  const at::Tensor joined = (parts.front().is_cpu() ? at::cat(parts) : at::cat(parts).cpu()).contiguous();
+  const auto* const first = joined.const_data_ptr<uint8_t>();
+  return {first, first + joined.numel()};
+}
+
+}  // namespace
+
+at::Tensor sample_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.numel() == 0) {
+    return {};
+  }
+  const at::Tensor values = tensor.detach();
+  const int64_t numel = values.numel();
+  const at::Tensor flat =
+      values.is_non_overlapping_and_dense() ? values.as_strided({numel}, {1}) : values.reshape({numel});
+  const int64_t step = (numel / kMostSampled) | 1;  // odd, or all would be of one column of a matrix
+  if (!flat.is_cpu()) {
+    return flat.slice(0, 0, numel, step).clone();
+  }
+  const at::Tensor sample = at::empty({(numel + step - 1) / step}, flat.options());
+  const auto size = static_cast<int64_t>(flat.element_size());
+  const auto* const from = static_cast<const char*>(flat.const_data_ptr());
+  auto* const to = static_cast<char*>(sample.mutable_data_ptr());
+  for (int64_t i = 0; i < sample.numel(); ++i) {
+    std::memcpy(to + i * size, from + i * step * size, size);
+  }
+  return sample;
+}
+
+std::vector<bool> differ(const std::vector<at::Tensor>& noted, const std::vector<at::Tensor>& current) {
+  const auto length = [](const at::Tensor& sample) { return sample.defined() ? sample.nbytes() : 0; };
+  std::vector<at::Tensor> kept_then;
+  std::vector<at::Tensor> kept_now;
+  std::vector<bool> all;
+  for (size_t i = 0; i < noted.size(); ++i) {
+    all.push_back(length(noted[i]) != length(current[i]));
+    if (!all.back()) {
+      kept_then.push_back(noted[i]);
+      kept_now.push_back(current[i]);
+    }
+  }
+  const std::vector<char> then = bytes_of(kept_then);
+  const std::vector<char> now = bytes_of(kept_now);
+  size_t begin = 0;
+  for (size_t i = 0; i < noted.size(); ++i) {
+    if (all[i]) {
+      continue;
+    }
+    const size_t end = begin + length(noted[i]);
+    all[i] =
+        !std::equal(then.begin() + static_cast<std::ptrdiff_t>(begin), then.begin() + static_cast<std::ptrdiff_t>(end),
+                    now.begin() + static_cast<std::ptrdiff_t>(begin));
+    begin = end;
+  }
+  return all;
+}
+
+}  // namespace fastsync

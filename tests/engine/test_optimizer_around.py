@@ -1,0 +1,282 @@
+"""What is around ``attach(optimizer=)``: other optimizers, wrappers, closures, GradScalers, and writes to gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import fastsync
+from tests.engine.test_optimizer_shards import attached, in_both_ways, same, step, two_layers, values
+from tests.engine.wrappers import OptimizerWrapper
+from tests.ranks import on_ranks
+
+
+def loss_of(model: nn.Module, rank: int, number: int = 0) -> Tensor:
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
+    return model(inputs).square().mean()
+
+
+# ---- another optimizer ----------------------------------------------------------------------------------------------
+
+
+@in_both_ways
+def test_a_step_by_another_optimizer_is_refused(rank: int, world_size: int) -> None:
+    """As code has it that makes the optimizer anew to resume."""
+    model, optimizer, sync = attached()
+    step(model, optimizer, rank)
+    other, before = SGD(model.parameters(), 0.1), values(model)
+    other.step()  # without gradients it steps nothing
+    loss_of(model, rank).backward()
+    with pytest.raises(RuntimeError, match=r"SGD was about to step parameter 0\.weight.* by the AdamW that"):
+        other.step()
+    with sync.no_sync(), pytest.raises(RuntimeError, match="SGD was about to step"):
+        other.step()
+    same(values(model), before)
+    optimizer.step()
+    sync.detach()
+    other.step()
+
+
+@in_both_ways
+def test_a_step_of_an_optimizer_with_some_of_the_parameters_is_refused(rank: int, world_size: int) -> None:
+    model, _, _ = attached()
+    other = AdamW(model[2].parameters())
+    loss_of(model, rank).backward()
+    with pytest.raises(RuntimeError, match=r"another AdamW was about to step parameter 2\.weight"):
+        other.step()
+
+
+@in_both_ways
+def test_attach_after_outer_steps_is_refused(rank: int, world_size: int) -> None:
+    model = two_layers()
+    optimizer = AdamW(model.parameters(), fused=True)
+    outer = fastsync.LocalSGD(model, optimizer)
+    with pytest.raises(ValueError, match=r"optimizer: a LocalSGD averages these weights"):
+        fastsync.attach(model, optimizer=optimizer)
+    del outer
+    fastsync.attach(model, optimizer=optimizer)
+
+
+# ---- wrappers and closures ------------------------------------------------------------------------------------------
+
+
+def wrapped_by_accelerate(optimizer: Optimizer) -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
+
+
+def _backward(model: nn.Module, optimizer: Any, rank: int, number: int, losses: list[Tensor]) -> Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model, rank, number)
+    loss.backward()
+    losses.append(loss.detach())
+    return losses[-1]
+
+
+STEPS: dict[str, Callable[[Any, Callable[[], Tensor]], object]] = {
+    "none": lambda optimizer, closure: (closure(), optimizer.step(None)),
+    "none by name": lambda optimizer, closure: (closure(), optimizer.step(closure=None)),
+    "closure": lambda optimizer, closure: optimizer.step(closure),
+    "closure by name": lambda optimizer, closure: optimizer.step(closure=closure),
+    "a closure of nothing": lambda optimizer, closure: (closure(), optimizer.step(lambda: None)),
+}
+
+
+@pytest.mark.parametrize("way", STEPS)
+@in_both_ways
+def test_steps_with_and_without_a_closure(rank: int, world_size: int, way: str) -> None:
+    (model, optimizer, _), (plain, own, _) = attached(), attached(shared=False)
+    for number in range(2):
+        for each, of_each in ((model, optimizer), (plain, own)):
+            losses: list[Tensor] = []
+            returned = STEPS[way](of_each, partial(_backward, each, of_each, rank, number, losses))
+            assert len(losses) == 1
+            assert not way.startswith("closure") or returned is losses[0]
+        same(values(model), values(plain))
+
+
+@pytest.mark.parametrize("wrap", [OptimizerWrapper, wrapped_by_accelerate])
+@in_both_ways
+def test_wrappers_that_only_delegate(rank: int, world_size: int, wrap: Any) -> None:
+    model, plain = two_layers(), two_layers()
+    optimizer, own = wrap(AdamW(model.parameters(), lr=0.1, fused=True)), AdamW(plain.parameters(), lr=0.1, fused=True)
+    fastsync.attach(model, optimizer=optimizer)
+    fastsync.attach(plain)
+    for number in range(3):
+        step(model, optimizer, rank, number)
+        step(plain, own, rank, number)
+    same(values(model), values(plain))
+
+
+class WritesAfterwards(OptimizerWrapper):
+    """Halves the weights after each step, as Lookahead writes them after some."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.5)
+
+
+class WritesBefore(OptimizerWrapper):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.5)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("wrap", [WritesAfterwards, WritesBefore])
+@on_ranks(2)
+def test_a_wrapper_that_writes_weights_is_told(rank: int, world_size: int, wrap: Any) -> None:
+    model = two_layers()
+    optimizer = wrap(AdamW(model.parameters(), fused=True))
+    fastsync.attach(model, optimizer=optimizer)
+    loss_of(model, rank).backward()
+    with pytest.raises(RuntimeError, match=rf"{wrap.__name__} has written parameter 0\.weight itself"):
+        optimizer.step()
+
+
+@on_ranks(2, shared_memory=False)
+def test_a_wrapper_may_write_weights_that_are_this_rank_s_own(rank: int, world_size: int) -> None:
+    model, plain = two_layers(), two_layers()
+    optimizer = WritesAfterwards(AdamW(model.parameters(), fused=True))
+    own = WritesAfterwards(AdamW(plain.parameters(), fused=True))
+    fastsync.attach(model, optimizer=optimizer)
+    fastsync.attach(plain)
+    for number in range(3):
+        step(model, optimizer, rank, number)
+        step(plain, own, rank, number)
+    same(values(model), values(plain))
+
+
+class Copied(WritesAfterwards):
+    """Is copied with all that it has, as Accelerate's."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+@on_ranks(2)
+def test_copies_of_a_wrapper_and_a_detached_one(rank: int, world_size: int) -> None:
+    model = two_layers()
+    optimizer = Copied(AdamW(model.parameters(), fused=True))
+    sync = fastsync.attach(model, optimizer=optimizer)
+    LambdaLR(optimizer.optimizer, lambda count: 0.5)
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    before = values(model)
+    loss_of(copied_model, rank).backward()
+    copied.step()
+    same(values(model), before)
+    assert not torch.equal(copied_model[0].weight, model[0].weight)
+    sync.detach()
+    step(model, optimizer, rank)
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+class Schedule:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+@in_both_ways
+def test_functions_and_objects_among_the_settings(rank: int, world_size: int) -> None:
+    """A repr of theirs has an address. What is equal on all ranks is their class or their name."""
+    model, optimizer, _ = attached()
+    group = optimizer.param_groups[0]
+    group.update(decay=lambda count: 0.1, schedule=Schedule(rank), kind=Schedule, of=[print, {"b": 1, "a": {2, 3}}])
+    step(model, optimizer, rank)
+    group["of"][1]["b"] = 1 + rank
+    loss_of(model, rank).backward()
+    with pytest.raises(RuntimeError, match="different settings in param_groups"):
+        optimizer.step()
+
+
+# ---- GradScaler, and writes to gradients ----------------------------------------------------------------------------
+
+SCALED: dict[str, Any] = {
+    "SGD": lambda p: SGD(p, 0.1),
+    "foreach": lambda p: AdamW(p, lr=0.1, foreach=True),
+    "fused": lambda p: AdamW(p, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("directly", [False, True])
+@pytest.mark.parametrize("kind", SCALED)
+@in_both_ways
+def test_gradients_that_a_scaler_has_divided_are_refused(rank: int, world_size: int, kind: str, directly: bool) -> None:
+    """``unscale_`` raises no version counter. The means would be stepped times the scale."""
+    model = two_layers()
+    optimizer = SCALED[kind](model.parameters())
+    fastsync.attach(model, optimizer=optimizer)
+    scaler, before = GradScaler("cpu", init_scale=256.0), values(model)
+    scaler.scale(loss_of(model, rank)).backward()
+    if directly or kind == "fused":
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_"):
+        optimizer.step() if directly else scaler.step(optimizer)
+    same(values(model), before)
+
+
+def _by_data(gradient: Tensor) -> None:
+    gradient.data.mul_(0.5)
+
+
+def _by_numpy(gradient: Tensor) -> None:
+    gradient.numpy()[:] *= 2
+
+
+def _in_place(gradient: Tensor) -> None:
+    gradient.mul_(0.5)
+
+
+@pytest.mark.parametrize("write", [_by_data, _by_numpy, _in_place])
+@pytest.mark.parametrize("scales", [False, True])
+@in_both_ways
+def test_gradients_that_were_changed_are_refused(rank: int, world_size: int, scales: bool, write: Any) -> None:
+    model, optimizer, _ = attached()
+    scaler = GradScaler("cpu", init_scale=4.0, enabled=scales)
+    scaler.scale(loss_of(model, rank)).backward()
+    if rank == 1:
+        for parameter in model.parameters():
+            write(parameter.grad)
+    with pytest.raises(RuntimeError, match="was changed since" if rank == 1 else "rank 1 refuses this step"):
+        scaler.step(optimizer)
+
+
+@in_both_ways
+def test_a_failure_of_the_optimizer_s_own_step_leaves_the_gradients(rank: int, world_size: int) -> None:
+    model, own = two_layers(), nn.Embedding(4, 3, sparse=True)
+    optimizer = AdamW([*model.parameters(), *own.parameters()], fused=True)
+    fastsync.attach(model, optimizer=optimizer)
+    (loss_of(model, rank) + own(torch.tensor([1])).sum()).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert [id(parameter.grad) for parameter in model.parameters()] == [id(each) for each in gradients]
+
+
+# ---- memory of another process --------------------------------------------------------------------------------------
+
+
+@in_both_ways
+def test_parameters_that_other_processes_read_are_refused(rank: int, world_size: int) -> None:
+    model = two_layers().share_memory()
+    with pytest.raises(ValueError, match=r"optimizer: parameter 0\.weight .*share_memory\(\)"):
+        fastsync.attach(model, optimizer=AdamW(model.parameters()))
+    fastsync.attach(model)
