@@ -33,6 +33,7 @@ from ..launch.supervisor import launch_survivors
 from ..launch.torchrun import launch_ranks
 from .envs.make import make_one
 from .evaluation import Evaluator
+from .names import kept_folder
 from .policies import try_policy
 from .ppo import Settings, resolve, train
 from .runs.checkpoints import CheckpointFolder
@@ -193,7 +194,7 @@ def check_environment(settings: Settings) -> tuple[Space[Any], Space[Any]]:
     check_wandb(settings.wandb_project)
     resolve(settings, None, None, None)
     rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
-    with make_one(settings) as environments:
+    with kept_folder(), make_one(settings) as environments:
         if settings.eval_interval:
             Evaluator(settings, environments).check()
         spaces = environments.single_observation_space, environments.single_action_space

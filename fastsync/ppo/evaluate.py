@@ -26,6 +26,7 @@ from .envs.lookup import Env
 from .envs.vector import EnvironmentFailedError
 from .evaluation import MAX_STEPS, check_same_spaces, kept_generators, make_players, play
 from .json_objects import JSON_OBJECT
+from .names import kept_folder, look_in
 from .policies import Policy, make_policy
 from .ppo import Settings
 from .runs.checkpoints import BEST, Checkpoint, CheckpointFolder, is_checkpoint_file, load_checkpoint
@@ -71,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments, registry=WHOLE_NUMBERS)
     if options.checkpoint is None:
         raise ValueError(f"say which run to play; {runs_here('eval')}")
-    path = Path(options.checkpoint)
+    path, here = Path(options.checkpoint).expanduser(), Path.cwd()
+    look_in(here)  # also for the policy's module, if the environment leaves the working folder
     try:
         file, checkpoint = find_checkpoint(path, newest=options.newest)
     except RuntimeError as error:
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     mode = "rgb_array" if options.video else "human" if options.render else None
     with make_environment(
         checkpoint, path, env=options.env, env_kwargs=options.env_kwargs, seed=options.seed, render_mode=mode,
-        video=options.video,
+        video=None if options.video is None else str(here / Path(options.video).expanduser()),
     ) as environment:  # fmt: skip
         for sentence in environment.notes:
             _say(sentence)
@@ -140,10 +142,11 @@ def load_policy(run_or_checkpoint: str | Path, *, newest: bool = False) -> Polic
     Warns:
         UserWarning: the environment normalises by statistics that the checkpoint does not have.
     """
-    path = Path(run_or_checkpoint)
+    path = Path(run_or_checkpoint).expanduser()
     _, checkpoint = find_checkpoint(path, newest=newest)
     # Making an environment seeds what the user's code may draw from.
-    with kept_generators(torch.device("cpu")), make_environment(checkpoint, path, seed=0) as environment:
+    kept = kept_folder(), kept_generators(torch.device("cpu"))
+    with kept[0], kept[1], make_environment(checkpoint, path, seed=0) as environment:
         for note in environment.notes:
             warnings.warn(note.removeprefix("warning: "), stacklevel=2)
         return restore_policy(checkpoint, path, environment).eval()
@@ -280,7 +283,7 @@ def _where_it_was(checkpoint: Checkpoint, path: Path, name: str | None) -> str:
     for folder in run.parents:
         if folder.samefile(os.getcwd()) or not run.is_relative_to(folder / runs_dir):
             continue
-        file = folder.joinpath(*module.split("."))
+        file = folder / module if module.endswith(".py") else folder.joinpath(*module.split("."))
         if file.with_suffix(".py").exists() or file.is_dir():
             return (
                 f". It was trained in {folder}, which has the module {module}: run this command there, or set "

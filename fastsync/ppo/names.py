@@ -6,7 +6,8 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,13 @@ def import_module(name: str) -> Any:
 
     A name that ends with ``.py`` is that of a file, whose folder is then one where Python looks.
     """
-    folder = Path.cwd()
-    path = None
+    folder, path = None, None
     if name.endswith(".py"):
         path = Path(name).expanduser().absolute()
         if not path.is_file():
             raise ModuleNotFoundError(f"there is no file {name}")
         folder, name = path.parent, path.stem
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    look_in(folder or Path.cwd())
     _importing.append(name)
     try:
         module = importlib.import_module(name)
@@ -67,6 +66,22 @@ def import_module(name: str) -> Any:
     if path is not None and not _is_of(module, path):
         raise ImportError(f"Python has another module called {name}, of {_file_of(module)}; rename {path.name}")
     return module
+
+
+def look_in(folder: Path) -> None:
+    """Has Python find modules in a folder, too."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@contextmanager
+def kept_folder() -> Iterator[None]:
+    """Goes back to the working folder at the end of a ``with`` block, which an environment may have left."""
+    before = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def check_not_importing(what: str) -> None:

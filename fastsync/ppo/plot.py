@@ -51,11 +51,11 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: a folder is not that of a run, a run lacks the metric, or matplotlib is missing.
     """
     options = tyro.cli(Plot, prog="fastsync plot", args=arguments)
-    folders = [Path(run) for run in options.runs] or newest_runs()[:1]
+    folders = [Path(run).expanduser() for run in options.runs] or newest_runs()[:1]
     if not folders:
         raise ValueError(f"say which runs to draw; {runs_here('plot')}")
     curves = grouped(folders, options.x, options.metric)
-    output = Path(options.output or (folders[0] if len(folders) == 1 else Path()) / "returns.png")
+    output = Path(options.output or (folders[0] if len(folders) == 1 else Path()) / "returns.png").expanduser()
     try:
         draw(curves, output, options.x, options.metric)
     except ImportError:

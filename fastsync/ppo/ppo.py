@@ -31,7 +31,7 @@ from .adam import Adam
 from .batches import Batch, Rows, Shuffler, blank_unused, check_rewards
 from .envs.interface import Environments, Episode, seed_from
 from .exchange import Exchange
-from .names import check_not_importing, function_from, name_of
+from .names import check_not_importing, function_from, import_from, name_of
 from .normalize import RewardNormalizer, explained_variance, mean_and_variance, moments
 from .policies import ActorCritic, Policy, autocast, explain_batch_norm, in_eval_mode, make_policy, own_buffers
 from .random_streams import RandomStreams
@@ -533,6 +533,8 @@ def resolve(
             raise ValueError(f"{name}={written!r} in the settings, and {name}={other} in train(); leave one out")
         names[name] = named
     settings = replace(settings, **names)
+    if policy is None and settings.policy is not None:
+        import_from("policy", settings.policy)  # before an environment may leave the working folder
     if loss is None:
         loss = ppo_loss if settings.loss is None else function_from("loss", settings.loss)
     if advantages is None:

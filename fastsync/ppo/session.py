@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,14 +70,15 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
         dist.broadcast_object_list(opened)
         assert opened[0] is not None
         folder, checkpoint, _ = opened[0]
+        here = Path.cwd()  # an environment may leave it
         apart = stack.enter_context(ExitStack())
         if dist.get_rank() > 0 and not settings.quiet:
-            apart.enter_context(output_kept_apart(folder / f"rank{dist.get_rank()}.log"))
+            apart.enter_context(output_kept_apart(here / folder / f"rank{dist.get_rank()}.log"))
         restart = checkpoint.step if checkpoint else 0
         environments = make_environments(settings, rank=dist.get_rank(), restart=restart)
         stack.enter_context(environments)
         signals = stack.enter_context(StopSignals())
-        yield Session(settings, environments, device or chosen, signals, stack, opened[0], survivors, apart)
+        yield Session(settings, environments, device or chosen, signals, stack, opened[0], here, survivors, apart)
 
 
 class Session:
@@ -87,13 +89,15 @@ class Session:
 
     def __init__(
         self, settings: RunSettings, environments: Environments, device: torch.device, signals: StopSignals,
-        stack: ExitStack, opened: Opened, survivors: Survivors | None = None, apart: ExitStack | None = None,
+        stack: ExitStack, opened: Opened, here: Path, survivors: Survivors | None = None,
+        apart: ExitStack | None = None,
     ) -> None:  # fmt: skip
         self.environments, self.device = environments, device
         self._settings, self._signals, self._stack = settings, signals, stack
         self._survivors = survivors
         self._apart = apart  # keeps what this rank prints out of rank 0's terminal
-        self._folder, self._checkpoint, self._notes = opened
+        self._shown_folder, self._checkpoint, self._notes = opened
+        self._folder = here / self._shown_folder
         self._best_return = _best_so_far(self._checkpoint, settings)
         self._checkpoints = CheckpointFolder(self._folder / CHECKPOINTS, settings.keep_checkpoints, self._best_return)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -336,8 +340,8 @@ class Session:
                     f"warning: log_info={name!r}: since the run {since}, no environment has put a finite number of "
                     "this name into info"
                 )
-            self._console.say(f"written to {self._folder}")
-            for hint in hints(self._folder):
+            self._console.say(f"written to {self._shown_folder}")
+            for hint in hints(self._shown_folder):
                 self._console.say(hint)
         return result
 

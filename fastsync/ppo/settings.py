@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,6 +92,8 @@ class RunSettings:
     eval_env: str | None = None  # Environment of the evaluations, as in --env. By default that of the training.
 
     def __post_init__(self) -> None:
+        for name in ("runs_dir", "resume"):  # ~ means the home, as in a shell, which leaves --runs-dir=~/runs as it is
+            object.__setattr__(self, name, getattr(self, name) and os.path.expanduser(getattr(self, name)))
         counts = ("total_steps", "num_envs", "keep_checkpoints", "sync_every", "eval_episodes")
         self._check("must be at least 1", lambda value: value >= 1, *counts)
         self._check("must be a finite number greater than 0", lambda v: 0 < v < math.inf, "timeout", "bucket_cap_mb")
@@ -162,7 +165,7 @@ def load_settings(source: str, kind: type[Kind]) -> Kind:
 
 def file_words(source: str) -> list[str]:
     """Returns the settings of a YAML file or preset as words of a command line. Errors are those of load_settings."""
-    path = Path(source)
+    path = Path(source).expanduser()
     if not path.is_file():
         if source not in (names := preset_names()):
             hint = f"{did_you_mean(source, names)}; presets: {', '.join(names)}"

@@ -163,7 +163,7 @@ def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch
     nothing: Any = None
     with group_of_one(), FakeTensorMode():
         opened = tmp_path, None, list[str]()
-        session = Session(FULL, environments, torch.device("cpu"), nothing, nothing, opened)
+        session = Session(FULL, environments, torch.device("cpu"), nothing, nothing, opened, tmp_path)
         session._ppo = ppo
         monkeypatch.setattr(session._checkpoints, "save", lambda checkpoint, _: gathered.append(checkpoint.learner))
         session._write(0.0)

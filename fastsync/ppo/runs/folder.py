@@ -163,7 +163,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     # Else newer versions of filelock take a marker where the file system has no locks, and a killed process leaves it.
     strict: dict[str, Any] = {"fallback_to_soft": False} if hasattr(FileLock, "fallback_to_soft") else {}
-    lock = FileLock(folder / ".lock", timeout=0, **strict)
+    lock = FileLock((folder / ".lock").absolute(), timeout=0, **strict)
     try:
         lock.acquire()
     except Timeout:
