@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,25 @@ class HangsInClose(Countdown):
     def close(self) -> None:
         if multiprocessing.current_process().daemon:
             time.sleep(1000)
+
+
+class Simulated(Countdown):
+    """Has a simulator in a process, which ``close`` ends. A file tells its process."""
+
+    def __init__(self, folder: str) -> None:
+        self.simulator = subprocess.Popen(["sleep", "1000"])
+        Path(folder, str(self.simulator.pid)).touch()
+
+    def close(self) -> None:
+        self.simulator.terminate()
+        self.simulator.wait()
+
+
+class SimulatedHangs(Simulated):
+    def close(self) -> None:
+        if multiprocessing.current_process().daemon:
+            time.sleep(1000)
+        super().close()
 
 
 class Hangs(Countdown):

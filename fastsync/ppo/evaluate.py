@@ -21,9 +21,8 @@ from gymnasium.wrappers import RecordVideo
 
 from .._checks import check_at_least
 from ..doctor import install_command
-from .envs.interface import Environments
+from .envs.interface import EnvironmentFailedError, Environments
 from .envs.lookup import Env
-from .envs.vector import EnvironmentFailedError
 from .evaluation import MAX_STEPS, check_same_spaces, kept_generators, make_players, play
 from .json_objects import JSON_OBJECT
 from .names import kept_folder, look_in

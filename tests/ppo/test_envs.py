@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from fastsync.doctor import install_command
 from fastsync.ppo.cli import check_environment
-from fastsync.ppo.envs.interface import Environments, Step, seed_from
+from fastsync.ppo.envs import processes as processes_of_environments
+from fastsync.ppo.envs import vector
+from fastsync.ppo.envs.interface import EnvironmentFailedError, Environments, Step, seed_from
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.envs.spaces import random_actions
 from fastsync.ppo.envs.vector import RecordedEnvironments, VectorizedEnvironments
@@ -329,15 +332,67 @@ def test_other_autoreset_modes_are_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("env", ["Hangs", "HangsInClose"])
-def test_processes_that_hang_are_ended(env: str):
-    with make_environments(settings(f"tests.toy_envs:{env}", 2, vectorization="async"), rank=0) as environments:
+def test_processes_that_hang_are_ended(
+    env: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vector, "CLOSE_SECONDS", 0.3)
+    with make_environments(settings(f"tests.toy_envs:{env}", 2, vectorization="async"), rank=1) as environments:
         environments.reset()
         assert isinstance(environments, RecordedEnvironments)
         assert isinstance(environments._vector, AsyncVectorEnv)
         processes = environment_processes(environments)
         if env == "Hangs":
             environments._vector.step_async(np.array([[0.0], [1e8]], dtype=np.float32))
-    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+    ended = [process.exitcode for process in processes]
+    assert ended == ([0, -signal.SIGKILL] if env == "Hangs" else [-signal.SIGKILL] * 2)
+    names = [
+        f"environment {2 + i} (env='tests.toy_envs:{env}', process {processes[i].pid})" for i in (0, 1) if ended[i]
+    ]
+    assert f"fastsync train: {' and '.join(names)} did not close within 0.3 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("env", "ended"), [("Simulated", 0), ("SimulatedHangs", -signal.SIGKILL)])
+def test_simulators_end_with_their_environment(
+    env: str, ended: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vector, "CLOSE_SECONDS", 0.3 if ended else 10.0)
+    kwargs = {"folder": str(tmp_path)}
+    chosen = settings(f"tests.toy_envs:{env}", 2, vectorization="async", env_kwargs=kwargs)
+    with make_environments(chosen, rank=0) as environments:
+        environments.reset()
+        processes = environment_processes(environments)
+    assert [process.exitcode for process in processes] == [ended] * 2
+    simulators = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(simulators) == 4  # two of them belong to environments that only told their spaces
+    until(lambda: not any(map(state_of, simulators)), "the end of the simulators")
+
+
+def test_an_environment_that_does_not_answer_is_named_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes_of_environments, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(vector, "FAILED_CLOSE_SECONDS", 0.1)
+    chosen = settings("tests.toy_envs:Countdown", 3, vectorization="async")
+    said = ""
+    with make_environments(chosen, rank=0) as environments:
+        environments.reset()
+        processes = environment_processes(environments)
+        names = [f"environment {i} (env='tests.toy_envs:Countdown', process {processes[i].pid})" for i in (1, 2)]
+        expected = f"fastsync train: no answer for 0.1 s from {' and '.join(names)}; the training waits"
+        for stopped in processes[1:]:
+            os.kill(stopped.pid, signal.SIGSTOP)
+        stepped = threading.Thread(target=environments.step, args=(np.zeros(3, np.int64),))
+        stepped.start()
+
+        def is_said() -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return expected in said
+
+        until(is_said, "the second message")
+        for stopped in processes[1:]:
+            os.kill(stopped.pid, signal.SIGCONT)
+        stepped.join()
 
 
 def environment_processes(environments: Environments) -> list[Any]:
@@ -355,25 +410,57 @@ def test_processes_outlive_signals_to_the_whole_job_and_their_end_is_told():
         environments.step(np.zeros(2, np.int64))
         first.kill()
         first.join()
-        with pytest.raises((EOFError, ConnectionError)):
+        told = rf"environment 0 \(env='tests.toy_envs:Countdown', process {first.pid}\) was ended by SIGKILL"
+        with pytest.raises(EnvironmentFailedError, match=told):
             environments.step(np.zeros(2, np.int64))
-    assert not second.is_alive()
+    assert second.exitcode == 0
 
 
-def leave_processes(said: Path) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # they tell that their pipe broke
-    left = make_environments(settings("tests.toy_envs:Countdown", 2, vectorization="async"), rank=0)
+def leave_processes(said: Path, stderr: Path) -> None:
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+    chosen = settings("tests.toy_envs:Simulated", 2, vectorization="async", env_kwargs={"folder": str(said)})
+    left = make_environments(chosen, rank=0)
     left.reset()
-    said.write_text(" ".join(str(process.pid) for process in environment_processes(left)))
+    for process in environment_processes(left):
+        (said / str(process.pid)).touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_processes_that_nobody_closed_end_with_their_rank(tmp_path: Path):
-    said = tmp_path / "pids"
-    rank = fresh_process_context().Process(target=leave_processes, args=(said,))
+def test_processes_that_nobody_closed_end_with_their_rank_and_without_a_word(tmp_path: Path) -> None:
+    said, stderr = tmp_path / "pids", tmp_path / "stderr"
+    said.mkdir()
+    rank = fresh_process_context().Process(target=leave_processes, args=(said, stderr))
     rank.start()
     rank.join()
     assert rank.exitcode == -signal.SIGKILL
-    pids = [int(pid) for pid in said.read_text().split()]
-    assert len(pids) == 2
-    until(lambda: not any(map(state_of, pids)), "the end of the environments' processes")
+    pids = [int(path.name) for path in said.iterdir()]
+    assert len(pids) == 2 + 4
+    until(lambda: not any(map(state_of, pids)), "the end of the environments' processes and simulators")
+    assert "Traceback" not in stderr.read_text()
+
+
+@pytest.mark.parametrize("maker", ["ends_itself", "ends_in_making"])
+def test_an_environment_that_ends_its_process_is_named(maker: str) -> None:
+    chosen = settings(f"{__name__}:{maker}", 2, vectorization="async")
+    told = r"environment 1 \(env='.*', process \d+\) has ended by itself, with status 3"
+    with pytest.raises(EnvironmentFailedError, match=told):
+        one_step(chosen)
+
+
+def one_step(chosen: Settings) -> None:
+    with make_environments(chosen, rank=0) as environments:
+        environments.reset()
+        environments.step(np.zeros(2, np.int64))
+
+
+class EndsItself(Countdown):
+    def step(self, action: Any) -> Any:
+        os._exit(3)
+
+
+def ends_itself(index: int) -> gymnasium.Env[Any, Any]:
+    return EndsItself() if index else Countdown()
+
+
+def ends_in_making(index: int) -> gymnasium.Env[Any, Any]:
+    return Countdown() if index == 0 else sys.exit(3)

@@ -22,6 +22,12 @@ UNSEEN = 2**31
 """Number of the first environment of evaluations. No training environment has it, so the episodes are new."""
 
 
+class EnvironmentFailedError(RuntimeError):
+    """An environment raised an error, which is the cause of this one, or broke gymnasium's interface. Or its process
+    has ended.
+    """
+
+
 class Episode(NamedTuple):
     """A finished episode."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -13,7 +12,6 @@ import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import FlattenObservation
 
-from ...launch.signals import STOP_SIGNALS
 from ..settings import RunSettings
 from .interface import Environments, seed_from, seed_globals
 from .lookup import EnvSource, cannot_be_made, find_env, notes_on, refuse_running_statistics
@@ -63,7 +61,7 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
         partial(_make_recorder, source, settings.seed, index, restart, settings.log_info, os.getpid())
         for index in range(first, first + settings.num_envs)
     ]
-    vector = join(settings.env, makers, spaces[0], in_processes=kind == "async")
+    vector = join(settings.env, makers, spaces[0], first_index=first, in_processes=kind == "async")
     return RecordedEnvironments(vector, counts_games=source.is_atari, first_index=first, notes=notes)
 
 
@@ -78,9 +76,6 @@ def _make_recorder(
     source: EnvSource, seed: int, index: int, first_episode: int, log_info: Sequence[str], rank_pid: int
 ) -> gymnasium.Env[Any, Any]:
     if os.getpid() != rank_pid:
-        # Signals to a whole job reach this process, too. The rank needs the process to save, and ends it afterwards.
-        for number in (*STOP_SIGNALS, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
         seed_globals(seed, index, first_episode)
     env = source.make(index)
     return EpisodeRecorder(env, seed=seed, index=index, first_episode=first_episode, log_info=log_info)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import multiprocessing
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
@@ -18,12 +17,12 @@ import numpy as np
 import torch
 from gymnasium import Space
 from gymnasium.spaces import Discrete
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from .interface import UNSEEN, Array, Environments, same_values, seed_from
-from .lookup import EnvSource
+from .interface import UNSEEN, Array, EnvironmentFailedError, Environments, same_values, seed_from
 from .parts import allowed_sample
+from .processes import CLOSE_SECONDS, FAILED_CLOSE_SECONDS, EnvironmentProcesses
 
 MAX_ACTIONS = 100_000
 """Largest number of actions of an episode that can be restored. An Atari game has up to 27,000."""
@@ -31,10 +30,6 @@ MAX_BYTES = 16 << 20
 """Largest memory for the actions of a vectorised implementation: 16 million steps of CartPole."""
 TRIAL_STEPS = 100
 """Steps of the trial episode, which is played twice before an environment is restored."""
-
-
-class EnvironmentFailedError(RuntimeError):
-    """An environment raised an error, which is the cause of this one, or broke gymnasium's interface."""
 
 
 class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -194,14 +189,16 @@ def _check_reward(reward: Any) -> None:
 
 
 def join(
-    name: str, makers: Sequence[Callable[[], gymnasium.Env[Any, Any]]], space: Space[Any], *, in_processes: bool = False
-) -> SyncVectorEnv | AsyncVectorEnv:
+    name: str, makers: Sequence[Callable[[], gymnasium.Env[Any, Any]]], space: Space[Any], *,
+    first_index: int = 0, in_processes: bool = False,
+) -> SyncVectorEnv | EnvironmentProcesses:  # fmt: skip
     """Makes copies of an environment that step together.
 
     Args:
         name: the user's name of the environment.
         makers: each makes a copy.
         space: the observation space. That of a copy may have other bounds.
+        first_index: number of the first copy, among those of all ranks.
         in_processes: whether each copy gets a process.
 
     Raises:
@@ -209,20 +206,14 @@ def join(
     """
     # gymnasium sends this to each process, so it is not the joint space.
     options: Any = {"autoreset_mode": AutoresetMode.NEXT_STEP, "observation_mode": (space, space)}
-    before = multiprocessing.active_children()
-    vector: SyncVectorEnv | AsyncVectorEnv
+    vector: SyncVectorEnv | EnvironmentProcesses
     try:
         if in_processes:
-            # A fork server has no threads and no CUDA context, so it can be forked. A process that trains cannot.
-            multiprocessing.get_context("forkserver").set_forkserver_preload([EnvSource.__module__])
-            vector = AsyncVectorEnv(makers, context="forkserver", **options)
+            vector = EnvironmentProcesses(makers, name=name, first_index=first_index, **options)
         else:
             vector = SyncVectorEnv(makers, **options)
-    except BaseException as error:
-        for process in set(multiprocessing.active_children()) - set(before):
-            process.kill()  # at exit multiprocessing would wait for it, and it ignores the signal to stop
-            process.join()
-        if isinstance(error, RuntimeError) and "space" in str(error):
+    except RuntimeError as error:
+        if "space" in str(error) and not isinstance(error, EnvironmentFailedError):
             raise ValueError(
                 f"env={name!r} has copies that differ in more than the bounds of their observations, and cannot learn "
                 f"together: {error}"
@@ -242,12 +233,12 @@ class RecordedEnvironments(Environments):
     """
 
     def __init__(
-        self, vector: SyncVectorEnv | AsyncVectorEnv, *, first_index: int, counts_games: bool = False,
+        self, vector: SyncVectorEnv | EnvironmentProcesses, *, first_index: int, counts_games: bool = False,
         notes: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(vector, first_index=first_index, notes=notes)
         self._counts_games = counts_games
-        if isinstance(vector, AsyncVectorEnv):
+        if isinstance(vector, EnvironmentProcesses):
             # At exit multiprocessing sends a signal that these processes ignore, and waits for them.
             self._at_exit = Finalize(None, self.close, exitpriority=0)
 
@@ -274,15 +265,17 @@ class RecordedEnvironments(Environments):
         return observations if np.array_equal(terminated | truncated, state["restarting"]) else None
 
     def close(self) -> None:
-        if isinstance(self._vector, SyncVectorEnv):
+        self._end(CLOSE_SECONDS)
+
+    def __exit__(self, *error: object) -> None:
+        self._end(CLOSE_SECONDS if error[0] is None else FAILED_CLOSE_SECONDS)
+
+    def _end(self, seconds: float) -> None:
+        if isinstance(self._vector, EnvironmentProcesses):
+            self._at_exit.cancel()
+            self._vector.end(seconds)
+        else:
             super().close()
-            return
-        # The vector environment's own close() waits forever for processes that are dead or hang.
-        self._at_exit.cancel()
-        for process in self._vector.processes:
-            process.kill()
-            process.join()
-        self._vector.closed = True
 
 
 class VectorizedEnvironments(Environments):
