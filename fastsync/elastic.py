@@ -303,7 +303,7 @@ class Elastic:
         self._close_group()
         self._has_failed = not step.has_stepped
         if signals is not None:  # else no scaler has seen means of this step; the search takes long
-            for scaler in scalers_in_use():
+            for scaler in scalers_in_use(self._sync.parameters()):
                 forget_step(scaler, self._optimizers)
         if step.has_stepped:
             step.num_finished += 1

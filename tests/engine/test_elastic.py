@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -739,11 +740,14 @@ def test_a_change_between_two_steps_keeps_gradients(alone: Training) -> None:
     assert alone.model[0].weight.grad is not None
 
 
+@pytest.mark.parametrize("freezes", [False, True], ids=["", "frozen"])
 @pytest.mark.parametrize("steps_first", [False, True], ids=["before its step", "after its step"])
-def test_a_scaler_takes_the_gradients_of_the_next_run(alone: Training, steps_first: bool) -> None:
+def test_a_scaler_takes_the_gradients_of_the_next_run(alone: Training, steps_first: bool, freezes: bool) -> None:
     """Although it has unscaled those of the run that has failed, or stepped with them."""
     elastic = Elastic(alone.model, alone.optimizer, alone.sync)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    if freezes:
+        gc.freeze()
     num_runs = 0
     for step in elastic.steps(3):
         num_runs += 1
@@ -768,7 +772,7 @@ def test_all_objects_are_searched_once(alone: Training, monkeypatch: pytest.Monk
     elastic = Elastic(alone.model, alone.optimizer, alone.sync)
     searches: list[type] = []
     for module in (_checks, training_state):
-        monkeypatch.setattr(module, "instances_of", lambda kind: searches.append(kind) or [])
+        monkeypatch.setattr(module, "instances_of", lambda kind, of=(): searches.append(kind) or [])
     runs: list[int] = []
     for step in elastic.steps(3):
         runs.append(step.index)
