@@ -293,7 +293,9 @@ def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[
     names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
 
     def found() -> list[str]:
-        wrappers = [each for each in instances_of(DistributedDataParallel, named.values()) if "_module_parameters" in vars(each)]
+        wrappers = [
+            each for each in instances_of(DistributedDataParallel, named.values()) if "_module_parameters" in vars(each)
+        ]
         return [names[id(p)] for ddp in wrappers if not but(ddp) for p in ddp._module_parameters if id(p) in names]
 
     if not found():

@@ -25,6 +25,7 @@ from ._membership import Members, Membership, another_connection, host_of
 from ._optimizer_steps import innermost
 from ._peer_watch import PeerWatch, host_and_port
 from .attach import GradientSynchronizer
+from .sync_weights import replace_inference_buffers
 from .training_state import TrainingState, scalers_in_use
 
 STORE, JOINS = "FASTSYNC_STORE", "FASTSYNC_JOINS"
@@ -456,6 +457,7 @@ class Step(_C.ElasticStep):
         self.has_buffers = bool(self._with_buffers)
 
     def _keep_buffers(self) -> list[Tensor]:
+        replace_inference_buffers(self._with_buffers)
         self._buffers = [module._buffers.copy() for module in self._with_buffers]
         return [buffer for each in self._buffers for buffer in each.values() if buffer is not None]
 

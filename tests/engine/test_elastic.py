@@ -709,6 +709,18 @@ def test_a_buffer_that_a_failed_step_made_is_gone(alone: Training) -> None:
     assert alone.model.cache is None
 
 
+def test_a_buffer_made_under_inference_mode_is_put_back(alone: Training) -> None:
+    with torch.inference_mode():
+        alone.model.register_buffer("cache", torch.zeros(2))
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    for run, step in enumerate(elastic.steps(1)):
+        with step:
+            alone.model.cache += 1
+            if run == 0:
+                raise RankLostError("as if a rank had been lost")
+    assert alone.model.cache.tolist() == [1.0, 1.0]
+
+
 def test_where_it_is_shows_in_its_text(alone: Training) -> None:
     elastic = Elastic(alone.model, alone.optimizer, alone.sync)
     assert repr(elastic) == "Elastic(step 0 of rank 0, members [0])"
