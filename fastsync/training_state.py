@@ -129,10 +129,10 @@ class TrainingState:
             other.load_state_dict(other_state)
         for optimizer, (groups, states) in zip(self._optimizers, optimizer_states, strict=True):
             for group, group_state in zip(optimizer.param_groups, groups, strict=True):
-                _assign(group, group_state)
+                assign(group, group_state)
             for index, parameter_state in states.items():
                 if parameter_state:
-                    _assign(optimizer.state[self._parameters[index]], parameter_state)
+                    assign(optimizer.state[self._parameters[index]], parameter_state)
 
     def _describe(self) -> str:
         optimizers = [f"{type(each).__name__} of parameters {self._indices(each)}" for each in self._optimizers]
@@ -163,7 +163,7 @@ def _with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:
     return tree_map(put, state)
 
 
-def _assign(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
+def assign(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
     """Assigns values. A tensor is copied into one of the same kind, because a CUDA graph may hold that one."""
     for key, value in values.items():
         there = target.get(key)

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 import fastsync
 from fastsync import _checks, training_state
@@ -707,6 +708,44 @@ def test_a_buffer_that_a_failed_step_made_is_gone(alone: Training) -> None:
         raise RankLostError("as if a rank had been lost")
     next(steps)
     assert alone.model.cache is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [("nested", "in the block"), ("cycle", "before it"), ("tensors", "in the block")]
+)
+def test_a_schedule_that_steps_first_is_put_back(alone: Training, kind: str, place: str) -> None:
+    """Learning rates, momenta, and schedulers' own state are those of as many steps without a loss."""
+
+    def made() -> tuple[Optimizer, LRScheduler]:
+        lr = torch.tensor(0.5) if kind == "tensors" else 0.5
+        optimizer = torch.optim.AdamW(alone.model.parameters(), lr=lr)
+        if kind == "cycle":
+            return optimizer, lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9)
+        parts = [lr_scheduler.ExponentialLR(optimizer, 0.5), lr_scheduler.StepLR(optimizer, 2, 0.25)]
+        return optimizer, lr_scheduler.SequentialLR(optimizer, parts, [2]) if kind == "nested" else parts[0]
+
+    optimizer, schedule = made()
+    expected_optimizer, expected = made()
+    elastic = Elastic(alone.model, optimizer, alone.sync)
+    for run, step in enumerate(elastic.steps(5)):
+        if place == "before it":
+            schedule.step()
+        with step:
+            if place == "in the block":
+                schedule.step()
+            sum(each.sum() for each in alone.model.parameters()).backward()
+            if run in (1, 2, 4):
+                raise RankLostError("as if a rank had been lost")
+            optimizer.step()
+    for _ in range(5):
+        expected.step()
+
+    def settings(optimizer: Optimizer) -> list[Any]:
+        return [optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")]
+
+    assert settings(optimizer) == settings(expected_optimizer)
+    assert schedule.get_last_lr() == expected.get_last_lr()
+    assert schedule.last_epoch == expected.last_epoch == 5
 
 
 def test_a_buffer_made_under_inference_mode_is_put_back(alone: Training) -> None:
