@@ -284,8 +284,9 @@ def have_a_stage(parameters: Iterable[Tensor]) -> bool:
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         return False
+    parameters = list(parameters)
     ours = {id(parameter) for parameter in parameters}
-    stages = instances_of(module._PipelineStageBase)
+    stages = instances_of(module._PipelineStageBase, parameters)
     return any(id(parameter) in ours for stage in stages for parameter in stage.submod.parameters())
 
 
@@ -298,7 +299,9 @@ def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[
     names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
 
     def found() -> list[str]:
-        wrappers = [each for each in instances_of(DistributedDataParallel) if "_module_parameters" in vars(each)]
+        wrappers = [
+            each for each in instances_of(DistributedDataParallel, named.values()) if "_module_parameters" in vars(each)
+        ]
         return [names[id(p)] for ddp in wrappers if not but(ddp) for p in ddp._module_parameters if id(p) in names]
 
     if not found():
@@ -311,13 +314,34 @@ def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[
         )
 
 
-def instances_of(kind: type[Any]) -> list[Any]:
-    """Lists the instances of a class and of its subclasses, among all objects. Each object refers to its class."""
+def instances_of(kind: type[Any], of: Iterable[Tensor] = ()) -> list[Any]:
+    """Lists the instances of a class and of its subclasses, among all objects. Each object refers to its class.
+
+    Args:
+        of: the parameters that they belong to. No search sees what ``gc.freeze()`` has put aside. Where one of these is
+            there, instances may be, too: so the search unfreezes all, and freezes all again.
+    """
     kinds = [kind]
     for each in kinds:
         kinds += each.__subclasses__()
-    # Asks for the type, because some objects compute their __class__.
-    return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), kind)]
+    is_hidden = _has_frozen(of)
+    if is_hidden:
+        gc.unfreeze()
+        gc.collect()  # what is garbage by now must neither be found nor be frozen again
+    try:
+        # Asks for the type, because some objects compute their __class__.
+        return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), kind)]
+    finally:
+        if is_hidden:
+            gc.freeze()
+
+
+def _has_frozen(tensors: Iterable[Tensor]) -> bool:
+    """Whether ``gc.freeze()`` was called since one of these tensors was made."""
+    if not gc.get_freeze_count():
+        return False
+    seen = set(map(id, gc.get_objects()))
+    return any(gc.is_tracked(tensor) and id(tensor) not in seen for tensor in tensors)
 
 
 def check_at_least(options: Any, **least: int) -> None:

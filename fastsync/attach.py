@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -41,7 +42,7 @@ from ._outer_in_use import NO_JOIN, check_no_outer, name_of_outer
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .distributed import as_bytes
 from .stats import SyncStats
-from .sync_weights import broadcast_named
+from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers
 from .training_state import TrainingState
 
 BUCKET_CAP_MB = 25.0
@@ -562,6 +563,8 @@ def attach(
     ignored = IgnoredStates(ignored_states, owner)
     given = named_parameters(module_or_params, "module_or_params", but=ignored.ids())
     named = with_gradients(given, "module_or_params")
+    trained = {f"module_or_params: parameter {name}": p for name, p in named.items() if p.requires_grad}
+    check_can_be_written(trained)
     check_free(named, "module_or_params")
     check_not_in_ddp(named, "module_or_params", but=handles_of)
     check_bool(master_weights, "master_weights")
@@ -653,6 +656,7 @@ class _Buffers:
     def named(self) -> dict[str, Tensor]:
         """Returns the buffers that the module has now, by name. A shared buffer has its first name."""
         alive = [(prefix, module) for prefix, known in self._modules if (module := known()) is not None]
+        replace_inference_buffers((module for _, module in alive), but=self._ignored.ids())
         named = [each for prefix, module in alive for each in module.named_buffers(prefix, recurse=False)]
         first_name = {id(buffer): name for name, buffer in reversed(named)}
         ignored = self._ignored.ids()
@@ -672,10 +676,14 @@ class _Buffers:
         )
 
     def arrive(self, sums: Tensor) -> None:
-        """Writes the buffers. They stay as they are if a rank has failed, or if no rank has batches."""
+        """Writes the buffers. They stay as they are if a rank has failed, or if no rank has batches.
+
+        Autograd does not see it, as with DDP: another forward, whose backward is to come, may have used them.
+        """
         have_come = sums[-1] > 0
         parts = sums[:-1].to(torch.uint8).split([buffer.nbytes for buffer in self._sent])
-        for buffer, part in zip(self._sent, parts, strict=True):
-            values = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone begins at an even address
-            buffer.copy_(torch.where(have_come, values, buffer.to(values.device)))
+        with _unsafe_preserve_version_counter(tuple(self._sent)):
+            for buffer, part in zip(self._sent, parts, strict=True):
+                values = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone begins at an even address
+                buffer.copy_(torch.where(have_come, values, buffer.to(values.device)))
         self._sent = []

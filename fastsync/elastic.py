@@ -26,7 +26,9 @@ from ._membership import Members, Membership, another_connection, host_of
 from ._optimizer_steps import innermost
 from ._outer_in_use import check_no_outer
 from ._peer_watch import PeerWatch, host_and_port
+from ._schedules import Schedules
 from .attach import GradientSynchronizer
+from .sync_weights import replace_inference_buffers
 from .training_state import TrainingState, scalers_in_use
 
 STORE, JOINS = "FASTSYNC_STORE", "FASTSYNC_JOINS"
@@ -82,8 +84,9 @@ class Elastic:
     and buffers, the states of the optimizers of these parameters, of their schedulers and of GradScalers.
 
     Before a step runs again, gradients are dropped. Buffers, torch's random state on the CPU, and the residuals of
-    error feedback become what they were. A GradScaler takes the new gradients as if it had not seen the first. Other
-    state that the block changes, such as a data loader's, is not put back: let ``step.index`` choose the data.
+    error feedback become what they were. So do the optimizer's settings, such as learning rates, and the schedulers
+    that it had when the loop began. A GradScaler takes the new gradients as if it had not seen the first. Other state
+    that the block changes, such as a data loader's, is not put back: let ``step.index`` choose the data.
 
     Args:
         model: the model that ``sync`` was attached to. Its gradients have to be on the CPU.
@@ -141,6 +144,7 @@ class Elastic:
         self._failed_at: tuple[int, ...] = ()  # the step, and the members
         inner = innermost(optimizer)
         self._optimizers = (optimizer, inner)
+        self._schedules: Schedules | None = None
         inner.register_step_pre_hook(self._step.before_optimizer)
         inner.register_step_post_hook(self._step.after_optimizer)
         _made.add(self)
@@ -242,9 +246,11 @@ class Elastic:
 
     def _loop(self, num_steps: int) -> Iterator[Step]:
         step = self._step
+        schedules = self._schedules = Schedules(self._optimizers)
         step.is_in_loop = True
         while True:
             while step.goes_on(num_steps):
+                schedules.keep()
                 try:
                     yield step
                 except GeneratorExit:
@@ -310,7 +316,7 @@ class Elastic:
         self._close_group()
         self._has_failed = not step.has_stepped
         if signals is not None:  # else no scaler has seen means of this step; the search takes long
-            for scaler in scalers_in_use():
+            for scaler in scalers_in_use(self._sync.parameters()):
                 forget_step(scaler, self._optimizers)
         if step.has_stepped:
             step.num_finished += 1
@@ -346,6 +352,8 @@ class Elastic:
         if engine.step() != self._step.engine_step:
             engine.take_back_step()
         self._step.put_back()
+        if self._schedules is not None:
+            self._schedules.put_back()
         return undone
 
     def _redo(self, undone: _Undone) -> None:
@@ -483,6 +491,7 @@ class Step(_C.ElasticStep):
         self.has_buffers = bool(self._with_buffers)
 
     def _keep_buffers(self) -> list[Tensor]:
+        replace_inference_buffers(self._with_buffers)
         self._buffers = [module._buffers.copy() for module in self._with_buffers]
         return [buffer for each in self._buffers for buffer in each.values() if buffer is not None]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ def sync_weights(module: nn.Module, *, process_group: dist.ProcessGroup | Device
         raise ValueError(f"module: expected a module, got {type(module).__name__}; put several into an nn.ModuleList")
     group = _group_of(module) if process_group is None else resolve_group(process_group)
     left = ids_left_to_each_rank(module, group)
+    replace_inference_buffers(module.modules(), but=left)
     # Only some ranks may have compiled the model, so the names leave out torch.compile's wrapper.
     named: dict[str, Tensor] = {
         without_compiler(name): tensor
@@ -73,6 +74,7 @@ def broadcast_named(
     """
     named = plain_parts(named)
     check_strided(named)
+    check_can_be_written(named)
     lines = [
         f"{name} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype}"
         for name, tensor in named.items()
@@ -81,3 +83,30 @@ def broadcast_named(
     _C.check_agreement(group, "\n".join(lines), device, what)
     if named:
         broadcast_tensors(named.values(), group, root)
+
+
+def check_can_be_written(named: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for a tensor that was made under ``torch.inference_mode``, which nobody may write to."""
+    for name, tensor in named.items():
+        if tensor.is_inference():
+            raise ValueError(
+                f"{name} was made under torch.inference_mode(), so it may not be written to, or trained; make the "
+                "model outside of it, or under torch.no_grad()"
+            )
+
+
+def replace_inference_buffers(modules: Iterable[nn.Module], but: Container[int] = ()) -> None:
+    """Puts normal tensors in the places of buffers that an evaluation has made under ``torch.inference_mode``.
+
+    Args:
+        but: the ids of buffers that stay.
+    """
+    normal: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old ones, so that no id comes twice
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_inference() or id(buffer) in but:
+                continue
+            if id(buffer) not in normal:
+                with torch.inference_mode(False), torch.no_grad():
+                    normal[id(buffer)] = buffer, buffer.clone()
+            module._buffers[name] = normal[id(buffer)][1]

@@ -45,17 +45,18 @@ class TrainingState:
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
         gc.collect()  # unused ones of earlier trainings must not be found
         self._alike: list[str] = []
-        optimizers = [each for each in instances_of(Optimizer) if any(self._indices(each))]
+        optimizers = [each for each in instances_of(Optimizer, parameters) if any(self._indices(each))]
         self._optimizers = self._distinct(optimizers, lambda each: f"{type(each).__name__} of {self._indices(each)}")
         indices = {id(optimizer): index for index, optimizer in enumerate(self._optimizers)}
-        schedulers = [each for each in instances_of(LRScheduler) if id(getattr(each, "optimizer", None)) in indices]
+        all_schedulers = instances_of(LRScheduler, parameters)
+        schedulers = [each for each in all_schedulers if id(getattr(each, "optimizer", None)) in indices]
         # The state of a scheduler includes those of the schedulers inside it.
         inside = {id(each) for outer in schedulers for each in getattr(outer, "_schedulers", ())}
         self._schedulers = self._distinct(
             [each for each in schedulers if id(each) not in inside],
             lambda each: f"{type(each).__name__} of optimizer {indices[id(each.optimizer)]}",
         )
-        self._scalers = self._distinct(scalers_in_use(), lambda each: type(each).__name__)
+        self._scalers = self._distinct(scalers_in_use(parameters), lambda each: type(each).__name__)
 
     def _distinct(self, objects: list[Any], name_of: Callable[[Any], str]) -> list[Any]:
         """Returns the objects with a unique name, sorted by name, because ranks find them in different orders."""
@@ -128,10 +129,10 @@ class TrainingState:
             other.load_state_dict(other_state)
         for optimizer, (groups, states) in zip(self._optimizers, optimizer_states, strict=True):
             for group, group_state in zip(optimizer.param_groups, groups, strict=True):
-                _assign(group, group_state)
+                assign(group, group_state)
             for index, parameter_state in states.items():
                 if parameter_state:
-                    _assign(optimizer.state[self._parameters[index]], parameter_state)
+                    assign(optimizer.state[self._parameters[index]], parameter_state)
 
     def _describe(self) -> str:
         optimizers = [f"{type(each).__name__} of parameters {self._indices(each)}" for each in self._optimizers]
@@ -147,9 +148,9 @@ class TrainingState:
         return (index for indices in self._indices(optimizer) for index in indices)
 
 
-def scalers_in_use() -> list[GradScaler]:
-    """Returns the GradScalers that are enabled, among all objects."""
-    return [each for each in instances_of(GradScaler) if each.is_enabled()]
+def scalers_in_use(parameters: Iterable[Tensor]) -> list[GradScaler]:
+    """Returns the GradScalers that are enabled, among all objects. It misses those frozen before the parameters."""
+    return [each for each in instances_of(GradScaler, parameters) if each.is_enabled()]
 
 
 def _with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:
@@ -162,7 +163,7 @@ def _with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:
     return tree_map(put, state)
 
 
-def _assign(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
+def assign(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
     """Assigns values. A tensor is copied into one of the same kind, because a CUDA graph may hold that one."""
     for key, value in values.items():
         there = target.get(key)

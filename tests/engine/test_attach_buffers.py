@@ -136,6 +136,77 @@ def test_several_backwards_of_one_graph(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_two_forwards_before_their_backwards(rank: int, world_size: int) -> None:
+    """The buffers that arrive with the first backward lie in the graph of the second."""
+    model, reference = Normed(), Normed()
+    fastsync.attach(model, broadcast_buffers=True)
+    for again in range(2):
+        for other in range(2):
+            (reference.layers(_inputs(other, again)).square().sum() / 2).backward()
+    losses = [model.layers(_inputs(rank, again)).square().sum() for again in range(2)]
+    for loss in losses:
+        loss.backward()
+    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad, rtol=1e-5, atol=1e-5)
+    assert_same_on_all_ranks([model.layers[1].running_mean])
+
+
+class Positions(nn.Module):
+    """A table that grows with the longest input, and that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.shared = nn.Module()
+        self.grow(2)
+
+    def grow(self, length: int) -> None:
+        table = torch.arange(4.0 * length).view(length, 4) + 10 * dist.get_rank()
+        self.register_buffer("table", table)
+        self.shared.register_buffer("table", table)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > len(self.table):
+            self.grow(len(inputs))
+        return self.linear(inputs + self.table[: len(inputs)])
+
+
+@pytest.mark.parametrize("broadcasts", [False, True])
+@on_ranks(2)
+def test_buffers_made_under_inference_mode(rank: int, world_size: int, broadcasts: bool) -> None:
+    model = Positions()
+    with torch.inference_mode():
+        model(torch.ones(3, 4))
+    sync = fastsync.attach(model, broadcast_buffers=broadcasts)
+    assert torch.equal(model.table, torch.arange(12.0).view(3, 4)), "not rank 0's"
+    with torch.inference_mode():
+        model(torch.ones(5, 4))
+    if broadcasts:
+        model.linear(torch.ones(4)).sum().backward()
+    fastsync.sync_weights(model)
+    assert torch.equal(model.table, torch.arange(20.0).view(5, 4)), "not rank 0's"
+    assert model.table is model.shared.table
+    with torch.inference_mode():
+        model(torch.ones(6, 4))
+        sync.use_group(dist.new_group())
+    assert torch.equal(model.table, torch.arange(24.0).view(6, 4)), "not rank 0's"
+
+
+@on_ranks(2)
+def test_parameters_made_under_inference_mode_are_named(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.inference_mode():
+        made = nn.Linear(2, 2)
+    model.append(made)
+    with pytest.raises(ValueError, match=r"parameter 2\.weight was made under torch\.inference_mode"):
+        fastsync.attach(model)
+    made.requires_grad_(False)
+    for call in (fastsync.attach, fastsync.sync_weights):
+        with pytest.raises(ValueError, match=r"2\.weight was made under torch\.inference_mode"):
+            call(model)
+
+
+@on_ranks(2)
 def test_a_buffer_that_modules_share_travels_once(rank: int, world_size: int) -> None:
     sent = []
     for second in (torch.zeros(1000), None):

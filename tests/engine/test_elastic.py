@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 import fastsync
 from fastsync import _checks, training_state
@@ -708,6 +710,56 @@ def test_a_buffer_that_a_failed_step_made_is_gone(alone: Training) -> None:
     assert alone.model.cache is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "place"), [("nested", "in the block"), ("cycle", "before it"), ("tensors", "in the block")]
+)
+def test_a_schedule_that_steps_first_is_put_back(alone: Training, kind: str, place: str) -> None:
+    """Learning rates, momenta, and schedulers' own state are those of as many steps without a loss."""
+
+    def made() -> tuple[Optimizer, LRScheduler]:
+        lr = torch.tensor(0.5) if kind == "tensors" else 0.5
+        optimizer = torch.optim.AdamW(alone.model.parameters(), lr=lr)
+        if kind == "cycle":
+            return optimizer, lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9)
+        parts = [lr_scheduler.ExponentialLR(optimizer, 0.5), lr_scheduler.StepLR(optimizer, 2, 0.25)]
+        return optimizer, lr_scheduler.SequentialLR(optimizer, parts, [2]) if kind == "nested" else parts[0]
+
+    optimizer, schedule = made()
+    expected_optimizer, expected = made()
+    elastic = Elastic(alone.model, optimizer, alone.sync)
+    for run, step in enumerate(elastic.steps(5)):
+        if place == "before it":
+            schedule.step()
+        with step:
+            if place == "in the block":
+                schedule.step()
+            sum(each.sum() for each in alone.model.parameters()).backward()
+            if run in (1, 2, 4):
+                raise RankLostError("as if a rank had been lost")
+            optimizer.step()
+    for _ in range(5):
+        expected.step()
+
+    def settings(optimizer: Optimizer) -> list[Any]:
+        return [optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")]
+
+    assert settings(optimizer) == settings(expected_optimizer)
+    assert schedule.get_last_lr() == expected.get_last_lr()
+    assert schedule.last_epoch == expected.last_epoch == 5
+
+
+def test_a_buffer_made_under_inference_mode_is_put_back(alone: Training) -> None:
+    with torch.inference_mode():
+        alone.model.register_buffer("cache", torch.zeros(2))
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync)
+    for run, step in enumerate(elastic.steps(1)):
+        with step:
+            alone.model.cache += 1
+            if run == 0:
+                raise RankLostError("as if a rank had been lost")
+    assert alone.model.cache.tolist() == [1.0, 1.0]
+
+
 def test_where_it_is_shows_in_its_text(alone: Training) -> None:
     elastic = Elastic(alone.model, alone.optimizer, alone.sync)
     assert repr(elastic) == "Elastic(step 0 of rank 0, members [0])"
@@ -739,11 +791,14 @@ def test_a_change_between_two_steps_keeps_gradients(alone: Training) -> None:
     assert alone.model[0].weight.grad is not None
 
 
+@pytest.mark.parametrize("freezes", [False, True], ids=["", "frozen"])
 @pytest.mark.parametrize("steps_first", [False, True], ids=["before its step", "after its step"])
-def test_a_scaler_takes_the_gradients_of_the_next_run(alone: Training, steps_first: bool) -> None:
+def test_a_scaler_takes_the_gradients_of_the_next_run(alone: Training, steps_first: bool, freezes: bool) -> None:
     """Although it has unscaled those of the run that has failed, or stepped with them."""
     elastic = Elastic(alone.model, alone.optimizer, alone.sync)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    if freezes:
+        gc.freeze()
     num_runs = 0
     for step in elastic.steps(3):
         num_runs += 1
@@ -768,7 +823,7 @@ def test_all_objects_are_searched_once(alone: Training, monkeypatch: pytest.Monk
     elastic = Elastic(alone.model, alone.optimizer, alone.sync)
     searches: list[type] = []
     for module in (_checks, training_state):
-        monkeypatch.setattr(module, "instances_of", lambda kind: searches.append(kind) or [])
+        monkeypatch.setattr(module, "instances_of", lambda kind, of=(): searches.append(kind) or [])
     runs: list[int] = []
     for step in elastic.steps(3):
         runs.append(step.index)

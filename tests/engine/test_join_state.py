@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -116,6 +117,37 @@ def _scales_two_epochs(rank: int, world_size: int, steps: tuple[int, ...]) -> No
                 scaler.update()
         assert_equal_on_ranks(torch.tensor([scaler.get_scale(), scaler._get_growth_tracker()]), world_size)
         assert_equal_on_ranks(flat(model), world_size)
+
+
+@on_ranks(2)
+def test_what_gc_freeze_has_put_aside(rank: int, world_size: int) -> None:
+    """It is shared as anything else, and stays put aside."""
+    model = make_model()
+    sync = fastsync.attach(model)
+    optimizer = Adam(model.parameters(), lr=1e-2)
+    scheduler = StepLR(optimizer, 2, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    ended = StepLR(Adam(model.parameters()), 1)
+    gc.collect()
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    del ended  # garbage in a cycle, which must not be found
+    with sync.join():
+        for step in range(1 + 4 * rank):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs_of(rank, step)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+    assert scheduler.get_last_lr() == [1e-2 * 0.5**2]
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (2048.0, 2)
+    assert [state["step"].item() for state in optimizer.state.values()] == [5.0] * 4
+    assert_equal_on_ranks(torch.stack([state["exp_avg"].norm() for state in optimizer.state.values()]), world_size)
+    assert gc.get_freeze_count() > num_frozen / 2
+    ddp = torch.nn.parallel.DistributedDataParallel(make_model())
+    gc.freeze()
+    with pytest.raises(ValueError, match="is in a DistributedDataParallel"):
+        fastsync.attach(ddp.module)
 
 
 @on_ranks(2)
