@@ -289,6 +289,31 @@ def test_a_step_that_one_has_finished_is_finished_on_all(store: TCPStore, furthe
         torch.testing.assert_close(own[-1], expected[rank][-1], rtol=0, atol=0)
 
 
+def send_values(rank: int, world_size: int, port: int, fails_on: list[int]) -> list[float]:
+    """The end of each block puts a value into the sync of the next one. Step 2 fails on some ranks."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size))
+    elastic = Elastic(training.model, training.optimizer, training.sync, timeout=20)
+    means: dict[int, float] = {}
+    for num_runs, step in enumerate(elastic.steps(5), 1):
+        with step:
+            if num_runs == 3 and rank in fails_on:
+                training.optimizer.register_step_pre_hook(fail_once())
+            training.step(step.index)
+            means[step.index] = float(training.sync.piggybacked().get("next", torch.tensor(0.0)))
+            training.sync.piggyback("next", torch.tensor(10.0 * step.index + rank))
+    return [*means.values()]
+
+
+@pytest.mark.parametrize("fails_on", [[1], [0, 1]])
+def test_values_for_the_next_sync_go_along(store: TCPStore, fails_on: list[int]) -> None:
+    """With a rank that has not finished the step, the one that has counts for both."""
+    of_ranks = run_ranks(send_values, 2, store.port, fails_on)
+    of_step_3 = 20.0 if fails_on == [1] else 20.5
+    assert of_ranks[0] == [0.0, 0.5, 10.5, of_step_3, 30.5]
+    assert of_ranks[1][-2:] == [of_step_3, 30.5]
+
+
 def average_weights(rank: int, world_size: int, port: int, is_part: bool) -> tuple[list[str], int, list[Tensor]]:
     """Rank 0 finishes step 1, with its average, and rank 1 does not."""
     os.environ[STORE] = f"127.0.0.1:{port}"
