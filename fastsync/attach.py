@@ -85,6 +85,7 @@ class GradientSynchronizer(WatchedHandle):
         self._buffers: _Buffers | None = None
         self._ignored = IgnoredStates()
         self._weight: float | None = None
+        self._put: dict[str, tuple[int, Tensor]] = {}  # what piggyback() got, and before which sync
         self._is_enabled = True
         self._is_attached = False
         self._examined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -239,6 +240,7 @@ class GradientSynchronizer(WatchedHandle):
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"tensor: {name!r} has to be a float32 tensor, got {got}; use tensor.float()")
         self._engine.piggyback(name, tensor)
+        self._put[name] = self._engine.step(), tensor.detach().clone()
 
     def piggybacked(self) -> dict[str, Tensor]:
         """Returns the means that the newest sync carried, by name: float32, on the gradients' device."""
@@ -290,7 +292,8 @@ class GradientSynchronizer(WatchedHandle):
         Every rank of the new group must call it, between steps, with a synchronizer of the same parameters. A new rank
         first attaches to a group of its own, such as ``dist.new_group([rank])``. The step, the fp16 scales and the
         factors of lowrank become those of the group's rank 0. Residuals of error feedback stay on their rank, and add
-        as much to the mean or the sum as before. ``stats()`` begins anew.
+        as much to the mean or the sum as before. What ``piggyback()`` got for the next sync stays, and a new rank takes
+        rank 0's. ``stats()`` begins anew.
 
         Args:
             process_group: as in ``attach``.
@@ -328,12 +331,20 @@ class GradientSynchronizer(WatchedHandle):
             residual *= self._growth_from(num_before)
         self.load_state_dict(state)  # before the broadcast, so that nothing is lost if that rank does not answer
         factors = {name: factor.cpu() for name, factor in state.get("factors", {}).items()}
-        shared = [{"step": state["step"], "scales": state["scales"], "factors": factors}]
+        own = {name: value for name, (step, value) in self._put.items() if step >= state["step"]}
+        waiting = {name: value.cpu() for name, value in own.items()}
+        shared = [{"step": state["step"], "scales": state["scales"], "factors": factors, "waiting": waiting}]
         dist.broadcast_object_list(shared, group=group, group_src=root)
+        # All ranks send the same names. What this rank has put aside for another step is not meant for the next one.
+        of_root = shared[0].pop("waiting")
+        own = own if shared[0]["step"] == state["step"] else {}
         # The next sync checks the agreement, and reports names that this rank does not have.
         for part in ("scales", "factors"):
             shared[0][part] = {name: each for name, each in shared[0][part].items() if name in self._named}
         self.load_state_dict(state | shared[0])
+        self._put = {}
+        for name, value in of_root.items():
+            self.piggyback(name, own.get(name, value))
 
     def _refuse(self, call: str, way_out: str) -> None:
         if self._optimizer_shards is not None:

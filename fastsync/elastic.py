@@ -29,7 +29,7 @@ from ._peer_watch import PeerWatch, host_and_port
 from ._schedules import Schedules
 from .attach import GradientSynchronizer
 from .sync_weights import replace_inference_buffers
-from .training_state import TrainingState, scalers_in_use
+from .training_state import TrainingState, averages_beside, scalers_in_use
 
 STORE, JOINS = "FASTSYNC_STORE", "FASTSYNC_JOINS"
 """Environment variables: HOST:PORT of a store outside of all ranks, and whether this process joins a running training.
@@ -81,7 +81,8 @@ class Elastic:
     If a rank is lost inside the block, the others leave it, agree on who is left, and run the same step again. So no
     step is dropped, and each mean is over one and the same ranks. Where some have finished the step already, the others
     take over their state. New ranks come in between two steps, and take over the state of another. That is: parameters
-    and buffers, the states of the optimizers of these parameters, of their schedulers and of GradScalers.
+    and buffers, the states of the optimizers of these parameters, of their schedulers and of GradScalers. Nothing else
+    is shared, such as an average of weights beside the model. Make it a part of the module that you attach, frozen.
 
     Before a step runs again, gradients are dropped. Buffers, torch's random state on the CPU, and the residuals of
     error feedback become what they were. So do the optimizer's settings, such as learning rates, and the schedulers
@@ -247,6 +248,7 @@ class Elastic:
     def _loop(self, num_steps: int) -> Iterator[Step]:
         step = self._step
         schedules = self._schedules = Schedules(self._optimizers)
+        self._warn_of_averages()
         step.is_in_loop = True
         while True:
             while step.goes_on(num_steps):
@@ -273,6 +275,17 @@ class Elastic:
             if self._agree(has_ended=True).is_over:
                 return
             self._has_ended = False
+
+    def _warn_of_averages(self) -> None:
+        """Warns on the first rank of averages of weights that no other rank takes over."""
+        if self.rank == 0 and averages_beside(self._model):
+            warnings.warn(
+                "fastsync.Elastic: there is an AveragedModel of this model's weights, which is not shared where a rank "
+                "is lost or joins, so ranks may hold other averages from then on. Make it a part of what is shared: "
+                "fastsync.attach(module), with module = nn.ModuleList([model, averaged.requires_grad_(False)]), and "
+                "Elastic(module, ...)",
+                stacklevel=4,
+            )
 
     def _begin(self) -> None:
         """Goes over to a group that ends with a rank, once."""

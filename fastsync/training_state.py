@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map
 
 from . import _C
@@ -151,6 +152,18 @@ class TrainingState:
 def scalers_in_use(parameters: Iterable[Tensor]) -> list[GradScaler]:
     """Returns the GradScalers that are enabled, among all objects. It misses those frozen before the parameters."""
     return [each for each in instances_of(GradScaler, parameters) if each.is_enabled()]
+
+
+def averages_beside(model: nn.Module) -> list[AveragedModel]:
+    """Returns the averages of the model's weights that are no part of it, among all objects of torch's class."""
+    own = set(map(id, model.modules()))
+    kinds = [_kind_of(each) for each in model.modules()]
+    found = [each for each in instances_of(AveragedModel, model.parameters()) if "_modules" in vars(each)]
+    return [each for each in found if id(each) not in own and _kind_of(each.module) in kinds]
+
+
+def _kind_of(module: nn.Module) -> tuple[object, ...]:
+    return type(module), [parameter.shape for parameter in module.parameters()]
 
 
 def _with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -183,8 +184,14 @@ def _described(rank: int, process: BaseProcess) -> str:
 
 def run_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls ``fn(*args)`` as a rank. torchrun's report shows this function's name."""
-    # Ctrl-C then ends the rank without a traceback, even while C++ waits for other ranks.
+    # Ctrl-C then ends the rank without a traceback, even while C++ waits for other ranks. So does torch's
+    # PR_SET_PDEATHSIG when the launcher dies.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        # It was killed while this rank imported. The rank would wait for its store, or train with nobody watching.
+        print("the launcher of this rank has died, so the rank ends", file=sys.stderr)
+        sys.exit(1)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does
     return fn(*args)

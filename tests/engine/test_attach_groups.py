@@ -88,6 +88,23 @@ def test_ranks_leave_and_return(rank: int, world_size: int, wire: str) -> None:
         sync.use_group(pair)
 
 
+@on_ranks(3)
+def test_values_for_the_next_sync_go_along(rank: int, world_size: int) -> None:
+    model = Given(_grads(0, 0))
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    sync = fastsync.attach(model, process_group=groups[rank == 2])
+    if rank != 2:
+        sync.piggyback("sent", torch.tensor(7.0))
+        _step(model, rank, 0)
+        sync.piggyback("waiting", torch.tensor([1.0 + 4 * rank, 2.0]))
+    sync.use_group(dist.group.WORLD)
+    _step(model, rank, 1)
+    means = {name: value.tolist() for name, value in sync.piggybacked().items()}
+    assert means == {"waiting": [torch.tensor(7 / 3).item(), 2.0]}, "rank 2 has rank 0's"
+    _step(model, rank, 2)
+    assert sync.piggybacked() == {}
+
+
 @on_ranks(2)
 def test_models_that_differ_are_refused(rank: int, world_size: int) -> None:
     """All are told, and their backwards stay synchronised."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,6 +26,7 @@ from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 import fastsync
 from fastsync import _checks, training_state
@@ -285,6 +287,65 @@ def test_a_step_that_one_has_finished_is_finished_on_all(store: TCPStore, furthe
         same_moments, own = result[:-5], result[-5:]
         torch.testing.assert_close(same_moments, expected[rank][:-5], rtol=0, atol=0)
         torch.testing.assert_close(own[-1], expected[rank][-1], rtol=0, atol=0)
+
+
+def send_values(rank: int, world_size: int, port: int, fails_on: list[int]) -> list[float]:
+    """The end of each block puts a value into the sync of the next one. Step 2 fails on some ranks."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    training = Training(range(world_size))
+    elastic = Elastic(training.model, training.optimizer, training.sync, timeout=20)
+    means: dict[int, float] = {}
+    for num_runs, step in enumerate(elastic.steps(5), 1):
+        with step:
+            if num_runs == 3 and rank in fails_on:
+                training.optimizer.register_step_pre_hook(fail_once())
+            training.step(step.index)
+            means[step.index] = float(training.sync.piggybacked().get("next", torch.tensor(0.0)))
+            training.sync.piggyback("next", torch.tensor(10.0 * step.index + rank))
+    return [*means.values()]
+
+
+@pytest.mark.parametrize("fails_on", [[1], [0, 1]])
+def test_values_for_the_next_sync_go_along(store: TCPStore, fails_on: list[int]) -> None:
+    """With a rank that has not finished the step, the one that has counts for both."""
+    of_ranks = run_ranks(send_values, 2, store.port, fails_on)
+    of_step_3 = 20.0 if fails_on == [1] else 20.5
+    assert of_ranks[0] == [0.0, 0.5, 10.5, of_step_3, 30.5]
+    assert of_ranks[1][-2:] == [of_step_3, 30.5]
+
+
+def average_weights(rank: int, world_size: int, port: int, is_part: bool) -> tuple[list[str], int, list[Tensor]]:
+    """Rank 0 finishes step 1, with its average, and rank 1 does not."""
+    os.environ[STORE] = f"127.0.0.1:{port}"
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    averaged = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    module = nn.ModuleList([model, averaged.requires_grad_(False)]) if is_part else model
+    elastic = Elastic(module, optimizer, fastsync.attach(module), timeout=20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for num_runs, step in enumerate(elastic.steps(3), 1):
+            with step:
+                if num_runs == 2 and rank == 1:
+                    optimizer.register_step_pre_hook(fail_once())
+                data = torch.Generator().manual_seed(100 * step.index + rank)
+                optimizer.zero_grad()
+                model(torch.randn(8, 4, generator=data)).square().mean().backward()
+                optimizer.step()
+                averaged.update_parameters(model)
+    told = [str(each.message) for each in caught if "AveragedModel" in str(each.message)]
+    return told, int(averaged.n_averaged), [each.detach() for each in averaged.parameters()]
+
+
+@pytest.mark.parametrize("is_part", [True, False])
+def test_averages_are_shared_as_a_part_of_the_module(store: TCPStore, is_part: bool) -> None:
+    (told, count, values), (told_1, count_1, values_1) = run_ranks(average_weights, 2, store.port, is_part)
+    assert told_1 == []
+    assert len(told) == (not is_part)
+    assert (count, count_1) == (3, 3 if is_part else 2)
+    if is_part:
+        torch.testing.assert_close(values_1, values, rtol=0, atol=0)
 
 
 def finish_beside_a_loss(rank: int, world_size: int, port: int, op: str) -> tuple[Changes, list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -16,11 +17,11 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fastsync.distributed import dist_sum, process_group
-from fastsync.launch.torchrun import launch_ranks
+from fastsync.launch.torchrun import launch_ranks, run_rank
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
 from fastsync.train import main as train_main
-from tests.forked import Command, forked_ranks, until
+from tests.forked import Command, forked_ranks, state_of, until
 from tests.ppo.launched import main
 from tests.ranks import fresh_process_context
 
@@ -219,3 +220,25 @@ def test_groups_of_torchruns_ranks_follow_each_other() -> None:
     """They meet in one store, which still holds the addresses of the groups before."""
     with forked_ranks():
         assert launch_ranks(three_groups, 4) == [[4.0] * 3] * 4
+
+
+def a_launcher_that_dies(folder: Path) -> None:
+    multiprocessing.get_context("fork").Process(target=a_rank_that_begins_late, args=(folder,)).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def a_rank_that_begins_late(folder: Path) -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    (folder / str(os.getpid())).touch()
+    launcher.join()
+    run_rank((folder / "has worked").touch, ())
+
+
+def test_a_rank_that_still_imports_when_its_launcher_dies_does_not_begin(tmp_path: Path) -> None:
+    launcher = fresh_process_context().Process(target=a_launcher_that_dies, args=(tmp_path,))
+    launcher.start()
+    launcher.join()
+    until(lambda: list(tmp_path.iterdir()), "the rank's beginning")
+    until(lambda: not any(state_of(int(path.name)) for path in tmp_path.glob("[0-9]*")), "the rank's end")
+    assert not (tmp_path / "has worked").exists()
