@@ -48,8 +48,8 @@ def clip_grad_norm_(
         optimizer: the one that steps with these gradients, or Accelerate's wrapper of it. A fused one that steps these
             and no others takes the coefficient into its next step, unless another sync comes before that.
         scaler: the one that has scaled the loss. It needs ``optimizer``.
-        process_group: the ranks whose parameters count, a group or a one-dimensional ``DeviceMesh``. None means all
-            ranks for a list, and for a single handle the ranks that it averages over. Handles' groups lie within it.
+        process_group: the ranks whose parameters count, a group or a one-dimensional ``DeviceMesh``. None means the
+            group over which the handles average. If they average over several, pass it. Handles' groups lie within it.
 
     Returns:
         The norm before clipping, without the scaler's scale, a 0-dim float32 tensor on the gradients' device.
@@ -86,7 +86,7 @@ def clip_grad_norm_(
             _clipped_steps[optimizer].drop(optimizer)
     is_joint = not isinstance(sync, GradientHandle) or process_group is not None
     if is_joint:
-        group = resolve_group(process_group)
+        group = _common_group(handles) if process_group is None else resolve_group(process_group)
         _check_may_be_joint(handles, norm_type, scaler, group)
     norms = [_norm(handle, norm_type, known_to_scaler, scaler) for handle in handles]
     grad_norm = _joint_norm(handles, norms, norm_type, group) if is_joint else norms[0]
@@ -146,6 +146,18 @@ def _listed(sync: GradientHandle | Sequence[GradientHandle]) -> list[WatchedHand
     if not handles:
         raise ValueError("sync: the list has no handle; pass what attach or register_comm_hook returned")
     return handles
+
+
+def _common_group(handles: Sequence[WatchedHandle]) -> dist.ProcessGroup:
+    """Returns the group over which all of these handles average. Raises ValueError if they have several."""
+    of_ranks = {frozenset(known_ranks(handle._group)): handle._group for handle in handles}
+    if len(of_ranks) > 1:
+        groups = " and ".join(str(sorted(ranks)) for ranks in of_ranks)
+        raise ValueError(
+            f"process_group: the handles average over ranks {groups}, so it is not clear whose parameters count; "
+            "pass the group of all of these ranks, such as torch.distributed.group.WORLD, on each of them"
+        )
+    return handles[0]._group
 
 
 def _check_may_be_joint(

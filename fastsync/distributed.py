@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,7 +35,8 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). If Slurm's ``srun``, ``mpirun`` or ``mpiexec`` has started the ranks,
     the block sets these from that launcher's variables. Without a launcher this process is the only rank. A group that
-    is open already, such as that of Ray's workers, is used as it is, and stays open.
+    is open already, such as that of Ray's workers, is used as it is, and stays open. After an error the block leaves
+    its group open, and the next block opens a new one in its place.
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
@@ -51,6 +53,7 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     """
     if backend not in ("nccl", "gloo", None):
         raise ValueError(f"backend: expected 'nccl', 'gloo' or None, got {backend!r}")
+    _end_group_of_failed_block()
     if dist.is_initialized():
         if backend is not None and backend not in dist.get_backend_config():
             opened = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
@@ -66,9 +69,29 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
         device = _open(this, backend, timedelta(seconds=timeout))
         # After an error the group ends with the process. If it ended here, other ranks might report a failure first,
         # and NCCL would hold the error back until the collectives in flight are done.
-        yield device
+        try:
+            yield device
+        except BaseException:
+            _note_failed_block()
+            raise
         dist.destroy_process_group()
         gc.collect()  # DDP is part of reference cycles and holds the group
+
+
+_failed: weakref.ref[dist.ProcessGroup] | None = None
+"""The group of a block that an error has ended. A notebook goes on after it, in the same process."""
+
+
+def _note_failed_block() -> None:
+    global _failed
+    _failed = weakref.ref(resolve_group(None)) if dist.is_initialized() else None
+
+
+def _end_group_of_failed_block() -> None:
+    global _failed
+    left, _failed = _failed, None
+    if left is not None and dist.is_initialized() and left() is resolve_group(None):
+        dist.destroy_process_group()
 
 
 def _open(this: Rank, backend: Literal["nccl", "gloo"] | None, limit: timedelta) -> torch.device:

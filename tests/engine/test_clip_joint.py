@@ -83,7 +83,7 @@ def test_dense_layers_and_experts_are_clipped_as_one_model(rank: int, world_size
                 model(grads).backward()
             whole.backward(step)
             expected = nn.utils.clip_grad_norm_(whole.all, max_norm, norm_type)
-            norm = fastsync.clip_grad_norm_(handles, max_norm, norm_type=norm_type)
+            norm = fastsync.clip_grad_norm_(handles, max_norm, norm_type=norm_type, process_group=dist.group.WORLD)
             assert (norm.dtype, norm.shape) == (torch.float32, ())
             torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
             theirs = [*grads_of(whole.dense), *grads_of(whole.expert_of(rank))]
@@ -106,7 +106,7 @@ def test_an_optimizer_of_all_may_clip_in_its_step(rank: int, world_size: int, is
             model(grads).backward()
         whole.backward(step)
         expected = nn.utils.clip_grad_norm_(whole.all, 0.5)
-        norm = fastsync.clip_grad_norm_(handles, 0.5, optimizer=optimizer)
+        norm = fastsync.clip_grad_norm_(handles, 0.5, optimizer=optimizer, process_group=dist.group.WORLD)
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
         if is_fused:
             with pytest.raises(RuntimeError, match="clipped already, in the optimizer's next step"):
@@ -130,7 +130,7 @@ def test_stages_of_a_pipeline(rank: int, world_size: int) -> None:
     for whose in ({"process_group": dist.group.WORLD}, {"process_group": init_device_mesh("cpu", (4,))}):
         norm = fastsync.clip_grad_norm_(given.handle, math.inf, **whose)
         torch.testing.assert_close(norm, torch.tensor(10.0**0.5 * 300**0.5))
-    norm = fastsync.clip_grad_norm_([given.handle], 1.0)
+    norm = fastsync.clip_grad_norm_([given.handle], 1.0, process_group=dist.group.WORLD)
     assert_same_on_all_ranks([norm])
     expected = (1.0 + 2 * stage) / (3000**0.5)
     torch.testing.assert_close(next(given.model.parameters()).grad, torch.full((300,), expected))
@@ -159,7 +159,9 @@ def test_all_scalers_skip_the_step_that_one_experts_ranks_skip(
         whole.backward(step)
         if unscales_first:
             scaler.unscale_(optimizer)
-        norm = fastsync.clip_grad_norm_(handles, 0.5, optimizer=optimizer, scaler=scaler)
+        norm = fastsync.clip_grad_norm_(
+            handles, 0.5, optimizer=optimizer, scaler=scaler, process_group=dist.group.WORLD
+        )
         if not is_spoilt:
             torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.all, 0.5), rtol=1e-5, atol=0)
             whole.optimizer.step()
@@ -196,6 +198,30 @@ def test_handles_that_share_one_copy_of_their_parameters(rank: int, world_size: 
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match=r"scaler: in a list of handles none may be of attach\(optimizer=\)"):
         fastsync.clip_grad_norm_([shared, other], 0.5, optimizer=optimizers[0], scaler=scaler)
+
+
+@on_ranks(4)
+def test_handles_of_a_subgroup_are_clipped_over_it(rank: int, world_size: int) -> None:
+    """Sites of two ranks train apart, so their norms differ; one process of each site is the reference."""
+    sites = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    site = rank // 2
+    parts = [average("attach", Given([torch.zeros(size)]), group=sites[site]) for size in (3, 5)]
+    values = [1.0 + site, 2.0 * (1 + site)]
+    for part, value, size in zip(parts, values, (3, 5), strict=True):
+        part.step([torch.full((size,), value)])
+    whole = [nn.Parameter(torch.zeros(size)) for size in (3, 5)]
+    for parameter, value in zip(whole, values, strict=True):
+        parameter.grad = torch.full_like(parameter, value)
+    expected = nn.utils.clip_grad_norm_(whole, 1.0)
+    norm = fastsync.clip_grad_norm_([part.handle for part in parts], 1.0)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    for part, parameter in zip(parts, whole, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(grads_of(part.model)[0], parameter.grad, rtol=1e-6, atol=0)
+    everywhere = average("attach", Given([torch.zeros(2)]))
+    everywhere.step([torch.ones(2)])
+    with pytest.raises(ValueError, match=r"process_group: the handles average over ranks .* and \["):
+        fastsync.clip_grad_norm_([parts[0].handle, everywhere.handle], 1.0)
 
 
 @on_ranks(4)

@@ -60,6 +60,26 @@ def _for_run_ranks_to_end() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+def test_a_block_after_one_that_failed_has_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, whose process goes on after an error."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(KeyError), process_group(timeout=30):
+        first = dist.group.WORLD
+        raise KeyError
+    assert dist.group.WORLD is first  # it ends with the process, or with the next block
+    with process_group(timeout=7):
+        second = dist.group.WORLD
+        assert second is not first
+        with pytest.raises(KeyError), process_group(timeout=30):  # this one uses the group that is open
+            raise KeyError
+        with process_group(timeout=30):
+            assert dist.group.WORLD is second
+        options = second._get_backend(torch.device("cpu")).options
+        assert options._timeout.total_seconds() == 7
+    assert not dist.is_initialized()
+
+
 @on_ranks(1)
 def test_a_rank_whose_peers_never_come_gives_up_in_time(rank: int, world_size: int) -> None:
     _launched(0, 2, 0)
