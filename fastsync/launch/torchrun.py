@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.multiprocessing.spawn import ProcessContext
 
+from .environment import threads_of_rank
 from .signals import STOP_SIGNALS, handling
 
 LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -185,6 +186,6 @@ def run_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls ``fn(*args)`` as a rank. torchrun's report shows this function's name."""
     # Ctrl-C then ends the rank without a traceback, even while C++ waits for other ranks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as torchrun does
+    if threads_of_rank() is None:  # as torchrun does
+        torch.set_num_threads(1)
     return fn(*args)
