@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from ..check_consistency import check_consistency
 from ..compression import Auto
 from ..distributed import process_group
-from ..launch.environment import threads_of_rank
 from ..launch.signals import StopSignals
 from ..stats import SyncStats
 from .envs.interface import Environments, Episode
@@ -57,7 +57,7 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
     if device is not None and settings.device not in ("auto", device.type):
         raise ValueError(f"device={str(device)!r}, but the settings have device={settings.device!r}; leave one out")
     with ExitStack() as stack:
-        if threads_of_rank() is None:  # as under torchrun: more gain nothing on small networks
+        if "OMP_NUM_THREADS" not in os.environ:  # as under torchrun: more threads gain nothing on small networks
             torch.set_num_threads(1)
         chosen = stack.enter_context(process_group(settings.timeout, backend=settings.backend))
         survivors = survivors_of(settings, device or chosen)
