@@ -31,6 +31,20 @@ _PORT = 29500
 _SHELLS = ("bash", "sh", "dash", "ksh", "zsh", "fish", "csh", "tcsh")
 
 
+def threads_of_rank() -> int | None:
+    """Returns the threads of a rank that OMP_NUM_THREADS asks for; None if it is not set or empty.
+
+    OpenMP allows a list, with a number for each level of nested regions. The first one counts here.
+
+    Raises:
+        ValueError: it is neither a number from 1 on nor a list of such numbers.
+    """
+    value = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if value and not re.fullmatch(r"0*[1-9][0-9]*(\s*,\s*0*[1-9][0-9]*)*", value):
+        raise ValueError(f"OMP_NUM_THREADS={value!r} is no number from 1 on, such as 4; set one, or unset it")
+    return int(value.partition(",")[0]) if value else None
+
+
 @dataclass(frozen=True)
 class Rank:
     """The rank of this process among those that were started together."""

@@ -56,6 +56,8 @@ SKYPILOT_SETUP = """\
 python -c 'import fastsync'"""
 _PLACEHOLDER = re.compile(r"{{(\w+)}}")
 """A placeholder of a template, such as ``{{nodes}}``."""
+_NO_YAML = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+"""Characters that a block of YAML cannot hold, or takes for the end of a line."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,14 @@ class SkyPilot(Job):
         setup = SKYPILOT_SETUP if self.setup is None else self.setup.strip()
         texts = {"name": self.name, "cpus": f"{self.cpus_per_node or self.nproc}+", "accelerators": self.accelerators}
         command = shlex.join(work.command(self.name))
-        return vars(self) | _as_json(texts) | {"setup": textwrap.indent(setup, "  "), "command": command}
+        for text in (setup, command):
+            if found := _NO_YAML.search(text):
+                raise ValueError(
+                    f"{text!r} has the character {found[0]!r}, which no block of YAML can hold; leave it out"
+                )
+        # The lines of an argument have the indentation of their block, which YAML takes away again.
+        indented = {"setup": textwrap.indent(setup, "  "), "command": command.replace("\n", "\n  ")}
+        return vars(self) | _as_json(texts) | indented
 
 
 KINDS: dict[str, type[Slurm | Kubernetes | SkyPilot]] = {

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 
 from .._membership import PROCESS, Membership, newest_membership, rank_of_process
 from ..elastic import JOINS, KEYS_OF_FIRST, STORE, RankLostError
+from .environment import threads_of_rank
 from .torchrun import LAUNCHERS, handled, run_rank, signals_passed_on
 
 POLL_SECONDS = 0.05
@@ -76,7 +77,7 @@ class Supervisor:
         }
         environment = {name: str(value) for name, value in (variables | place | own).items()}
         if isinstance(self._entrypoint, str):  # a function has begun with torch by then; see run_rank
-            environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+            environment["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] if threads_of_rank() else "1"
         rank = start_processes(
             f"rank {number}",
             self._entrypoint,

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.multiprocessing.spawn import ProcessContext
 
+from .environment import threads_of_rank
 from .signals import STOP_SIGNALS, handling
 
 LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -192,6 +193,6 @@ def run_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         # It was killed while this rank imported. The rank would wait for its store, or train with nobody watching.
         print("the launcher of this rank has died, so the rank ends", file=sys.stderr)
         sys.exit(1)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as torchrun does
+    if threads_of_rank() is None:  # as torchrun does
+        torch.set_num_threads(1)
     return fn(*args)

@@ -14,7 +14,8 @@ import yaml
 from torch.distributed.run import parse_args as torchrun_arguments
 
 from fastsync.cli import main
-from fastsync.launch.jobs import KINDS
+from fastsync.launch.environment import threads_of_rank
+from fastsync.launch.jobs import KINDS, Script, content
 from fastsync.ppo.cli import Arguments, parse
 from fastsync.ppo.evaluate import find_checkpoint
 from tests.ppo.test_launch_torchrun import ROOT, free_port
@@ -212,3 +213,30 @@ def test_what_cannot_be_written_is_refused(
         sys.exit(main(["launch", *words]))
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert not list(tmp_path.iterdir())
+
+
+def test_arguments_with_lines_come_to_the_script_from_skypilots_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "train.py").write_text("")
+    text = "one\n\n  two: 'x'\n# three\n"
+    task = launch(tmp_path, monkeypatch, "skypilot", "--", "train.py", "--note", text)
+    assert shlex.split(task["run"])[-3:] == ["train.py", "--note", text]
+
+
+def test_arguments_that_yaml_cannot_hold_are_refused_for_skypilot():
+    job = KINDS["skypilot"]()
+    with pytest.raises(ValueError, match="which no block of YAML can hold"):
+        content(job, Script(["-m", "mine", "--note", "a\rb"]))
+
+
+@pytest.mark.parametrize(("value", "threads"), [("", None), (" ", None), ("4", 4), ("4,2", 4)])
+def test_threads_are_those_that_omp_num_threads_asks_for(
+    value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert threads_of_rank() == threads
+
+
+def test_a_value_of_omp_num_threads_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS='many'"):
+        threads_of_rank()
