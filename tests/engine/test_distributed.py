@@ -83,6 +83,31 @@ def test_a_group_that_is_open_is_used_and_stays_open(rank: int, world_size: int)
     assert dist.is_initialized()
 
 
+@on_ranks(2)
+def test_a_block_after_one_that_an_error_has_left(rank: int, world_size: int, port: int) -> None:
+    """It opens a group of its own, with its own time-out. What it finds open, and has not opened, stays."""
+    _launched(rank, world_size, port, TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=0)
+    agent = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False) if rank == 0 else None
+    for kind in (ArithmeticError, KeyboardInterrupt):
+        with pytest.raises(kind), process_group(timeout=30):  # noqa: PT012
+            assert dist_sum(torch.ones(1)).item() == 2
+            before = dist.group.WORLD
+            with process_group(timeout=30):
+                assert dist.group.WORLD is before
+                raise kind
+    with process_group(timeout=20, backend="gloo"):
+        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=20)
+        assert dist_sum(torch.ones(1)).item() == 2
+    assert not dist.is_initialized()
+    _for_run_ranks_to_end()
+    own = dist.group.WORLD
+    with pytest.raises(ArithmeticError), process_group(timeout=30):
+        raise ArithmeticError
+    with process_group(timeout=30):
+        assert dist.group.WORLD is own
+    del agent
+
+
 THREADS = """
 import pathlib
 import torch
