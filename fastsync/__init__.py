@@ -1,6 +1,7 @@
 """fastsync: gradient synchronisation for PyTorch in the fewest passes over memory."""
 
 import warnings
+from importlib.util import find_spec
 from typing import NoReturn
 
 import torch  # noqa: F401  the extension links against its libraries, which must be loaded first
@@ -59,9 +60,10 @@ except ImportError as error:
         warnings.warn(_obstacle, stacklevel=2)
 
     def __getattr__(name: str) -> NoReturn:
-        if name not in __all__:
-            raise AttributeError(f"module 'fastsync' has no attribute {name!r}")
-        raise ImportError(_obstacle)
+        if name in __all__ or name in ("_C", "_ppo"):
+            raise ImportError(_obstacle)
+        why = "" if find_spec(f"fastsync.{name}") is None else f", because its modules cannot be loaded: {_obstacle}"
+        raise AttributeError(f"module 'fastsync' has no attribute {name!r}{why}")
 
 else:
     from ._handle import GradientHandle, SyncHandle

@@ -188,8 +188,8 @@ class GradientSynchronizer(WatchedHandle):
             while self._engine.num_active() != 0:  # nan if a rank has failed, which may still go on
                 self._sync_without_batches()
         finally:
+            _thread.joins = False  # first, because an error of the next line must not refuse later ones
             self._engine.set_joining(False)
-            _thread.joins = False
         # All ranks take the parameters of the first rank whose loop ended last.
         size, rank = self._group.size(), self._group.rank()
         device = next(iter(self._named.values())).device

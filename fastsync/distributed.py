@@ -26,6 +26,7 @@ _BROADCAST_BYTES = 250 * 2**20  # the size of the buffers that tensors are broad
 _num_opened = 0  # how many default groups of several ranks were opened so far; they may share a store
 # The store of ranks that srun or MPI has started. The next group meets in it, even before all ranks have left this one.
 _store: Store | None = None
+_left_open: weakref.ref[dist.ProcessGroup] | None = None  # the default group of a block that has not ended well
 
 
 @contextmanager
@@ -35,8 +36,8 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). If Slurm's ``srun``, ``mpirun`` or ``mpiexec`` has started the ranks,
     the block sets these from that launcher's variables. Without a launcher this process is the only rank. A group that
-    is open already, such as that of Ray's workers, is used as it is, and stays open. After an error the block leaves
-    its group open, and the next block opens a new one in its place.
+    is open already, such as that of Ray's workers, is used as it is, and stays open. A block that an error has left
+    keeps its group, which other ranks may still need. The next block opens a new one in its place, on every rank.
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
@@ -53,7 +54,9 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     """
     if backend not in ("nccl", "gloo", None):
         raise ValueError(f"backend: expected 'nccl', 'gloo' or None, got {backend!r}")
-    _end_group_of_failed_block()
+    global _left_open
+    if dist.is_initialized() and _left_open is not None and _left_open() is resolve_group(None):
+        _end_left_open()
     if dist.is_initialized():
         if backend is not None and backend not in dist.get_backend_config():
             opened = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
@@ -67,31 +70,27 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     this = this_rank()
     with this.variables():
         device = _open(this, backend, timedelta(seconds=timeout))
-        # After an error the group ends with the process. If it ended here, other ranks might report a failure first,
-        # and NCCL would hold the error back until the collectives in flight are done.
+        # After an error the group ends with the next block, or the process. If it ended here, other ranks might report
+        # a failure first, and NCCL would hold the error back until the collectives in flight are done.
+        opened = weakref.ref(resolve_group(None))
         try:
             yield device
         except BaseException:
-            _note_failed_block()
+            _left_open = opened
             raise
         dist.destroy_process_group()
         gc.collect()  # DDP is part of reference cycles and holds the group
 
 
-_failed: weakref.ref[dist.ProcessGroup] | None = None
-"""The group of a block that an error has ended. A notebook goes on after it, in the same process."""
-
-
-def _note_failed_block() -> None:
-    global _failed
-    _failed = weakref.ref(resolve_group(None)) if dist.is_initialized() else None
-
-
-def _end_group_of_failed_block() -> None:
-    global _failed
-    left, _failed = _failed, None
-    if left is not None and dist.is_initialized() and left() is resolve_group(None):
+def _end_left_open() -> None:
+    """Ends the default group of a block that an error has left."""
+    global _left_open
+    _left_open = None
+    if "nccl" in dist.get_backend_config():  # ending it would wait for what others may never send
+        dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()
+    gc.collect()
 
 
 def _open(this: Rank, backend: Literal["nccl", "gloo"] | None, limit: timedelta) -> torch.device:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
+from fastsync import _C
 from fastsync.compression import parse_compression
 from tests.engine.attached import Fallible, attach, loss_of
 from tests.models import SMALL_BUCKETS, Given, assert_same_on_all_ranks, grads_of, random_grads
@@ -313,6 +314,23 @@ def test_what_is_refused_inside_a_join(rank: int, world_size: int) -> None:
                 models[0].zero_grad()
     for sync in (first, second):
         sync.detach()
+
+
+@on_ranks(2, shared_memory=False)
+def test_a_join_after_one_whose_end_has_failed(rank: int, world_size: int) -> None:
+    group, alone = dist.new_group(), dist.new_group([rank], use_local_synchronization=True)
+    model, other = Fallible(), Fallible()
+    sync = attach(model, process_group=group)
+    second = attach(other, process_group=alone)
+    with pytest.raises((RuntimeError, ArithmeticError)), sync.join():  # noqa: PT012
+        loss_of(model, rank, 0).backward()
+        model.fails = True
+        dist.barrier()
+        _C.close_connections(group)
+        loss_of(model, rank, 1).backward()
+    with second.join():
+        loss_of(other, rank, 0).backward()
+    assert second.stats().num_steps == 2, "of one batch and of the end"
 
 
 @on_ranks(2)

@@ -60,26 +60,6 @@ def _for_run_ranks_to_end() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def test_a_block_after_one_that_failed_has_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook, whose process goes on after an error."""
-    for name in PLACE:
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(KeyError), process_group(timeout=30):
-        raise KeyError
-    first = dist.group.WORLD  # it ends with the process, or with the next block
-    assert first is not None
-    with process_group(timeout=7):
-        second = dist.group.WORLD
-        assert second is not first
-        with pytest.raises(KeyError), process_group(timeout=30):  # this one uses the group that is open
-            raise KeyError
-        with process_group(timeout=30):
-            assert dist.group.WORLD is second
-        options = second._get_backend(torch.device("cpu")).options
-        assert options._timeout.total_seconds() == 7
-    assert not dist.is_initialized()
-
-
 @on_ranks(1)
 def test_a_rank_whose_peers_never_come_gives_up_in_time(rank: int, world_size: int) -> None:
     _launched(0, 2, 0)
@@ -101,6 +81,31 @@ def test_a_group_that_is_open_is_used_and_stays_open(rank: int, world_size: int)
     with pytest.raises(ValueError, match=message), process_group(timeout=60, backend="nccl"):
         pass
     assert dist.is_initialized()
+
+
+@on_ranks(2)
+def test_a_block_after_one_that_an_error_has_left(rank: int, world_size: int, port: int) -> None:
+    """It opens a group of its own, with its own time-out. What it finds open, and has not opened, stays."""
+    _launched(rank, world_size, port, TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=0)
+    agent = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False) if rank == 0 else None
+    for kind in (ArithmeticError, KeyboardInterrupt):
+        with pytest.raises(kind), process_group(timeout=30):  # noqa: PT012
+            assert dist_sum(torch.ones(1)).item() == 2
+            before = dist.group.WORLD
+            with process_group(timeout=30):
+                assert dist.group.WORLD is before
+                raise kind
+    with process_group(timeout=20, backend="gloo"):
+        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=20)
+        assert dist_sum(torch.ones(1)).item() == 2
+    assert not dist.is_initialized()
+    _for_run_ranks_to_end()
+    own = dist.group.WORLD
+    with pytest.raises(ArithmeticError), process_group(timeout=30):
+        raise ArithmeticError
+    with process_group(timeout=30):
+        assert dist.group.WORLD is own
+    del agent
 
 
 THREADS = """

@@ -102,6 +102,16 @@ def test_an_unbuilt_package_says_what_to_do(unbuilt: Path) -> None:
     assert sentence.startswith(f"ImportError: fastsync in {unbuilt}/fastsync has no extension")
     assert "No module named 'fastsync._C'" in sentence
     assert "run `pip install --no-build-isolation" in sentence
+    for code, kind in (
+        ("import fastsync; fastsync.distributed.process_group(timeout=60)", "AttributeError: module 'fastsync' has no"),
+        ("from fastsync.distributed import process_group", "ImportError: fastsync in "),
+        ("import fastsync.ppo.ppo", "ImportError: fastsync in "),
+    ):
+        sentence = _python(code, unbuilt).err.strip().splitlines()[-1]
+        assert sentence.startswith(kind), sentence
+        assert "run `pip install --no-build-isolation" in sentence
+    result = _python("import fastsync; fastsync.distributet", unbuilt)
+    assert result.err.strip().splitlines()[-1] == "AttributeError: module 'fastsync' has no attribute 'distributet'"
     result = _python("import sys; from fastsync.cli import main; sys.exit(main(['train']))", unbuilt)
     assert result.status == 1
     (sentence,) = result.err.strip().splitlines()
