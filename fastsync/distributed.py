@@ -72,11 +72,11 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
         device = _open(this, backend, timedelta(seconds=timeout))
         # After an error the group ends with the next block, or the process. If it ended here, other ranks might report
         # a failure first, and NCCL would hold the error back until the collectives in flight are done.
-        opened = weakref.ref(resolve_group(None))
+        own = weakref.ref(resolve_group(None))
         try:
             yield device
         except BaseException:
-            _left_open = opened
+            _left_open = own
             raise
         dist.destroy_process_group()
         gc.collect()  # DDP is part of reference cycles and holds the group
