@@ -87,7 +87,7 @@ def units_to_serve(model: nn.Module, kind: str, ours: type, way_out: str) -> lis
         ValueError: as ``units_of`` and ``shard_group_of``. Or one is not sharded, or has another one already. Or all
             are served.
     """
-    name, pytorchs = kind.replace("-", "_"), f"Default{kind.title().replace('-', '')}"
+    name = kind.replace("-", "_")
     units = []
     for unit in units_of(model):
         if unit.gather_group is None:
@@ -95,7 +95,7 @@ def units_to_serve(model: nn.Module, kind: str, ours: type, way_out: str) -> lis
         present = getattr(unit.group, f"_{name}_comm")
         if isinstance(present, ours):
             continue
-        if type(present).__name__ != pytorchs:
+        if not is_left_to_pytorch(unit, kind):
             raise ValueError(
                 f"model: {unit} has another {kind} already, a {type(present).__name__}, from set_custom_{name} or a "
                 "method that chooses its memory; leave that call out"
@@ -108,6 +108,12 @@ def units_to_serve(model: nn.Module, kind: str, ours: type, way_out: str) -> lis
         )
     shard_group_of(units)  # raises ValueError where there are several
     return units
+
+
+def is_left_to_pytorch(unit: Unit, kind: str) -> bool:
+    """Whether a unit has PyTorch's own reduce-scatter or all-gather."""
+    present = getattr(unit.group, f"_{kind.replace('-', '_')}_comm")
+    return type(present).__name__ == f"Default{kind.title().replace('-', '')}"
 
 
 def shard_group_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:

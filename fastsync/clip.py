@@ -36,9 +36,10 @@ def clip_grad_norm_(
     a ``.grad``, and no other backward has added to one. Otherwise it takes a pass over them. So it is right after any
     change of the gradients, by ``unscale_``, a division by the number of tokens, or a write to ``.data``.
 
-    With several handles it is one norm, that of all parameters of all ranks. Each counts once: the ranks of a handle's
-    group hold the same parameters, and other groups hold others. So experts, or the stages of a pipeline, are clipped
-    with the rest of the model. All ranks must make the call, each with all its handles. One number is reduced.
+    With several handles it is one norm, that of all parameters of all ranks of ``process_group``. Each counts once: the
+    ranks of a handle's group hold the same parameters, and other groups hold others. So experts, or the stages of a
+    pipeline, are clipped with the rest of the model. All these ranks must make the call, each with all its handles. One
+    number is reduced.
 
     Args:
         sync: what ``attach`` or ``register_comm_hook`` returned, or a list of such handles.
@@ -48,8 +49,9 @@ def clip_grad_norm_(
         optimizer: the one that steps with these gradients, or Accelerate's wrapper of it. A fused one that steps these
             and no others takes the coefficient into its next step, unless another sync comes before that.
         scaler: the one that has scaled the loss. It needs ``optimizer``.
-        process_group: the ranks whose parameters count, a group or a one-dimensional ``DeviceMesh``. None means the
-            group over which the handles average. If they average over several, pass it. Handles' groups lie within it.
+        process_group: the ranks whose parameters count, a group or a one-dimensional ``DeviceMesh``. Handles' groups
+            lie within it. None means the handles' common group, the one of theirs that has all the others. Pass it
+            where there is none, and for the stages of a pipeline.
 
     Returns:
         The norm before clipping, without the scaler's scale, a 0-dim float32 tensor on the gradients' device.
@@ -149,15 +151,20 @@ def _listed(sync: GradientHandle | Sequence[GradientHandle]) -> list[WatchedHand
 
 
 def _common_group(handles: Sequence[WatchedHandle]) -> dist.ProcessGroup:
-    """Returns the group over which all of these handles average. Raises ValueError if they have several."""
-    of_ranks = {frozenset(known_ranks(handle._group)): handle._group for handle in handles}
-    if len(of_ranks) > 1:
-        groups = " and ".join(str(sorted(ranks)) for ranks in of_ranks)
-        raise ValueError(
-            f"process_group: the handles average over ranks {groups}, so it is not clear whose parameters count; "
-            "pass the group of all of these ranks, such as torch.distributed.group.WORLD, on each of them"
-        )
-    return handles[0]._group
+    """Returns the handles' group that has the ranks of all of them. Raises ValueError if there is none."""
+    first = handles[0]._group
+    if all(handle._group is first for handle in handles):
+        return first
+    by_handle = [known_ranks(handle._group) for handle in handles]
+    everyone = set().union(*by_handle)
+    for handle, ranks in zip(handles, by_handle, strict=True):
+        if ranks == everyone and all(by_handle):
+            return handle._group
+    over = ", ".join(str(sorted(ranks)) for ranks in by_handle)
+    raise ValueError(
+        f"process_group: the handles average over several groups, {over}, and none of these has all of the "
+        "ranks; pass the group of all ranks whose parameters count"
+    )
 
 
 def _check_may_be_joint(

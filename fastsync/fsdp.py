@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._checks import resolve_group
-from ._fsdp_units import Unit, ranks_of, shard_group_of, units_of, units_to_serve
+from ._fsdp_units import Unit, is_left_to_pytorch, ranks_of, shard_group_of, units_of, units_to_serve
 from ._handle import GradientHandle
 from ._handles_in_use import begin_use, end_use
 from .compression import LOW_RANK, AnyCompression, Auto, Compression
@@ -37,9 +38,17 @@ class ShardedGradients(GradientHandle):
     """
 
     def __init__(
-        self, units: Sequence[Unit], compression: AnyCompression, group: dist.ProcessGroup, *, scatters: bool
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        compression: AnyCompression,
+        group: dist.ProcessGroup,
+        *,
+        scatters: bool,
     ) -> None:
         self._units = units
+        self._model: weakref.ref[nn.Module] | None = weakref.ref(model)  # until the first gradients
+        self._known = {id(unit.group) for unit in units_of(model)}
         self._group = group
         self._scatters = scatters
         self._engine: _C.ShardedState = _C.ShardedState(group)
@@ -83,12 +92,27 @@ class ShardedGradients(GradientHandle):
                 self._identify(key, int(numel[1]), dtype)
         super().load_state_dict(state_dict)
 
+    def _check_took_all(self) -> None:
+        """Raises RuntimeError, before the first gradients are sent, if a module went through fully_shard too late."""
+        model = None if self._model is None else self._model()
+        self._model = None
+        late = [] if model is None else [unit for unit in units_of(model) if id(unit.group) not in self._known]
+        for unit in late:
+            if is_left_to_pytorch(unit, "reduce-scatter") if self._scatters else unit.group._all_reduce_hook is None:
+                call = "register_reduce_scatter" if self._scatters else "register_all_reduce_hook"
+                raise RuntimeError(
+                    f"fastsync.{call}: {unit} went through fully_shard after this call, which left its parameters out; "
+                    "call it after the last fully_shard, on every rank"
+                )
+
     def _reduce_scatter(self, unit: Unit, output: Tensor, values: Tensor, op: Any) -> None:
         """Writes this rank's shard of the mean or sum. On a GPU it is ready on the current stream."""
+        self._check_took_all()
         self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op)
 
     def _all_reduce(self, unit: Unit, values: Tensor) -> None:
         """Averages values in place. On a GPU they are ready on the current stream."""
+        self._check_took_all()
         self._engine.all_reduce(self._identity_of(unit, values), str(unit), values)
 
     def _identity_of(self, unit: Unit, values: Tensor) -> Tensor:
@@ -163,6 +187,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
         ValueError: an argument is refused, no module went through ``fully_shard``, all are served already, or the ranks
             differ. Or a module has several groups of parameters, or a reduce-scatter of its own. Or it is replicated
             only, or is sharded over another process group than the others.
+        RuntimeError: in the first backward, if another module went through ``fully_shard`` after this call.
     """
     units = units_to_serve(
         model,
@@ -173,7 +198,7 @@ def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "non
     )
     shard_group = units[0].shard_group
     assert shard_group is not None
-    handle = ShardedGradients(units, compression, shard_group, scatters=True)
+    handle = ShardedGradients(model, units, compression, shard_group, scatters=True)
     for unit in units:
         unit.module.set_custom_reduce_scatter(_EngineReduceScatter(handle, unit))
     begin_use(handle, [model])
@@ -201,6 +226,7 @@ def register_all_reduce_hook(
         ValueError: an argument is refused, no module went through ``fully_shard``, or the ranks differ. Or a module has
             a hook already or several groups of parameters, or averages over replicas itself. Or the process group has
             another rank of the same replica.
+        RuntimeError: in the first backward, if another module went through ``fully_shard`` after this call.
     """
     group = resolve_group(process_group)
     units = units_of(model)
@@ -221,7 +247,7 @@ def register_all_reduce_hook(
             f"process_group: it has the ranks {sorted(both)} of one replica, which hold different shards; pass the "
             "ranks that hold the same shards, as in mesh['replicate']"
         )
-    handle = ShardedGradients(units, compression, group, scatters=False)
+    handle = ShardedGradients(model, units, compression, group, scatters=False)
     for unit in units:
         unit.module.set_all_reduce_hook(lambda values, unit=unit: handle._all_reduce(unit, values))
     begin_use(handle, [model])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from .._handle import GradientHandle
 from ..compression import AnyCompression
@@ -15,7 +19,9 @@ from .accelerate import register_prepared
 class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Calls ``register_prepared`` once Trainer has wrapped its model.
 
-    Use it as ``trainer.add_callback(FastsyncCallback(trainer))``. ``handle`` is None before training begins.
+    Use it as ``trainer.add_callback(FastsyncCallback(trainer))``. ``handle`` is None before training begins. Each rank
+    adds the handle's state, with its residuals, to Trainer's checkpoints: ``fastsync_0.pt`` and so on. A training that
+    is resumed from a folder ``checkpoint-...`` in its ``output_dir`` loads it.
 
     Args:
         trainer: the Trainer that this is a callback of.
@@ -30,8 +36,33 @@ class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         self._compression = compression
         self._model: nn.Module | None = None
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         model = self._trainer.model_wrapped
         if model is not self._model:  # a training that is continued keeps its model
             self._model = model
             self.handle = register_prepared(model, self._compression)
+        if state.global_step > 0 and self.handle is not None:
+            self._load(self.handle, _file(args, state))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        file = _file(args, state)
+        if self.handle is None or args.save_only_model or state.is_hyper_param_search:  # each trial has its own folders
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(self.handle.state_dict(), file)
+
+    def _load(self, handle: GradientHandle, file: Path) -> None:
+        if file.exists():
+            handle.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        elif any(each.compression.error_feedback for each in handle._candidates):
+            warnings.warn(
+                f"fastsync: {file} is not there, so the training is resumed without the residuals of error feedback. "
+                "Put the checkpoint into output_dir, or call callback.handle.load_state_dict() before the first step",
+                stacklevel=2,
+            )
+
+
+def _file(args: TrainingArguments, state: TrainerState) -> Path:
+    """Returns where this rank's state lies in the checkpoint of this step."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / f"fastsync_{rank}.pt"

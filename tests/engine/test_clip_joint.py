@@ -130,6 +130,8 @@ def test_stages_of_a_pipeline(rank: int, world_size: int) -> None:
     for whose in ({"process_group": dist.group.WORLD}, {"process_group": init_device_mesh("cpu", (4,))}):
         norm = fastsync.clip_grad_norm_(given.handle, math.inf, **whose)
         torch.testing.assert_close(norm, torch.tensor(10.0**0.5 * 300**0.5))
+    for sync in (given.handle, [given.handle]):
+        torch.testing.assert_close(fastsync.clip_grad_norm_(sync, math.inf), alone)
     norm = fastsync.clip_grad_norm_([given.handle], 1.0, process_group=dist.group.WORLD)
     assert_same_on_all_ranks([norm])
     expected = (1.0 + 2 * stage) / (3000**0.5)
@@ -218,10 +220,6 @@ def test_handles_of_a_subgroup_are_clipped_over_it(rank: int, world_size: int) -
     for part, parameter in zip(parts, whole, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(grads_of(part.model)[0], parameter.grad, rtol=1e-6, atol=0)
-    everywhere = average("attach", Given([torch.zeros(2)]))
-    everywhere.step([torch.ones(2)])
-    with pytest.raises(ValueError, match=r"process_group: the handles average over ranks .* and \["):
-        fastsync.clip_grad_norm_([parts[0].handle, everywhere.handle], 1.0)
 
 
 @on_ranks(4)
@@ -232,6 +230,29 @@ def test_a_group_of_other_ranks_is_refused(rank: int, world_size: int) -> None:
     given.step([torch.ones(3) + rank])
     with pytest.raises(ValueError, match=rf"process_group: a handle averages over ranks \[{rank ^ 1}\] as well, which"):
         fastsync.clip_grad_norm_([given.handle], 1.0, process_group=across[rank % 2])
+
+
+@on_ranks(4)
+def test_the_handles_common_group(rank: int, world_size: int) -> None:
+    """Groups that train apart have norms of their own, and none waits for another."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    own = rank % 2 - 0.5  # which the means are without
+    both = [average("attach", Given([torch.zeros(3)]), group=pairs[rank // 2]) for _ in range(2)]
+    for number, given in enumerate(both, 1):
+        given.step([torch.full((3,), number * 10.0 ** (rank // 2) + own)])
+    if rank < 2:  # the others do not clip in this step
+        norm = fastsync.clip_grad_norm_([each.handle for each in both], math.inf)
+        torch.testing.assert_close(norm, torch.tensor(15.0**0.5))
+    everyone = average("attach", Given([torch.zeros(3)]))
+    everyone.step([torch.full((3,), 2.0 + own)])
+    for handles in ([both[0].handle, everyone.handle], [everyone.handle, both[0].handle]):
+        norm = fastsync.clip_grad_norm_(handles, math.inf)
+        torch.testing.assert_close(norm, torch.tensor((12.0 + 3.0 + 300.0) ** 0.5))
+    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    other = average("attach", Given([torch.zeros(3)]), group=across[rank % 2])
+    other.step([torch.full((3,), 1.0 + rank)])
+    with pytest.raises(ValueError, match=r"process_group: the handles average over several groups, \[\d, \d\], \["):
+        fastsync.clip_grad_norm_([both[0].handle, other.handle], 1.0)
 
 
 @on_ranks(2)

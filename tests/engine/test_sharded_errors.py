@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync import _C, Compression
 from fastsync.autotune.choose import Candidate, in_engine
-from tests.engine.sharded import Tied, sharded, step_of
+from tests.engine.sharded import Tied, batch_of, loss_of, sharded, step_of
 from tests.ranks import on_ranks
 
 # ---- ranks that are lost --------------------------------------------------------------------------------------------
@@ -69,6 +69,38 @@ def test_values_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
         send_of(torch.int32 if rank else torch.float32)
     with pytest.raises(ValueError, match="part has Int gradients; fastsync handles float32"):
         send_of(torch.int32)
+
+
+@pytest.mark.parametrize("way", ["reduce-scatter", "all-reduce"])
+@on_ranks(2)
+def test_what_is_sharded_afterwards_is_refused(rank: int, world_size: int, way: str) -> None:
+    """Else the root's parameters would go past the engine, and by the hook they would drift apart."""
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    over = {"mesh": mesh["replicate" if way == "reduce-scatter" else "shard"]}
+
+    def register(model: Any) -> None:
+        if way == "reduce-scatter":
+            fastsync.register_reduce_scatter(model)
+        else:
+            fastsync.register_all_reduce_hook(model, process_group=mesh["replicate"])
+
+    for is_late in (True, False):
+        model = Tied()
+        for block in model.blocks:
+            fully_shard(block, **over)
+        if is_late:
+            register(model)
+        else:
+            register(model.blocks)
+        fully_shard(model, **over)
+        if not is_late:
+            register(model) if way == "reduce-scatter" else model.set_all_reduce_hook(lambda values: None)
+        loss = loss_of(model, *(each[rank::2] for each in batch_of(0)))
+        if is_late:
+            with pytest.raises(RuntimeError, match="the model itself went through fully_shard after this call"):
+                loss.backward()
+        else:
+            loss.backward()
 
 
 class Foreign:
