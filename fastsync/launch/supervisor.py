@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 
 from .._membership import PROCESS, Membership, newest_membership, rank_of_process
 from ..elastic import JOINS, KEYS_OF_FIRST, STORE, RankLostError
+from .main_file import check_found_by_processes, missing_main_left_out
 from .torchrun import LAUNCHERS, handled, run_rank, signals_passed_on
 
 POLL_SECONDS = 0.05
@@ -78,14 +79,15 @@ class Supervisor:
         environment = {name: str(value) for name, value in (variables | place | own).items()}
         if isinstance(self._entrypoint, str):  # a function has begun with torch by then; see run_rank
             environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        rank = start_processes(
-            f"rank {number}",
-            self._entrypoint,
-            {0: self._words},
-            {0: environment},
-            DefaultLogsSpecs(log_dir=os.devnull),
-            start_method=START_METHOD,
-        )
+        with missing_main_left_out():
+            rank = start_processes(
+                f"rank {number}",
+                self._entrypoint,
+                {0: self._words},
+                {0: environment},
+                DefaultLogsSpecs(log_dir=os.devnull),
+                start_method=START_METHOD,
+            )
         self._running[number] = rank, time.monotonic()
 
     def run(self) -> int:
@@ -200,8 +202,10 @@ def launch_survivors(fn: Callable[..., Any], nproc: int, *args: Any, stop_timeou
         The results of the ranks that have returned.
 
     Raises:
+        ValueError: as there.
         SignalException: as there.
     """
+    check_found_by_processes(fn)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = handled(LAUNCHERS)
     told: dict[str, Any] = {"command": "fastsync train", "place": "the training", "ranks_tell": True}
     supervisor = Supervisor(_run_rank_aloud, (fn, args), nproc, **told)
