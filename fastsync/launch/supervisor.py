@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from .._membership import PROCESS, Membership, newest_membership, rank_of_process
 from ..elastic import JOINS, KEYS_OF_FIRST, STORE, RankLostError
 from .environment import threads_of_rank
+from .main_file import check_found_by_processes, missing_main_left_out
 from .torchrun import LAUNCHERS, handled, run_rank, signals_passed_on
 
 POLL_SECONDS = 0.05
@@ -62,6 +63,7 @@ class Supervisor:
         self._num_started = self._num_soon = 0
         self._running: dict[int, tuple[PContext, float]] = {}
         self._local_ranks: dict[int, int] = {}  # a replacement has that of the rank before
+        self._failed: dict[int, int] = {}  # statuses of ranks that have failed by themselves, such as by an error
         self._nproc = nproc
 
     def _start(self, variables: dict[str, int]) -> None:
@@ -78,14 +80,15 @@ class Supervisor:
         environment = {name: str(value) for name, value in (variables | place | own).items()}
         if isinstance(self._entrypoint, str):  # a function has begun with torch by then; see run_rank
             environment["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] if threads_of_rank() else "1"
-        rank = start_processes(
-            f"rank {number}",
-            self._entrypoint,
-            {0: self._words},
-            {0: environment},
-            DefaultLogsSpecs(log_dir=os.devnull),
-            start_method=START_METHOD,
-        )
+        with missing_main_left_out():
+            rank = start_processes(
+                f"rank {number}",
+                self._entrypoint,
+                {0: self._words},
+                {0: environment},
+                DefaultLogsSpecs(log_dir=os.devnull),
+                start_method=START_METHOD,
+            )
         self._running[number] = rank, time.monotonic()
 
     def run(self) -> int:
@@ -94,7 +97,7 @@ class Supervisor:
         try:
             for first in range(size):
                 self._start({"RANK": first, "LOCAL_RANK": first, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
-            while self._running and not self._are_left_behind():
+            while self._running and not self._are_left_behind() and not self._are_too_late():
                 time.sleep(POLL_SECONDS)
                 for number, (rank, since) in list(self._running.items()):
                     if (result := rank.wait(timeout=0)) is None:
@@ -105,10 +108,17 @@ class Supervisor:
                         self.returned += result.return_values.values()
                     elif not self._goes_on_without(number, result.failures[0].exitcode, since, is_done):
                         return 1
-            for number in self._running:
-                told = (
-                    f"{self._command}: rank {number} is stopped, and the others have gone on without it, so it is ended"
-                )
+            left = self._running
+            why = (
+                "has not joined, and no rank is left that could take it in"
+                if left and self._are_too_late()
+                else "is stopped, and the others have gone on without it"
+            )
+            for number in left:
+                print(f"{self._command}: rank {number} {why}, so it is ended", file=sys.stderr, flush=True)
+            if is_done and self._failed and not self._ranks_tell:  # which stands far above by now
+                failed = " and ".join(f"rank {rank} failed with status {code}" for rank, code in self._failed.items())
+                told = f"{self._command}: others have come to the end; {failed}, and what failed stands above"
                 print(told, file=sys.stderr, flush=True)
         finally:
             for rank, _ in self._running.values():
@@ -124,6 +134,20 @@ class Supervisor:
         ranks = {rank_of_process(self._agreed, number) for number in self._running}
         return newest is not None and None not in ranks and ranks.isdisjoint(newest.members)
 
+    def _are_too_late(self) -> bool:
+        """Whether those that still run are replacements which have not joined, and no member is left to take them in.
+
+        They would only wait. Where the script's own error has ended the others, it would end them, too.
+        """
+        if any(number < self._nproc for number in self._running):
+            return False
+        newest = self._newest()
+        if newest is None or any(rank_of_process(self._agreed, number) is not None for number in self._running):
+            return False
+        # Members that have decided to take one in may have ended before it knows, and then it goes on alone.
+        known = {rank_of_process(self._agreed, number) for number in range(self._num_started)}
+        return newest.is_over or known.issuperset(newest.members)
+
     def _newest(self) -> Membership | None:
         """Returns the newest membership; None if the ranks have not met."""
         return newest_membership(self._agreed) if self._agreed.check(["newest"]) else None
@@ -131,10 +155,12 @@ class Supervisor:
     def _goes_on_without(self, number: int, code: int, since: float, is_done: bool) -> bool:
         """Says how a rank has ended, and starts another one if that is asked for. Returns whether the others go on."""
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has failed with status {code}"
+        if code > 0:
+            self._failed[number] = code
         self._num_soon = self._num_soon + 1 if time.monotonic() - since < SOON_SECONDS else 0
         newest = self._newest()
         have_met, is_over = newest is not None, newest is not None and newest.is_over
-        are_left = bool(self._running) and not self._are_left_behind()
+        are_left = bool(self._running) and not self._are_left_behind() and not self._are_too_late()
         go = "1 rank goes on" if len(self._running) == 1 else f"{len(self._running)} ranks go on"
         next_ = go if are_left else "no rank is left"
         if not have_met and not is_done:
@@ -177,8 +203,10 @@ def launch_survivors(fn: Callable[..., Any], nproc: int, *args: Any, stop_timeou
         The results of the ranks that have returned.
 
     Raises:
+        ValueError: as there.
         SignalException: as there.
     """
+    check_found_by_processes(fn)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = handled(LAUNCHERS)
     told: dict[str, Any] = {"command": "fastsync train", "place": "the training", "ranks_tell": True}
     supervisor = Supervisor(_run_rank_aloud, (fn, args), nproc, **told)

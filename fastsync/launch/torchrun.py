@@ -23,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.multiprocessing.spawn import ProcessContext
 
 from .environment import threads_of_rank
+from .main_file import check_found_by_processes, missing_main_left_out
 from .signals import STOP_SIGNALS, handling
 
 LAUNCHERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -62,9 +63,11 @@ def launch_ranks(
         killed: is filled with descriptions of those that had to be killed when the last rank failed.
 
     Raises:
+        ValueError: ``fn`` stands in a script that is no file, as one from standard input.
         ChildFailedError: a rank raised or died. Its traceback has been logged.
         SignalException: a signal ended the launch before there were ranks, or they did not end in time.
     """
+    check_found_by_processes(fn)
     # Older versions of the launcher have no such setting, and take 30 seconds.
     ending: dict[str, Any] = {"shutdown_timeout": END_SECONDS} if "shutdown_timeout" in vars(LaunchConfig) else {}
     config = LaunchConfig(
@@ -86,7 +89,8 @@ def launch_ranks(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     with _ended_soon(say, [] if killed is None else killed), signals_passed_on(stop_timeout) as received:
         try:
-            results = elastic_launch(config, run_rank)(fn, args)
+            with missing_main_left_out():
+                results = elastic_launch(config, run_rank)(fn, args)
         except ChildFailedError as error:
             if received and error.get_first_failure()[1].exitcode == -signal.SIGTERM:
                 # The rank was told to stop before it could react.

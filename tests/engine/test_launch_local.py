@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -52,6 +53,48 @@ def test_only_stopped_ranks_are_left_behind() -> None:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         assert not supervisor._are_left_behind(), "the others still wait for it"
         os.kill(process.pid, signal.SIGKILL)
+
+
+def test_replacements_that_no_rank_is_left_to_take_in_are_too_late() -> None:
+    supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic", replaces=True)
+    store = PrefixStore(KEYS_OF_FIRST, supervisor._store)
+    rank: Any = (SimpleNamespace(pids=lambda: {0: os.getpid()}), 0.0)
+    supervisor._num_started = 4
+    for process in (0, 1):
+        store.set(f"process/{process}", str(process))
+    store.set("newest", Membership(1, {0: 7, 1: 7}, {}).to_json())
+    supervisor._running = {1: rank, 2: rank}
+    assert not supervisor._are_too_late(), "rank 1 may take the other in"
+    supervisor._running = {2: rank, 3: rank}
+    assert supervisor._are_too_late()
+    with patch.object(supervisor, "_start") as start:
+        supervisor._goes_on_without(1, 1, since=0.0, is_done=False)
+    start.assert_not_called()
+    store.set("newest", Membership(2, {1: 7, 2: -1}, {}).to_json())
+    assert not supervisor._are_too_late(), "one of them is taken in, and goes on alone"
+    store.set("process/3", "2")
+    assert not supervisor._are_too_late()
+    store.set("newest", Membership(3, {1: 7}, {}, is_over=True).to_json())
+    supervisor._running = {2: rank}
+    assert supervisor._are_too_late()
+
+
+def test_an_error_of_a_rank_is_told_again_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic")
+    ends = iter([[SimpleNamespace(exitcode=5)], []])
+
+    def start(*_: object, **__: object) -> Any:
+        result = SimpleNamespace(failures=next(ends), return_values={})
+        return SimpleNamespace(wait=lambda timeout: result, pids=dict)
+
+    PrefixStore(KEYS_OF_FIRST, supervisor._store).set("newest", Membership(1, {0: 7, 1: 7}, {}).to_json())
+    with patch("fastsync.launch.supervisor.start_processes", start):
+        assert supervisor.run() == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "fastsync launch local: rank 0 has failed with status 5; 1 rank goes on"
+    assert said[1:] == [
+        "fastsync launch local: others have come to the end; rank 0 failed with status 5, and what failed stands above"
+    ]
 
 
 SCRIPT = """

@@ -7,6 +7,8 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -242,3 +244,29 @@ def test_a_rank_that_still_imports_when_its_launcher_dies_does_not_begin(tmp_pat
     until(lambda: list(tmp_path.iterdir()), "the rank's beginning")
     until(lambda: not any(state_of(int(path.name)) for path in tmp_path.glob("[0-9]*")), "the rank's end")
     assert not (tmp_path / "has worked").exists()
+
+
+FROM_STANDARD_INPUT = """
+from fastsync.launch.torchrun import launch_ranks
+from fastsync.ppo.envs.make import make_environments
+from fastsync.ppo.ppo import Settings
+from tests.ppo.test_launch_torchrun import rank_or_failure
+
+def own():
+    pass
+
+settings = Settings(env="tests.toy_envs:Countdown", num_envs=2, num_steps=4, num_minibatches=1, vectorization="async")
+with make_environments(settings, rank=0) as environments:
+    print(environments.reset().shape)
+print(launch_ranks(rank_or_failure, 1, -1))
+launch_ranks(own, 1)
+"""
+
+
+def test_a_script_from_standard_input_starts_processes(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-"], input=FROM_STANDARD_INPUT, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ran.stdout.splitlines() == ["(2, 3)", "[0]"], ran.stderr
+    assert "ValueError: own is defined in <stdin>, which is no file" in ran.stderr

@@ -19,6 +19,7 @@ import gymnasium
 from gymnasium.vector import AsyncVectorEnv
 from gymnasium.vector.async_vector_env import _async_worker
 
+from ...launch.main_file import missing_main_left_out
 from ...launch.signals import STOP_SIGNALS
 from .interface import UNSEEN, EnvironmentFailedError
 from .lookup import EnvSource
@@ -57,7 +58,8 @@ class EnvironmentProcesses(AsyncVectorEnv):
         self.parent_pipes, self.processes = [], []
         _start_fork_server()
         try:
-            super().__init__(makers, context="forkserver", worker=_work, **options)
+            with missing_main_left_out():
+                super().__init__(makers, context="forkserver", worker=_work, **options)
         except BaseException:
             self.end(FAILED_CLOSE_SECONDS)
             raise
