@@ -310,14 +310,6 @@ PYBIND11_MODULE(_C, m) {
       .def("grad_stats", locked(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked(&EngineState::num_steps), no_gil)
       .def("compare_weights", locked(&EngineState::compare_weights), py::arg("parameters"), py::arg("names"), no_gil)
-      .def(
-          "turn_weight_check",
-          [](EngineState& engine, bool on) {
-            if (const auto check = engine.locked([&] { return engine.weight_check(); })) {
-              check->turn(on);
-            }
-          },
-          py::arg("on"), no_gil)
       .def("is_captured", locked(&EngineState::is_captured), no_gil)
       .def(
           "give_up", [](EngineState& engine) { engine.locked([&] { engine.give_up(); }); }, no_gil)

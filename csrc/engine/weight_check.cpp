@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <chrono>
 #include <map>
-#include <numeric>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -71,12 +70,6 @@ WeightCheck::WeightCheck(c10::intrusive_ptr<c10d::ProcessGroup> group, const std
   }
 }
 
-void WeightCheck::turn(bool on) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  is_on_ = on;
-  pending_.reset();
-}
-
 void WeightCheck::note_update() {
   const std::lock_guard<std::mutex> lock(mutex_);
   was_updated_ = true;
@@ -85,9 +78,6 @@ void WeightCheck::note_update() {
 float WeightCheck::number(int64_t step) {
   constexpr uint64_t kMost = (1 << 24) - 1;
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!is_on_) {
-    return 0.0F;
-  }
   if (!pending_) {
     const bool is_first = was_updated_ && !std::exchange(follows_update_, was_updated_);
     if (!is_first && step / kEvery <= newest_ / kEvery) {
@@ -166,7 +156,7 @@ void WeightCheck::arrive(const std::vector<float>& numbers, int64_t engine, int6
   TORCH_CHECK(false, "fastsync: the ranks hold different weights: ", difference(engine, step),
               ". They were found by step ", step,
               ", and go on parting, whatever gradients they average. Four causes are usual. A rank stepped another ",
-              "optimizer, or none. The optimizer keeps copies of the weights, and was made before attach(). A ",
+              "optimizer, or none. The optimizer keeps copies of the weights that it took before they were made equal. A ",
               "parameter was changed in place with other data on each rank. Or a state was not shared, such as that ",
               "of an optimizer which only one rank has loaded. Give all ranks the weights and the states of one. ",
               "Where weights are meant to differ, pass check_weights=False");

@@ -30,11 +30,10 @@ class WeightCheck {
   WeightCheck(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& parameters,
               std::vector<std::string> names);
 
-  // While it is off, this rank's number is 0, which is compared with nothing.
-  void turn(bool on);
   // Notes that an optimizer has updated the parameters.
   void note_update();
-  // Returns the number that this rank sends in the step. It is whole, and float32 holds it. It is 0 if none is due.
+  // Returns the number that this rank sends in the step. It is whole, and float32 holds it. It is 0, which is compared
+  // with nothing, if none is due.
   float number(int64_t step);
   // Takes the numbers of all ranks. Throws c10::Error if they differ. It names the first parameter that does, and the
   // ranks. `engine` and `step` are the same on all ranks.
@@ -59,7 +58,6 @@ class WeightCheck {
   std::vector<ParameterId> ids_;
 
   std::mutex mutex_;  // guards the next members
-  bool is_on_ = true;
   bool was_updated_ = false;       // whether there was an update
   bool follows_update_ = false;    // whether a sample was taken since the first
   int64_t newest_ = 0;             // the step of the newest sample

@@ -109,7 +109,8 @@ class Trainer:
     @property
     def from_folder(self) -> str | None:
         """See ``Script``. Names such as my_env:MyEnv are of the user's own modules, which have to be there, too."""
-        named = (self.settings.env, self.settings.eval_env, self.settings.policy)
+        asked = self.settings
+        named = (asked.env, asked.eval_env, asked.policy, asked.loss, asked.advantages)
         return "" if any(":" in (name or "") for name in named) else None
 
     def __post_init__(self) -> None:

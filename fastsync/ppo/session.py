@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ..check_consistency import check_consistency
 from ..compression import Auto
 from ..distributed import process_group
+from ..launch.environment import threads_of_rank
 from ..launch.signals import StopSignals
 from ..printable import printing_what_can_be
 from ..stats import SyncStats
@@ -60,7 +60,7 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
         raise ValueError(f"device={str(device)!r}, but the settings have device={settings.device!r}; leave one out")
     with ExitStack() as stack:
         stack.enter_context(printing_what_can_be())
-        if "OMP_NUM_THREADS" not in os.environ:  # as under torchrun: more threads gain nothing on small networks
+        if threads_of_rank() is None:  # as under torchrun: more threads gain nothing on small networks
             torch.set_num_threads(1)
         chosen = stack.enter_context(process_group(settings.timeout, backend=settings.backend))
         survivors = survivors_of(settings, device or chosen)
