@@ -153,13 +153,13 @@ void WeightCheck::arrive(const std::vector<float>& numbers, int64_t engine, int6
   if (different.size() <= 1) {
     return;
   }
-  TORCH_CHECK(false, "fastsync: the ranks hold different weights: ", difference(engine, step),
-              ". They were found by step ", step,
-              ", and go on parting, whatever gradients they average. Four causes are usual. A rank stepped another ",
-              "optimizer, or none. The optimizer keeps copies of the weights that it took before they were made equal. A ",
-              "parameter was changed in place with other data on each rank. Or a state was not shared, such as that ",
-              "of an optimizer which only one rank has loaded. Give all ranks the weights and the states of one. ",
-              "Where weights are meant to differ, pass check_weights=False");
+  TORCH_CHECK(
+      false, "fastsync: the ranks hold different weights: ", difference(engine, step), ". They were found by step ",
+      step, ", and go on parting, whatever gradients they average. Four causes are usual. A rank stepped another ",
+      "optimizer, or none. The optimizer keeps copies of the weights that it took before they were made equal. A ",
+      "parameter was changed in place with other data on each rank. Or a state was not shared, such as that ",
+      "of an optimizer which only one rank has loaded. Give all ranks the weights and the states of one. ",
+      "Where weights are meant to differ, pass check_weights=False");
 }
 
 // Returns the first parameter that differs, and which ranks have the same values of it. Each rank writes what it has

@@ -57,7 +57,7 @@ class WeightCheck {
   const std::vector<std::string> names_;
   std::vector<ParameterId> ids_;
 
-  std::mutex mutex_;  // guards the next members
+  std::mutex mutex_;               // guards the next members
   bool was_updated_ = false;       // whether there was an update
   bool follows_update_ = false;    // whether a sample was taken since the first
   int64_t newest_ = 0;             // the step of the newest sample
