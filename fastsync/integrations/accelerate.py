@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._handle import GradientHandle
-from ..attach import attach
-from ..compression import AnyCompression
-from ..ddp import register_comm_hook
 from ..distributed import group_of_this_rank
-from ..fsdp import register_reduce_scatter
+from ..sync.attach import attach
+from ..sync.compression import AnyCompression
+from ..sync.ddp import register_comm_hook
+from ..sync.fsdp import register_reduce_scatter
+from ..sync.handle import GradientHandle
 
 
 def register_prepared(model: nn.Module, compression: AnyCompression = "none") -> GradientHandle:

@@ -103,7 +103,7 @@ def test_a_task_of_skypilot_asks_for_what_was_said_and_starts_torchrun(tmp_path:
     asked = torchrun_arguments(printed.stdout.split("\0")[:-1])
     assert (asked.nnodes, asked.node_rank, asked.nproc_per_node) == ("2", 1, "3")
     assert (asked.master_addr, asked.master_port) == ("10.0.0.1", 29500)
-    assert (asked.module, asked.training_script) == (True, "fastsync.train")
+    assert (asked.module, asked.training_script) == (True, "fastsync.ppo")
     settings = parse(Arguments, "test", asked.training_script_args).settings
     assert (settings.total_steps, settings.compression, settings.run_name) == (1000, "int8+ef", "mine")
     assert settings.resume == "auto"
@@ -166,7 +166,7 @@ def test_skypilot_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
     task = sky.Task.from_yaml(str(tmp_path / "sky.yaml"))  # refuses what its schema does not know
     assert (task.name, task.num_nodes, task.setup) == ("mine", 2, "pip install here\n")
-    assert "-m fastsync.train" in task.run
+    assert "-m fastsync.ppo" in task.run
 
 
 def test_what_an_option_is_given_is_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

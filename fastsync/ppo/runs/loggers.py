@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...doctor import install_command
-from ...files import write_whole
+from ..files import write_whole
 from ..settings import RunSettings
 
 PROGRESS = "progress.csv"
