@@ -1,18 +1,15 @@
-"""Where the parameters and the optimizer's state lie with ``attach(optimizer=)``, for the ranks that step shards."""
+"""Where the parameters and the optimizer's state lie with ``shard_optimizer``, for the ranks that step shards."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ..sync.attach import GradientSynchronizer
 from .masters import follow_weight, round_into
-
-if TYPE_CHECKING:
-    from ..sync.attach import GradientSynchronizer
 
 
 class Piece:
@@ -78,6 +75,10 @@ class ShardHome(ABC):
     def dtype(self, part: StatePart) -> torch.dtype:
         """Returns the dtype in which it keeps a part of the state."""
         return torch.float32 if part[0] in self._rounding else self._parameters[part[0]].dtype
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Has the engine keep shards, and takes the parameters in. The ranks have agreed. All call it."""
 
     @abstractmethod
     def ranks(self) -> Sequence[int]:

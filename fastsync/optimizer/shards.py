@@ -1,4 +1,4 @@
-"""``attach(optimizer=)``: each rank steps its own shard of the parameters, with the user's optimizer."""
+"""The step that ranks share: each steps its own shard of the parameters, with the user's optimizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from numbers import Number
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
+from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Auto, Compression
 from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
 from .checks import WAY_OUT, check_compression, has_count, state_names
@@ -23,12 +24,8 @@ from .home import Piece, ShardHome, StatePart
 from .host_memory import HostMemory
 from .masters import MASTER, WideState, rounding_of
 from .own_shards import OwnShards
-from .steps import innermost, is_training_step
+from ..sync.optimizer_steps import innermost, is_training_step
 from .wrappers import WrapperWatch
-
-if TYPE_CHECKING:
-    from ..sync.attach import GradientSynchronizer
-
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -119,10 +116,19 @@ class OptimizerShards:
         """Gives the parameters and the state a home. Every rank must call it.
 
         Raises:
-            ValueError: the compression does not go with it.
+            ValueError: the ranks were given different optimizers, or the compression does not go with it. The handle is
+                as it was before.
         """
-        self._home = self._find_home()
-        self.check_compression(self._sync.compression)
+        self._engine.set_optimizer(self.description())
+        try:
+            self._engine.agree(init_sync=False)
+            self._home = self._find_home()
+            self.check_compression(self._sync.compression)
+        except ValueError:
+            self._engine.set_optimizer("")
+            raise
+        self._home.begin()
+        self._sync._sparse = frozenset()  # of parameters that are frozen; dense gradients alone are taken
         self._addresses = {index: parameter.data_ptr() for index, parameter in self._parameters.items()}
         self._wide_state.begin()
         if not self._home.are_pieces_alone:
@@ -147,9 +153,9 @@ class OptimizerShards:
         is_expected = "no two are on one host" in why or "FASTSYNC_SHARED_MEMORY=0" in why
         if self._sync._group.rank() == 0 and not is_expected:
             warnings.warn(
-                f"fastsync.attach: {why}. So each rank has its own parameters and the state of its shard, and every "
+                f"fastsync.shard_optimizer: {why}. So each rank has its own parameters and the state of its shard, and every "
                 "rank has to call the optimizer's state_dict(), and detach()",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def check_compression(self, compression: Compression | Auto) -> None:
@@ -158,7 +164,7 @@ class OptimizerShards:
         per_node = compression.ranks_per_node if isinstance(compression, Compression) else 1
         if 1 < per_node < self._sync._group.size() and self._home.are_pieces_alone:
             raise ValueError(
-                f"compression: ranks_per_node={per_node} does not go with attach(optimizer=) where "
+                f"compression: ranks_per_node={per_node} does not go with shard_optimizer where "
                 f"ranks share no memory, because all of them exchange shards; leave it out. {WAY_OUT}"
             )
 
@@ -227,9 +233,9 @@ class OptimizerShards:
             own, other = type(self._optimizer).__name__, type(optimizer).__name__
             raise RuntimeError(
                 f"fastsync: {f'another {other}' if other == own else other} was about to step parameter {name}, which "
-                f"the ranks step together by the {own} that attach(optimizer=) got. Each rank would step by itself, "
-                "and with its own gradients. Step with that optimizer. Or call detach(), and attach with the new one, "
-                "on every rank"
+                f"the ranks step together by the {own} that shard_optimizer got. Each rank would step by itself, "
+                "and with its own gradients. Step with that optimizer. Or call detach(), attach again, and shard the "
+                "new one, on every rank"
             )
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
@@ -237,7 +243,7 @@ class OptimizerShards:
             return None
         if not self._sync._is_enabled:
             raise RuntimeError(
-                "fastsync: with attach(optimizer=) the ranks step together, so a rank cannot take a step of its own "
+                "fastsync: with shard_optimizer the ranks step together, so a rank cannot take a step of its own "
                 f"inside no_sync(): step outside. {WAY_OUT}"
             )
         args, kwargs = _after_closure(args, kwargs)
@@ -287,21 +293,21 @@ class OptimizerShards:
         """Raises RuntimeError if the step would not be that of the parameters that the ranks have."""
         if [len(group["params"]) for group in self._optimizer.param_groups] != [len(each) for each in self._groups]:
             raise RuntimeError(
-                "fastsync: the optimizer got other parameters after attach(optimizer=). Call detach() of the handle, "
-                "and attach again, on every rank"
+                "fastsync: the optimizer got other parameters after shard_optimizer. Call detach() of the handle, "
+                "attach again, and shard it again, on every rank"
             )
         for index, parameter in self._parameters.items():
             if parameter.data_ptr() != self._addresses[index]:
                 raise RuntimeError(
-                    f"fastsync: parameter {self._names[index]} left the memory that attach(optimizer=) gave it, as "
+                    f"fastsync: parameter {self._names[index]} left the memory that shard_optimizer gave it, as "
                     "after an assignment to .data, to(dtype) or share_memory(). Write to it in place (copy_). Or call "
-                    "detach() of the handle before, and attach again afterwards, on every rank"
+                    "detach() of the handle before, and attach and shard again afterwards, on every rank"
                 )
         self._wrapper_watch.check()
         scaler_and_optimizer = scaler_of_step(self._optimizer)
         if scaler_and_optimizer is not None and has_unscaled(*scaler_and_optimizer):
             raise RuntimeError(
-                "fastsync: with attach(optimizer=) a step takes the means that backward() has made, and "
+                "fastsync: with shard_optimizer a step takes the means that backward() has made, and "
                 "GradScaler.unscale_ has divided this rank's own gradients alone. A GradScaler calls it by itself for "
                 "an optimizer that is not fused. Make the optimizer with fused=True, and leave out unscale_(). "
                 f"{WAY_OUT}"
@@ -323,7 +329,7 @@ class OptimizerShards:
                 continue
             if have_other_values[index] or writes[index] not in ((0, 1) if is_scaled else (0,)):
                 raise RuntimeError(
-                    "fastsync: with attach(optimizer=) a step takes the means that backward() has made, and the "
+                    "fastsync: with shard_optimizer a step takes the means that backward() has made, and the "
                     f"gradient of {self._names[index]} was changed since, as torch.nn.utils.clip_grad_norm_ and "
                     "GradScaler.unscale_ do. Call fastsync.clip_grad_norm_(sync, ...) alone, and make the optimizer "
                     f"with fused=True for a GradScaler. {WAY_OUT}"
@@ -354,11 +360,12 @@ class OptimizerShards:
             if theirs == HAS_FAILED:
                 raise RuntimeError(
                     f"fastsync: an earlier step of the optimizer has failed on rank {rank}, so its shard is behind the "
-                    "others. Load a checkpoint: call detach() of the handle before, and attach again, on every rank"
+                    "others. Load a checkpoint: call detach() of the handle before, and attach and shard again, on every "
+                    "rank"
                 )
             if theirs == REFUSES:
                 raise RuntimeError(
-                    f"fastsync: rank {rank} refuses this step, and its own error says why. With attach(optimizer=) "
+                    f"fastsync: rank {rank} refuses this step, and its own error says why. With shard_optimizer "
                     "the ranks step together, so no rank has stepped"
                 )
         for number, what in enumerate(COMPARED, start=1):
@@ -367,7 +374,7 @@ class OptimizerShards:
                 raise RuntimeError(
                     f"fastsync: the ranks were about to step with different {what}: "
                     f"rank {others[0]} is not as rank {ranks[0]}. "
-                    "With attach(optimizer=) do the same to the optimizer on every rank"
+                    "With shard_optimizer do the same to the optimizer on every rank"
                 )
 
     def _compared(self, stepped: Sequence[int], finds_inf: bool) -> list[str]:

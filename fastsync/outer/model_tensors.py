@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .._checks import instances_of, is_wrapper, known_ranks, plain_parts, without_compiler
 from ..distributed import as_bytes, broadcast_tensors
-from ..optimizer.steps import parameters_of
+from ..sync.optimizer_steps import parameters_of
 from ..sync.handles_in_use import groups_of
 from .master_weights import local, masters_of
 

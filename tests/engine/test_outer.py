@@ -24,7 +24,7 @@ from torch.optim import SGD
 import fastsync
 from fastsync import Compression, DiLoCo, LocalSGD, TopK
 from fastsync._checks import resolve_group
-from fastsync.optimizer.steps import innermost, unwrapped
+from fastsync.sync.optimizer_steps import innermost, unwrapped
 from fastsync.outer.diloco import _split
 from fastsync.outer.surviving_group import SurvivingGroup
 from fastsync.outer.topk import BLOCK, decode, encode
