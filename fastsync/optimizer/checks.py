@@ -62,7 +62,7 @@ def state_names(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ..
 def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
     """Returns the optimizer, out of its wrappers. Raises ValueError if ranks cannot step shards with it."""
     if not isinstance(given, Optimizer):
-        hint = "; attach the parameters of each optimizer apart, and shard each" if isinstance(given, (list, tuple)) else ""
+        hint = "; attach the parameters of each apart, and shard each" if isinstance(given, (list, tuple)) else ""
         raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {type(given).__name__}{hint}")
     optimizer = innermost(given)
     if type(optimizer) not in (Adam, AdamW, SGD):

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .. import _C
 from ..sync.attach import GradientSynchronizer
-from .home import Piece, ShardHome, StatePart
+from .home import ShardHome, StatePart
 from .masters import MASTER
+from .piece import Piece
 
 ALIGNMENT = 128
 """The alignment of a tensor in shared memory, in bytes."""
@@ -39,7 +40,8 @@ class HostMemory(ShardHome):
         super().__init__(sync, parameters, rounding)
         self._memory: dict[str, _C.SharedTensors] = {}  # of the parameters, and of each part of the state
         self._offsets: dict[str, dict[int, int]] = {}  # in each memory, by parameter
-        for name in (PARAMETERS, *state_names, *([MASTER] if rounding else [])):  # now, as without room each rank has its own
+        # All of it now, because without room for it each rank has its own.
+        for name in (PARAMETERS, *state_names, *([MASTER] if rounding else [])):
             self._memory_of(name)
 
     def begin(self) -> None:

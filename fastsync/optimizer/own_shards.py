@@ -13,7 +13,8 @@ from .. import _C
 from ..autotune.choose import Candidate, in_engine
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Compression
-from .home import Piece, ShardHome, StatePart, values_at
+from .home import ShardHome, StatePart
+from .piece import Piece, values_at
 
 ROW_ALIGNMENT = 64
 """The alignment of a rank's row, in bytes. Rows then travel without a copy."""

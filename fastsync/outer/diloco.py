@@ -30,10 +30,10 @@ from torch.optim import SGD, Optimizer
 from .. import _C
 from .._checks import resolve_group, without_compiler
 from ..elastic.elastic import MOST_FAILURES, check_no_elastic
-from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.attach import GradientSynchronizer, is_in_join
 from ..sync.compression import AnyCompression, Compression, as_compression
 from ..sync.handles_in_use import check_not_left_to_each_rank, groups_of
+from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.optimizer_watch import check_has_no_shards
 from ..sync.stats import SyncStats
 from .background import BackgroundCalls

@@ -512,11 +512,12 @@ def attach(
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
-    The model stays as it is. With ``shard_optimizer`` each rank may step a shard of it. Call it on every rank once the model is on its device. Ranks must make several calls in
-    the same order. Every rank must run the same number of backwards that reach any of the parameters. A parameter
-    without a gradient on this rank counts as zeros if another rank has one; see ``op`` for another mean. It keeps
-    ``grad is None`` if no rank has one. Parameters that the model gets later are not averaged. An optimizer that steps
-    one raises RuntimeError: detach and attach again.
+    The model stays as it is, and so does the optimizer; with ``shard_optimizer`` each rank then steps a shard of it.
+    Call it on every rank once the model is on its device. Ranks must make several calls in the same order. Every rank
+    must run the same number of backwards that reach any of the parameters. A parameter without a gradient on this rank
+    counts as zeros if another rank has one; see ``op`` for another mean. It keeps ``grad is None`` if no rank has one.
+    Parameters that the model gets later are not averaged. An optimizer that steps one raises RuntimeError: detach and
+    attach again.
 
     Gradients of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` stay sparse: each rank sends the rows
     that it has, and ``.grad`` gets the rows of all ranks, coalesced. They travel at the end of backward. On a GPU the

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from .. import _C
 from .._checks import is_positive, known_ranks, resolve_group
 from ..distributed import every_rank_calls
-from .optimizer_steps import from_outside_in, unwrapped
 from .grad_scaler import has_unscaled, loss_scale, scale_of_step, skip_unless_finite
 from .handle import GradientHandle
+from .optimizer_steps import from_outside_in, unwrapped
 from .optimizer_watch import WatchedHandle
 
 

@@ -135,7 +135,7 @@ def _a_failed_step_is_told_before_the_next(rank: int, world_size: int) -> None:
     for number in range(3):
         model([grad.to(DEVICE) for grad in random_grads(rank, number, SHAPES, torch.float32)]).backward()
         if number == 1 and rank == 1:
-            failing = patch.object(sync._optimizer_shards._inner, "step", side_effect=ZeroDivisionError)
+            failing = patch.object(sync._optimizer_shards._pieces.inner, "step", side_effect=ZeroDivisionError)
             with failing, pytest.raises(ZeroDivisionError):
                 own.step()
         elif number == 2:

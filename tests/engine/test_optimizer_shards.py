@@ -147,7 +147,7 @@ def test_where_memory_has_no_room_for_the_parameters_each_rank_has_its_own(rank:
 
     def has_room_for_one(*args: Any) -> _C.SharedTensors:
         if next(calls) > 0:
-            raise ValueError("no room. Leave optimizer out")
+            raise ValueError("no room. Leave shard_optimizer out")
         return shared(*args)
 
     with (
@@ -155,9 +155,10 @@ def test_where_memory_has_no_room_for_the_parameters_each_rank_has_its_own(rank:
         warnings.catch_warnings(record=True) as warned,
     ):
         model, optimizer, _ = attached()
-    texts = [str(each.message) for each in warned]
-    assert len(texts) == (1 if rank == 0 else 0)
-    assert all(text.startswith("fastsync.attach: no room. So each rank has its own parameters") for text in texts)
+    assert len(warned) == (1 if rank == 0 else 0)
+    for each in warned:
+        assert str(each.message).startswith("fastsync.shard_optimizer: no room. So each rank has its own parameters")
+        assert each.filename == __file__
     plain, of_plain, sync = attached(shared=False)
     for number in range(3):
         step(model, optimizer, rank, number)
@@ -264,7 +265,7 @@ def test_without_shared_memory_a_rank_has_the_state_of_its_shard(rank: int, worl
     model(torch.full((1, 300), 1.0 + rank)).sum().backward()
     optimizer.step()
     assert held_bytes(optimizer) == 0
-    in_pieces = held_bytes(sync._optimizer_shards._inner)
+    in_pieces = held_bytes(sync._optimizer_shards._pieces.inner)
     whole = 8 * (300 * 100 + 100)
     assert abs(in_pieces / whole - 1 / 3) < 0.02
     assert held_bytes(AdamW(model.parameters())) == 0
@@ -487,15 +488,32 @@ def test_parameters_that_are_refused(rank: int, world_size: int) -> None:
 
 @in_both_ways
 def test_a_rank_without_the_optimizer_is_named(rank: int, world_size: int) -> None:
-    """It is told in its first backward. Afterwards both average as before."""
+    """In its first backward."""
+    model, sync = after_attach()
+    optimizer, loss = SGD(model.parameters(), 0.1), model(torch.ones(1, 5)).sum()
+    with pytest.raises(ValueError, match="optimizer SGD of parameters 0 1 2 3"):
+        fastsync.shard_optimizer(sync, optimizer) if rank == 0 else loss.backward()
+
+
+@in_both_ways
+def test_ranks_with_different_optimizers_go_on_without(rank: int, world_size: int) -> None:
     model, sync = after_attach()
     with pytest.raises(ValueError, match="optimizer SGD of parameters 0 1 2 3"):
-        if rank == 0:
-            fastsync.shard_optimizer(sync, SGD(model.parameters(), 0.1))
-        else:
-            model(torch.ones(1, 5)).sum().backward()
-    model.zero_grad()
+        fastsync.shard_optimizer(sync, (SGD, AdamW)[rank](model.parameters(), lr=0.1))
     assert_averages(model, rank, world_size)
+
+
+@in_both_ways
+def test_ranks_with_different_optimizers_may_call_it_again(rank: int, world_size: int) -> None:
+    model, sync = after_attach()
+    with pytest.raises(ValueError, match="optimizer SGD of parameters 0 1 2 3"):
+        fastsync.shard_optimizer(sync, (SGD, AdamW)[rank](model.parameters(), lr=0.1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    fastsync.shard_optimizer(sync, optimizer)
+    plain = after_attach()[0]
+    step(model, optimizer, rank)
+    step(plain, SGD(plain.parameters(), lr=0.1), rank)
+    same(values(model), values(plain))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -503,10 +521,11 @@ def test_a_rank_without_the_optimizer_is_named(rank: int, world_size: int) -> No
 def test_handles_that_are_refused(rank: int, world_size: int) -> None:
     model, sync = after_attach()
     optimizer = SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match="sync: expected what fastsync.attach"):
+    with pytest.raises(ValueError, match="sync: expected what"):
         fastsync.shard_optimizer(model, optimizer)  # type: ignore[arg-type]
-    with sync.join(), pytest.raises(ValueError, match=r"sync: inside join\(\)"):
-        fastsync.shard_optimizer(sync, optimizer)
+    joined = after_attach()[1]
+    with joined.join(), pytest.raises(ValueError, match=r"sync: inside join\(\)"):
+        fastsync.shard_optimizer(joined, optimizer)
     fastsync.shard_optimizer(sync, optimizer)
     with pytest.raises(ValueError, match="sync: it steps an optimizer already"):
         fastsync.shard_optimizer(sync, optimizer)
@@ -529,9 +548,9 @@ def test_what_was_set_between_attach_and_shards_counts(rank: int, world_size: in
     for loads in (False, True):
         for shards_first in (True, False):
             model, optimizer, sync = attached(shared=shards_first, compression="int8+ef")
+            sync.set_weight(1.0 + rank)
             with sync.no_sync():
                 model(torch.full((1, 5), 3.0 + rank)).sum().backward()
-            sync.set_weight(1.0 + rank)
             sync.piggyback("rank", torch.tensor([float(rank)]))
             if loads:
                 sync.load_state_dict(states[0])
@@ -830,7 +849,7 @@ def test_a_step_that_fails_on_one_rank_is_told(rank: int, world_size: int) -> No
     step(model, optimizer, rank)
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     if rank == 1:
-        fastsync.handle_of(model)._optimizer_shards._inner.step = lambda: 1 / 0
+        fastsync.handle_of(model)._optimizer_shards._pieces.inner.step = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
     else:
