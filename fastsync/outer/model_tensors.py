@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from .._checks import instances_of, is_wrapper, plain_parts, without_compiler
 from .._torch_compat import is_saved, known_ranks, parameters_of_ddp
 from ..distributed import as_bytes, broadcast_tensors
-from ..optimizer.steps import parameters_of
 from ..sync.handles_in_use import groups_of
+from ..sync.optimizer_steps import parameters_of
 from .master_weights import local, masters_of
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
