@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -188,11 +188,11 @@ def _check_reward(reward: Any) -> None:
         raise ValueError(f"the reward is {reward}; it must be finite")
 
 
-def _side_by_side(copies: Sequence[gymnasium.Env[Any, Any]], options: Mapping[str, Any]) -> SyncVectorEnv:
-    """Puts copies of an environment together, which step in turn. Raises CopiesDifferError if they cannot."""
+def _side_by_side(makers: Sequence[Callable[[], gymnasium.Env[Any, Any]]], options: Any) -> SyncVectorEnv:
+    """Makes copies of an environment that step in turn. Raises CopiesDifferError if they do not go together."""
     try:
-        return SyncVectorEnv([lambda copy=copy: copy for copy in copies], **options)
-    except RuntimeError as error:  # gymnasium raises no other one, once there are environments
+        return SyncVectorEnv(makers, **options)
+    except RuntimeError as error:  # gymnasium raises no other one, and EnvSource makes ValueErrors of an environment's
         raise CopiesDifferError(str(error)) from error
 
 
@@ -219,7 +219,7 @@ def join(
         if in_processes:
             vector = EnvironmentProcesses(makers, name=name, first_index=first_index, **options)
         else:
-            vector = _side_by_side([maker() for maker in makers], options)
+            vector = _side_by_side(makers, options)
     except CopiesDifferError as error:
         raise ValueError(
             f"env={name!r} has copies that differ in more than the bounds of their observations, and cannot learn "
