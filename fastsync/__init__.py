@@ -27,8 +27,6 @@ __all__ = [
     "HookState",
     "LocalSGD",
     "Reduce",
-    "ShardedGradients",
-    "ShardedParameters",
     "SyncHandle",
     "SyncStats",
     "TopK",
@@ -43,11 +41,9 @@ __all__ = [
     "fp16_compress_hook",
     "handle_of",
     "measure_group",
-    "register_all_gather",
-    "register_all_reduce_hook",
     "register_comm_hook",
+    "register_fsdp",
     "register_prepared",
-    "register_reduce_scatter",
     "sync_weights",
 ]
 
@@ -85,8 +81,7 @@ else:
         fp16_compress_hook,
         register_comm_hook,
     )
-    from .sync.fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
-    from .sync.fsdp_gather import ShardedParameters, register_all_gather
+    from .sync.fsdp import register_fsdp
     from .sync.handle import GradientHandle, SyncHandle
     from .sync.handles_in_use import handle_of
     from .sync.stats import BucketStats, GradStats, SyncStats, Transport

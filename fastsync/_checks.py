@@ -206,9 +206,9 @@ def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:
 
 
 _SHARDED_WAY_OUT = (
-    "Use fastsync.register_reduce_scatter for models under fully_shard. After tensor parallelism call fully_shard with "
-    "the data-parallel dimension of the mesh first, or, for whole replicas, with one of a single rank, and "
-    "fastsync.register_all_reduce_hook"
+    "Use fastsync.register_fsdp for models under fully_shard. After tensor parallelism call fully_shard with the "
+    "data-parallel dimension of the mesh first, or, for whole replicas, with one of a single rank, and pass these "
+    "as process_group to fastsync.register_fsdp"
 )
 
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.sync.compression import AnyCompression
+from fastsync.sync.fsdp import ShardedHandle
 from tests.models import SMALL_BUCKETS
 
 AVERAGING = ("hook", "drop-in hook", "attach", "synchronize", "all_reduce")
@@ -42,6 +43,19 @@ class Averaged:
     """What has to follow backward."""
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
 
+    @property
+    def compression(self) -> Any:
+        """That of gradients. It may be set."""
+        is_sharded = isinstance(self.handle, ShardedHandle)
+        return self.handle.compression.gradients if is_sharded else self.handle.compression
+
+    @compression.setter
+    def compression(self, compression: AnyCompression) -> None:
+        if isinstance(self.handle, ShardedHandle):
+            self.handle.compression.gradients = compression
+        else:
+            self.handle.compression = compression
+
     def backward(self, loss: Tensor) -> None:
         loss.backward()
         self.finish()
@@ -57,7 +71,7 @@ class Averaged:
 
     def grad_norm(self) -> Tensor:
         norm = self.handle.grad_stats().grad_norm
-        if not isinstance(self.handle, fastsync.ShardedGradients):
+        if not isinstance(self.handle, ShardedHandle):
             return norm
         squares = norm.double().square()  # of this rank's shards
         dist.all_reduce(squares, group=self.handle._group)
@@ -124,7 +138,7 @@ def _sharded(model: nn.Module, compression: AnyCompression, group: Any) -> Avera
         yield
         shards.set_requires_gradient_sync(True)
 
-    return Averaged(shards, fastsync.register_reduce_scatter(shards, compression), no_sync=no_sync)
+    return Averaged(shards, fastsync.register_fsdp(shards, gradients=compression), no_sync=no_sync)
 
 
 def whole_numbers(rank: int, step: int, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

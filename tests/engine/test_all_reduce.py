@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.sync.all_reduce import MAX_ENGINES
+from fastsync.sync.fsdp import ShardedHandle
 from tests.bitwise import assert_bitwise_equal
 from tests.models import Mlp, batch
 from tests.ranks import on_ranks
@@ -101,7 +102,7 @@ def test_whatever_is_wrapped_is_registered(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     compiled = torch.compile(DistributedDataParallel(Mlp()), backend="eager")
     ways = [(DistributedDataParallel(Mlp()), fastsync.CommHook), (compiled, fastsync.CommHook)]
-    for model, kind in [*ways, (fully_shard(Mlp(), mesh=mesh), fastsync.ShardedGradients)]:
+    for model, kind in [*ways, (fully_shard(Mlp(), mesh=mesh), ShardedHandle)]:
         handle = fastsync.register_prepared(model, "fp16")
         assert isinstance(handle, kind)
         model(batch(rank, 0)).sum().backward()

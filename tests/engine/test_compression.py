@@ -51,9 +51,9 @@ def test_every_entry_point_takes_the_words(rank: int, world_size: int) -> None:
     sync = fastsync.attach(Mlp(), "int8+ef")
     hook = fastsync.register_comm_hook(DistributedDataParallel(Mlp()), "int8+ef")
     alone = fully_shard(Mlp(), mesh=init_device_mesh("cpu", (world_size,)))
-    sharded = fastsync.register_reduce_scatter(alone, "int8+ef")
+    sharded = fastsync.register_fsdp(alone, gradients="int8+ef")
     prepared = fastsync.register_prepared(DistributedDataParallel(Mlp()), "int8+ef")
-    assert sync.compression == hook.compression == sharded.compression == prepared.compression == meant
+    assert sync.compression == hook.compression == sharded.compression.gradients == prepared.compression == meant
     sync.compression = "none"
     sync.compression = "int8+ef"
     assert sync.compression == meant

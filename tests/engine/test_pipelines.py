@@ -108,7 +108,7 @@ def by_reduce_scatter(stages: Stages, mesh: DeviceMesh) -> Stages:
     for stage in stages:
         for layer in stage:
             fully_shard(layer, mesh=mesh)
-        fastsync.register_reduce_scatter(fully_shard(stage, mesh=mesh))
+        fastsync.register_fsdp(fully_shard(stage, mesh=mesh))
     return stages
 
 
