@@ -19,8 +19,8 @@ def register_prepared(model: nn.Module, compression: AnyCompression = "none") ->
     """Averages the gradients of a model by the engine, however the model is wrapped.
 
     Call it on every rank, on what ``accelerator.prepare`` returned, before the first backward. It calls
-    ``register_comm_hook`` for a model in DistributedDataParallel, ``register_fsdp`` with these ``gradients`` for one
-    under ``fully_shard``, and ``attach`` for a plain one on a single rank. For Hugging Face's Trainer use
+    ``register_comm_hook`` for a model in DistributedDataParallel, and ``attach`` for a plain one on a single rank. For
+    one under ``fully_shard`` it calls ``register_fsdp``, with the compression for gradients. For Hugging Face's Trainer use
     ``fastsync.integrations.transformers.FastsyncCallback``.
 
     Args:

@@ -287,8 +287,8 @@ def _state_for(state: object) -> HookState:
         return state
     if state is not None and not isinstance(state, dist.ProcessGroup):
         raise ValueError(
-            f"state: expected None, a ProcessGroup or a fastsync.HookState, got {type(state).__name__}; it is the "
-            "first argument of ddp_model.register_comm_hook"
+            f"state: expected None, a ProcessGroup or a fastsync.sync.ddp.HookState, got {type(state).__name__}; it is "
+            "the first argument of ddp_model.register_comm_hook"
         )
     group = resolve_group(state)
     if group not in _states:

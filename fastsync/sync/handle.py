@@ -220,7 +220,7 @@ class GradientHandle(Handle):
         if not stats.buckets:
             raise RuntimeError(
                 "explain: buckets are made when the first backward is synchronised; until then, "
-                "fastsync.measure_group().choose(numel) says which compression a bucket of numel values would get"
+                "fastsync.autotune.measure_group().choose(numel) says which compression a bucket of numel values gets"
             )
         dense = [bucket.numel for bucket in stats.buckets if not bucket.is_sparse]
         text = explain(self._candidates, dense, stats.describe_transport())

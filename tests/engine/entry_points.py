@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.sync.compression import AnyCompression
+from fastsync.sync.ddp import HookState
 from fastsync.sync.fsdp import ShardedHandle
 from tests.models import SMALL_BUCKETS
 
@@ -114,7 +115,7 @@ def average(
         if entry_point == "hook":
             hook = fastsync.register_comm_hook(ddp, compression, process_group=group)
             return Averaged(ddp, hook, no_sync=ddp.no_sync)
-        state = fastsync.HookState(of_ddp)
+        state = HookState(of_ddp)
         ddp.register_comm_hook(state, DROP_INS[str(compression)])
         return Averaged(ddp, state, no_sync=ddp.no_sync)
     if entry_point == "sharded":

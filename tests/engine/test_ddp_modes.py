@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fastsync
+from fastsync.sync.ddp import HookState
 from tests.models import (
     SMALL_BUCKETS,
     Mlp,
@@ -120,7 +121,7 @@ def _torchs_wrapper_around_our_hook(rank: int) -> None:
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
     wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)
-    state = fastsync.HookState()
+    state = HookState()
     wrapped.register_comm_hook(state, default_hooks.fp16_compress_wrapper(fastsync.allreduce_hook))
     plain = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
     plain.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
@@ -204,7 +205,7 @@ def test_a_hook_may_average_over_another_group_than_ddp_has(rank: int, world_siz
     given = given_ddp([grad])
     fastsync.register_comm_hook(given, "fp16", process_group=mine)
     assert_all_bitwise_equal(backward_of(given, [grad]), [in_group], "of the group given")
-    for state, expected in ((None, in_world), (mine, in_group), (fastsync.HookState(mine), in_group), (None, in_world)):
+    for state, expected in ((None, in_world), (mine, in_group), (HookState(mine), in_group), (None, in_world)):
         drop_in = given_ddp([grad])
         drop_in.register_comm_hook(state, fastsync.fp16_compress_hook)
         assert_all_bitwise_equal(backward_of(drop_in, [grad]), [expected], "of the state's group")

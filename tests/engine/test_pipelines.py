@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.entry_points import whole
 from tests.ranks import on_ranks
 
@@ -121,7 +122,7 @@ def by_attach(stages: Stages, mesh: DeviceMesh) -> Stages:
 def synchronize(pipeline: Pipeline) -> None:
     for stage in pipeline.modules:
         handle = fastsync.handle_of(stage)
-        if isinstance(handle, fastsync.GradientSynchronizer):
+        if isinstance(handle, GradientSynchronizer):
             handle.synchronize()
 
 

@@ -23,7 +23,9 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.autotune import measure_group
 from fastsync.outer.surviving_group import SurvivingGroup
+from fastsync.sync.ddp import HookState
 from tests.engine.entry_points import ALL, average
 from tests.models import SMALL_BUCKETS, Given, Mlp, backward_of, given_ddp, random_grads
 from tests.ranks import on_ranks, run_ranks
@@ -139,12 +141,12 @@ def test_without_a_process_group() -> None:
     calls: list[Callable[[], object]] = [
         partial(fastsync.attach, model),
         partial(fastsync.all_reduce_gradients, model),
-        fastsync.HookState,
+        HookState,
         partial(fastsync.check_consistency, model),
         partial(fastsync.sync_weights, model),
         partial(fastsync.DiLoCo, model, optimizer),
         partial(fastsync.LocalSGD, model, optimizer),
-        fastsync.measure_group,
+        measure_group,
         partial(fastsync.register_fsdp, model),
         partial(fastsync.distributed.dist_sum, torch.ones(1)),
         partial(fastsync.distributed.dist_mean, torch.ones(1)),
