@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import __version__
-from ._checks import did_you_mean
+from .messages import did_you_mean
 from .printable import print_what_can_be
 
 COMMANDS = {

@@ -19,7 +19,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.rendezvous import rendezvous
 
 from . import _C
-from ._checks import resolve_group
+from ._checks import resolve_group as resolve_group
 from .launch.environment import Rank, this_rank
 
 _BROADCAST_BYTES = 250 * 2**20  # the size of the buffers that tensors are broadcast in

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .._checks import check_at_least, did_you_mean
+from ..messages import check_at_least, did_you_mean
 
 if TYPE_CHECKING:
     from ..ppo.ppo import Settings

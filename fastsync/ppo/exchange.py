@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from .._checks import resolve_group
-from ..distributed import dist_sum
+from ..distributed import dist_sum, resolve_group
 
 ROW = 512
 """How many numbers the first collective of ``all_gather`` takes from each rank."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from .. import _C
-from .._checks import resolve_group
+from ..distributed import resolve_group
 from ..elastic.elastic import JOINS, MOST_FAILURES, RankLostError, members_store
 from ..elastic.membership import Members, host_of
 from ..elastic.peer_watch import PeerWatch

@@ -36,11 +36,11 @@ from ..optimizer.checks import WAY_OUT, check_compression, check_optimizer
 from ..optimizer.masters import PARAMETER_WIRES, check_masters
 from ..optimizer.shards import OptimizerShards
 from ..optimizer.steps import from_outside_in
-from ..outer.in_use import NO_JOIN, check_no_outer, name_of_outer
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
 from .ignored_states import IgnoredStates, States
 from .optimizer_watch import WatchedHandle, watch_optimizers
+from .outer_in_use import NO_JOIN, check_no_outer, name_of_outer
 from .stats import SyncStats
 from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers
 from .training_state import TrainingState

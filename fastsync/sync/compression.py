@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch.optim import Optimizer
 
-from .._checks import did_you_mean
-from ..outer.topk import TopK
+from ..messages import did_you_mean
 
 Wire = Literal["none", "bf16", "fp16", "int8", "int4", "lowrank"]
 Reduce = Literal["wire", "fp32"]
@@ -168,8 +167,8 @@ def as_compression(compression: object, argument: str = "compression") -> Compre
     given, way_out = repr(compression), ""
     if isinstance(compression, Optimizer):
         given, way_out = f"the optimizer {type(compression).__name__}", "; write optimizer= before it"
-    elif isinstance(compression, TopK):
-        way_out = FOR_DILOCO
+    else:
+        way_out = getattr(type(compression), "_way_out", "")  # TopK says where it belongs
     raise ValueError(
         f"{argument}: expected a word such as 'fp16' or 'int8+ef', a Compression or an Auto, got {given}{way_out}"
     )

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from .._checks import format_bytes
+from ..messages import format_bytes
 
 SUM_OF_SQUARES, NUM_NONFINITE, NUM_SATURATED = range(3)
 """Indices in the engine's statistics."""
