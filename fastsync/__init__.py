@@ -29,6 +29,7 @@ __all__ = [
     "register_comm_hook",
     "register_fsdp",
     "register_prepared",
+    "shard_optimizer",
     "sync_weights",
 ]
 
@@ -50,6 +51,7 @@ else:
     from . import distributed
     from .elastic.elastic import Elastic, RankLostError
     from .integrations.accelerate import register_prepared
+    from .optimizer.shard_optimizer import shard_optimizer
     from .outer.diloco import DiLoCo, LocalSGD
     from .outer.topk import TopK
     from .sync.all_reduce import all_reduce_gradients

@@ -199,7 +199,7 @@ void Step::send_next() {
     Gradient& gradient = gradients_[index];
     const bool is_new = has_failed() || gradient.is_new();
     context_.side_values.flags.set(layout().flag_of(index), is_new, gradient.is_here());
-    grads.push_back(has_failed() ? gradient.poison() : gradient.to_send());
+    grads.push_back(has_failed() ? gradient.poison() : gradient.to_send(claimed_));
     stand_in.push_back(!is_new);
   }
   const c10::Device device = bucket.device();
@@ -365,7 +365,7 @@ at::Tensor Step::factors_of_used() const {
 }
 
 // Note [Shards]
-//   With attach(optimizer=) each rank keeps the means of its own shards, and steps these. `.grad` stays this rank's
+//   With shard_optimizer each rank keeps the means of its own shards, and steps these. `.grad` stays this rank's
 //   own. Ranks end a sync by telling each other the statistics of their shards: so each rank knows the norm, whether a
 //   mean is not finite, and which scale fp16 has next. A GradScaler looks at `.grad` alone. So if a mean is not finite,
 //   each rank makes a gradient of its own nan, and all scalers skip the same step.

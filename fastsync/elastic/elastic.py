@@ -19,11 +19,12 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.optim import Optimizer
 
 from .. import _C
+from .._torch_compat import own_buffers
 from ..messages import check_at_least
-from ..optimizer.steps import innermost
 from ..sync.attach import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
 from ..sync.handles_in_use import handles_of
+from ..sync.optimizer_steps import innermost
 from ..sync.outer_in_use import check_no_outer
 from ..sync.sync_weights import replace_inference_buffers
 from ..sync.training_state import TrainingState, averages_beside, scalers_in_use
@@ -164,8 +165,8 @@ class Elastic:
             )
         if sync._optimizer_shards is not None:
             raise ValueError(
-                "sync: with attach(optimizer=) a lost rank takes its shard of the optimizer's state with it; leave "
-                "optimizer= out of attach(), on every rank"
+                "sync: with shard_optimizer a lost rank takes its shard of the optimizer's state with it; leave "
+                "shard_optimizer out, on every rank"
             )
         check_no_outer(
             model.parameters(), "model", "a lost or new rank would be one of Elastic's and none of that one's. "
@@ -475,7 +476,7 @@ class Elastic:
 _made: weakref.WeakSet[Elastic] = weakref.WeakSet()
 
 
-def check_no_elastic(weights: Iterable[Tensor], argument: str, kind: str) -> None:
+def check_no_elastic(weights: Iterable[Tensor], argument: str, why: str) -> None:
     """Raises ValueError if an ``Elastic`` whose steps have not ended trains one of these weights."""
     ids = frozenset(map(id, weights))
 
@@ -486,10 +487,7 @@ def check_no_elastic(weights: Iterable[Tensor], argument: str, kind: str) -> Non
         return
     gc.collect()  # it is in reference cycles, so it may be garbage that was not collected yet
     if found():
-        raise ValueError(
-            f"{argument}: an Elastic trains these weights, and its steps have not ended. A lost or new rank would "
-            f"be one of Elastic's and none of the {kind}'s. Leave Elastic out, as {kind} goes on without lost sites"
-        )
+        raise ValueError(f"{argument}: an Elastic trains these weights, and its steps have not ended. {why}")
 
 
 class Step(_C.ElasticStep):
@@ -499,20 +497,20 @@ class Step(_C.ElasticStep):
         super().__init__()
         self._elastic = elastic
         self.engine = elastic._sync._engine
-        self._with_buffers = [module for module in elastic._model.modules() if module._buffers]
+        self._with_buffers = [module for module in elastic._model.modules() if own_buffers(module)]
         self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
         self.has_buffers = bool(self._with_buffers)
 
     def _keep_buffers(self) -> list[Tensor]:
         replace_inference_buffers(self._with_buffers)
-        self._buffers = [module._buffers.copy() for module in self._with_buffers]
+        self._buffers = [own_buffers(module).copy() for module in self._with_buffers]
         return [buffer for each in self._buffers for buffer in each.values() if buffer is not None]
 
     def put_back(self) -> None:
         """Puts back buffers, and the random state."""
         super().put_back()
         for module, buffers in zip(self._with_buffers, self._buffers, strict=True):
-            module._buffers.update(buffers)  # a forward may have put others there
+            own_buffers(module).update(buffers)  # a forward may have put others there
 
     def _fail(self, error: BaseException | None) -> bool:
         return self._elastic._fail(error)

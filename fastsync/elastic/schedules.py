@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._checks import instances_of
-from ..optimizer.steps import parameters_of
+from ..sync.optimizer_steps import parameters_of
 from ..sync.training_state import assign
 
 

@@ -30,12 +30,12 @@ from torch.optim import SGD, Optimizer
 from .. import _C
 from .._checks import resolve_group, without_compiler
 from ..elastic.elastic import MOST_FAILURES, check_no_elastic
-from ..optimizer.steps import innermost, unwrapped
 from ..sync.attach import GradientSynchronizer, is_in_join
 from ..sync.compression import AnyCompression, Compression, as_compression
 from ..sync.handles_in_use import check_not_left_to_each_rank, groups_of
+from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.optimizer_watch import check_has_no_shards
-from ..sync.outer_in_use import NO_JOIN, begin_outer_use, set_in_block
+from ..sync.outer_in_use import NO_JOIN, begin_outer_use, name_of_outer, set_in_block
 from ..sync.stats import SyncStats
 from .background import BackgroundCalls
 from .fragment import Fragment, Mean, OuterOptimizer, SiteChange, UnderWay, gather
@@ -122,7 +122,11 @@ class DiLoCo:
         check_has_no_shards(named, "model")
         group = resolve_group(process_group)
         check_not_left_to_each_rank(model, group, type(self).__name__)
-        check_no_elastic(named.values(), "model", type(self).__name__)
+        own = type(self).__name__
+        check_no_elastic(
+            named.values(), "model", f"A lost or new rank would be one of Elastic's and none of the {own}'s. Leave "
+            f"Elastic out, as {own} goes on without lost sites",
+        )  # fmt: skip
         _check_number("sync_every", sync_every, 1, sys.maxsize)
         _check_number("fragments", fragments, 1, min(len(named), sync_every))
         _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)
@@ -202,6 +206,11 @@ class DiLoCo:
                 "twice; leave that block first"
             )
         self._check_not_in_join()
+        if name := name_of_outer(self._tensors.weights.values(), in_block=True):
+            raise RuntimeError(
+                f"fastsync: the with block of a {name} averages these weights already, and a {type(self).__name__} in "
+                "it would undo its means; leave one of the two out"
+            )
         self._block = BlockSteps(
             self._optimizers, self._tensors, begin=self._begin, step=self.step, patience=self._sync_every,
             owner=type(self).__name__,

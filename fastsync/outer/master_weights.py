@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..optimizer.steps import innermost, parameters_of
+from ..sync.optimizer_steps import innermost, parameters_of
 
 _DEPTH = 5  # how deep the search goes into nested lists, dicts and optimizers
 _NUM_SAMPLES = 256

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..optimizer.steps import innermost
+from .optimizer_steps import innermost
 
 
 def loss_scale(scaler: GradScaler) -> Tensor:
