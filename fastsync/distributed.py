@@ -270,6 +270,31 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single value may have any stride
 
 
+class Heartbeats:
+    """Tells which ranks of a group do not answer. Every rank has to make one, in the same order.
+
+    Args:
+        group: the ranks.
+        name: what errors call those who do this together, such as the name of a command.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._liveness = _C.Liveness(group, name)
+
+    def silent_ranks(self) -> list[int]:
+        """Returns the ranks that have shown no sign of life for some seconds, which it waits for.
+
+        Raises:
+            RuntimeError: the group's store does not answer.
+        """
+        return self._liveness.silent_ranks()
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Ends all waits in a Gloo group, on this rank and then on the others. Nobody can use the group any more."""
+    _C.close_connections(group)
+
+
 @contextmanager
 def every_rank_calls(function: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Adds to an error of the group in the ``with`` block that every rank has to call the function."""
