@@ -1,4 +1,4 @@
-"""The tree's structure: no circles, few imports that run back up, few files and names at the top, who may import what."""
+"""The tree: no circles, few imports that run back up, few files and names at the top, and who may import what."""
 
 from __future__ import annotations
 
