@@ -19,13 +19,13 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.optim import Optimizer
 
 from .. import _C
-from .._checks import check_at_least
 from .._torch_compat import own_buffers
-from ..outer.in_use import check_no_outer
+from ..messages import check_at_least
 from ..sync.attach import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
 from ..sync.handles_in_use import handles_of
 from ..sync.optimizer_steps import innermost
+from ..sync.outer_in_use import check_no_outer
 from ..sync.sync_weights import replace_inference_buffers
 from ..sync.training_state import TrainingState, averages_beside, scalers_in_use
 from .membership import Members, Membership, another_connection, host_of

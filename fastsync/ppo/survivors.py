@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from .. import _C
-from .._checks import resolve_group
+from ..distributed import close_connections, resolve_group
 from ..elastic.elastic import JOINS, MOST_FAILURES, RankLostError, members_store
 from ..elastic.membership import Members, host_of
 from ..elastic.peer_watch import PeerWatch
@@ -199,7 +198,7 @@ class Survivors:
     def _close_group(self) -> None:
         """Ends all waits in the group, on this rank and then on others."""
         if self.group.size() > 1:
-            _C.close_connections(self.group)
+            close_connections(self.group)
 
 
 class Before:

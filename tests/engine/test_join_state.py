@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
 
 import fastsync
+from fastsync.sync.attach import GradientSynchronizer
 from tests.ranks import on_ranks, run_ranks
 
 STEPS = [(3, 5), (0, 4), (4, 1, 3), (2, 2)]
@@ -173,7 +174,7 @@ def test_several_optimizers_groups_and_schedulers(rank: int, world_size: int) ->
 
 
 def warned_where_rank_1_steps_more(
-    sync: fastsync.GradientSynchronizer, model: nn.Module, optimizer: Optimizer, rank: int
+    sync: GradientSynchronizer, model: nn.Module, optimizer: Optimizer, rank: int
 ) -> list[str]:
     """Takes a step more on rank 1, inside ``join()``, and returns the warnings."""
     with warnings.catch_warnings(record=True) as caught:
