@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,7 @@ class GradientSynchronizer(WatchedHandle):
         self._weight: float | None = None
         self._put: dict[str, tuple[int, Tensor]] = {}  # what piggyback() got, and before which sync
         self._is_enabled = True
+        self._shared: TrainingState | None = None  # what ranks share inside join(), or in the steps of Elastic
         self._is_attached = False
         self._examined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._begin(group, compression)
@@ -154,7 +156,7 @@ class GradientSynchronizer(WatchedHandle):
     # ---- ranks that run out of batches at different times -----------------------------------------------------------
 
     @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *states: Any) -> Iterator[None]:
         """Lets ranks run out of batches at different times: put the training loop inside, on every rank.
 
         A rank whose loop has ended goes on taking part in the others' syncs until all loops have ended. Its gradients
@@ -163,14 +165,21 @@ class GradientSynchronizer(WatchedHandle):
         have sent their names before. ``broadcast_buffers`` takes the buffers of the first of these ranks.
 
         At the end all ranks take over the state of a rank that took the most steps. That is: parameters and buffers,
-        and the states of these parameters' optimizers, of their schedulers and of GradScalers. Make the same ones on
-        every rank. Other state that counts steps, such as averages of weights, stays each rank's own. If a loop ends
-        with gradients of ``no_sync`` that were not averaged, they count for nothing, and it warns.
+        and ``states``. Other state that counts steps stays each rank's own. If a loop ends with gradients of
+        ``no_sync`` that were not averaged, they count for nothing, and it warns.
+
+        Args:
+            states: the optimizers that step these parameters, and all else that counts steps: schedulers, GradScalers,
+                averages of weights, data loaders. They need ``state_dict`` and ``load_state_dict``. Every rank passes
+                the same ones, in the same order.
 
         Raises:
+            ValueError: one of ``states`` has no state, or ranks have passed others. Or an optimizer steps inside that
+                was not passed, or whose scheduler or GradScaler was not.
             RuntimeError: it is inside another ``join``; or as ``synchronize()``. No rank waits longer than the process
                 group's time-out.
         """
+        shared = TrainingState(states, "sync.join(optimizer, scheduler, scaler, ...)")
         self._refuse("join()", "Leave optimizer out, on every rank")
         self._refuse_join_in_outer_block()
         if getattr(_thread, "joins", False):
@@ -178,10 +187,13 @@ class GradientSynchronizer(WatchedHandle):
                 "fastsync: join() was called inside another join(), so that ranks that have run out of batches would "
                 "wait for each other; attach one nn.ModuleList of all models in place of several engines"
             )
+        device = next(iter(self._named.values())).device
+        shared.agree(self._group, device)
         self._engine.set_joining(True)
         _thread.joins = True
         try:
-            yield
+            with self._sharing(shared):
+                yield
             self._warn_of_gradients_not_averaged()
             self._sync_without_batches()
             is_last = self._engine.num_active() == 0
@@ -192,13 +204,21 @@ class GradientSynchronizer(WatchedHandle):
             self._engine.set_joining(False)
         # All ranks take the parameters of the first rank whose loop ended last.
         size, rank = self._group.size(), self._group.rank()
-        device = next(iter(self._named.values())).device
         maxima = torch.tensor([size - rank if is_last else 0, not is_last], device=device)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._group)
         first, took_fewer_steps = maxima.tolist()
         self._init_sync(root=size - first)
         if took_fewer_steps:
-            TrainingState(list(self._named.values())).share(self._group, size - first, "at the end of join()")
+            shared.share(self._group, size - first, device)
+
+    @contextmanager
+    def _sharing(self, states: TrainingState) -> Iterator[None]:
+        """Refuses steps of optimizers that are not among these, inside."""
+        before, self._shared = self._shared, states
+        try:
+            yield
+        finally:
+            self._shared = before
 
     def _refuse_join_in_outer_block(self) -> None:
         if self._group.size() > 1 and (name := name_of_outer(self._named.values(), in_block=True)):
@@ -472,6 +492,8 @@ class GradientSynchronizer(WatchedHandle):
             self._examined.add(optimizer)
         if not self._is_enabled:
             return
+        if self._shared is not None and any(True for _ in self._stepped_by(optimizer)):
+            self._shared.check_step(optimizer)
         self._check_nothing_is_late(optimizer)
         # An engine's lock is held while it waits for other ranks. So a step asks only the engines that it belongs to.
         if next(self._stepped_by(optimizer), None) is None:
