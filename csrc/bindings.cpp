@@ -335,6 +335,7 @@ PYBIND11_MODULE(_C, m) {
       .def("with_own_gradients", locked<HookState>(&HookState::with_own_gradients), no_gil)
       .def("gradients_are_unchanged", locked<HookState>(&HookState::gradients_are_unchanged), no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
+  m.def("are_in_reducers", &fastsync::are_in_reducers, py::arg("parameters"), no_gil);
 
   py::class_<Synchronizer, EngineState, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
       .def(py::init(&make_synchronizer), py::arg("parameters"), py::arg("names"), py::arg("process_group"),

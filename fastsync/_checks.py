@@ -6,7 +6,7 @@ import difflib
 import gc
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+
+from . import _C
 
 
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -279,69 +281,33 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def have_a_stage(parameters: Iterable[Tensor]) -> bool:
-    """Tells whether a stage of ``torch.distributed.pipelining`` has one of the parameters. It searches all objects."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    if module is None:
-        return False
-    parameters = list(parameters)
-    ours = {id(parameter) for parameter in parameters}
-    stages = instances_of(module._PipelineStageBase, parameters)
-    return any(id(parameter) in ours for stage in stages for parameter in stage.submod.parameters())
+_ATTACH_OR_DDP = "use fastsync.register_comm_hook(ddp_model), or attach to the model without the wrapper"
 
 
-def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[nn.Module], object]) -> None:
-    """Raises ValueError if a DistributedDataParallel averages one of these, unless ``but`` is true of the wrapper.
+def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, way_out: str = _ATTACH_OR_DDP) -> None:
+    """Raises ValueError if a DistributedDataParallel that lives averages one of these.
 
-    It searches all objects. DDP does not average parameters that it was told to ignore, or that came into the model
-    later.
+    It does not average parameters that it was told to ignore, or that came into the model later.
     """
-    names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
-
-    def found() -> list[str]:
-        wrappers = [
-            each for each in instances_of(DistributedDataParallel, named.values()) if "_module_parameters" in vars(each)
-        ]
-        return [names[id(p)] for ddp in wrappers if not but(ddp) for p in ddp._module_parameters if id(p) in names]
-
-    if not found():
+    if not _in_ddp(named):
         return
     gc.collect()  # DDP models are in reference cycles, so one may be garbage that was not collected yet
-    for name in found():
+    for name in _in_ddp(named):
         raise ValueError(
-            f"{argument}: parameter {name} is in a DistributedDataParallel, which averages gradients itself; use "
-            "fastsync.register_comm_hook(ddp_model), or attach to the model without the wrapper"
+            f"{argument}: parameter {name} is in a DistributedDataParallel, which averages gradients itself; {way_out}"
         )
 
 
-def instances_of(kind: type[Any], of: Iterable[Tensor] = ()) -> list[Any]:
-    """Lists the instances of a class and of its subclasses, among all objects. Each object refers to its class.
-
-    Args:
-        of: the parameters that they belong to. No search sees what ``gc.freeze()`` has put aside. Where one of these is
-            there, instances may be, too: so the search unfreezes all, and freezes all again.
-    """
-    kinds = [kind]
-    for each in kinds:
-        kinds += each.__subclasses__()
-    is_hidden = _has_frozen(of)
-    if is_hidden:
-        gc.unfreeze()
-        gc.collect()  # what is garbage by now must neither be found nor be frozen again
-    try:
-        # Asks for the type, because some objects compute their __class__.
-        return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), kind)]
-    finally:
-        if is_hidden:
-            gc.freeze()
+def _in_ddp(named: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of those that have a hook of DistributedDataParallel."""
+    in_reducers = _C.are_in_reducers([*named.values()])
+    return [name for name, is_in in zip(named, in_reducers, strict=True) if is_in or _is_in_python_reducer(named[name])]
 
 
-def _has_frozen(tensors: Iterable[Tensor]) -> bool:
-    """Whether ``gc.freeze()`` was called since one of these tensors was made."""
-    if not gc.get_freeze_count():
-        return False
-    seen = set(map(id, gc.get_objects()))
-    return any(gc.is_tracked(tensor) and id(tensor) not in seen for tensor in tensors)
+def _is_in_python_reducer(parameter: Tensor) -> bool:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    names = [getattr(getattr(hook, "func", hook), "__qualname__", "") for hook in hooks.values()]
+    return any(name.startswith(f"{DistributedDataParallel.__name__}.") for name in names)
 
 
 def check_at_least(options: Any, **least: int) -> None:

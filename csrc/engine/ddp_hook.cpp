@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include <algorithm>
 #include <sstream>
@@ -344,6 +345,20 @@ class Hook : public c10d::CppCommHookInterface<std::shared_ptr<HookState>> {
 
 void register_hook(c10d::Reducer& reducer, std::shared_ptr<HookState> state) {
   reducer.register_comm_hook(std::make_unique<Hook>(std::move(state)));
+}
+
+std::vector<bool> are_in_reducers(const std::vector<at::Tensor>& parameters) {
+  // A Reducer keeps the accumulators of its parameters alive, and takes its hooks off when it ends. Among what puts
+  // hooks on accumulators, it alone has hooks of this class; Python's, and ours, are of other ones.
+  const auto is_of_reducer = [](const auto& hook) {
+    return dynamic_cast<const torch::autograd::utils::LambdaPostHook*>(hook.get()) != nullptr;
+  };
+  std::vector<bool> are;
+  for (const at::Tensor& parameter : parameters) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+    are.push_back(accumulator && std::ranges::any_of(accumulator->post_hooks(), is_of_reducer));
+  }
+  return are;
 }
 
 }  // namespace fastsync

@@ -86,4 +86,7 @@ class HookState : public EngineState, public std::enable_shared_from_this<HookSt
 // Makes the reducer hand every bucket to the state, from C++ and without the GIL. A reducer takes only one hook, once.
 void register_hook(c10d::Reducer& reducer, std::shared_ptr<HookState> state);
 
+// Tells of each parameter whether a DistributedDataParallel that lives averages its gradients.
+std::vector<bool> are_in_reducers(const std::vector<at::Tensor>& parameters);
+
 }  // namespace fastsync

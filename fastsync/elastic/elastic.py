@@ -122,7 +122,7 @@ class Elastic:
         on_change: Callable[[Sequence[int]], object] | None = None,
         store: Store | None = None,
     ) -> None:
-        self._optimizers = [optimizer] if not isinstance(optimizer, list | tuple) else [*optimizer]
+        self._optimizers: list[Optimizer] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
         self._check(model, sync, timeout)
         self._state = self._checked_state(sync, state)
         self.min_ranks, self.max_ranks = min_ranks, max_ranks
@@ -210,7 +210,8 @@ class Elastic:
                 raise ValueError(
                     f"state: this {type(each).__name__} steps parameters of the model; pass it in optimizer=[...]"
                 )
-        return TrainingState([*self._optimizers, *state], "state=[scheduler, scaler, ...] of fastsync.Elastic")
+        given = [*self._optimizers, *state]
+        return TrainingState(given, "state=[scheduler, scaler, ...] of fastsync.Elastic", sync._left_to_each_rank())
 
     def _check_number(self, num_ranks: int) -> None:
         if num_ranks < self.min_ranks or (self.max_ranks is not None and num_ranks > self.max_ranks):

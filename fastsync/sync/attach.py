@@ -25,7 +25,6 @@ from .._checks import (
     check_bool,
     check_not_in_ddp,
     check_op,
-    have_a_stage,
     is_positive,
     named_parameters,
     resolve_group,
@@ -39,7 +38,7 @@ from ..optimizer.shards import OptimizerShards
 from ..optimizer.steps import from_outside_in
 from ..outer.in_use import NO_JOIN, check_no_outer, name_of_outer
 from .compression import AnyCompression, Auto, Compression, as_compression
-from .handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
+from .handles_in_use import NOBODY, begin_use, check_free, end_use
 from .ignored_states import IgnoredStates, States
 from .optimizer_watch import WatchedHandle, watch_optimizers
 from .stats import SyncStats
@@ -179,7 +178,7 @@ class GradientSynchronizer(WatchedHandle):
             RuntimeError: it is inside another ``join``; or as ``synchronize()``. No rank waits longer than the process
                 group's time-out.
         """
-        shared = TrainingState(states, "sync.join(optimizer, scheduler, scaler, ...)")
+        shared = TrainingState(states, "sync.join(optimizer, scheduler, scaler, ...)", self._left_to_each_rank())
         self._refuse("join()", "Leave optimizer out, on every rank")
         self._refuse_join_in_outer_block()
         if getattr(_thread, "joins", False):
@@ -481,14 +480,7 @@ class GradientSynchronizer(WatchedHandle):
         """
         super()._check_before_step(optimizer)
         if optimizer not in self._examined and any(True for _ in self._stepped_by(optimizer)):
-            check_not_in_ddp(self._named, "fastsync.attach", but=handles_of)
-            # Zero-bubble schedules bypass the hooks of all stages but the first, so the checks below may not notice.
-            if self._overlaps and have_a_stage(self._named.values()):
-                raise ValueError(
-                    "overlap: these are the parameters of a pipeline's stage, whose schedule runs a backward for every "
-                    "micro-batch, or computes gradients past all hooks, as zero-bubble schedules do; use "
-                    "fastsync.attach(..., overlap=False), and call synchronize() after schedule.step()"
-                )
+            check_not_in_ddp(self._named, "fastsync.attach")
             self._examined.add(optimizer)
         if not self._is_enabled:
             return
@@ -498,7 +490,13 @@ class GradientSynchronizer(WatchedHandle):
         # An engine's lock is held while it waits for other ranks. So a step asks only the engines that it belongs to.
         if next(self._stepped_by(optimizer), None) is None:
             return
-        way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
+        way_out = (
+            "run the last backward() outside no_sync(), or, with a schedule of torch.distributed.pipelining that "
+            "computes gradients past all hooks, as zero-bubble ones do, use attach(overlap=False), and call "
+            "synchronize() after schedule.step()"
+            if self._overlaps
+            else "call synchronize() before it"
+        )
         self._check_was_averaged(optimizer, "fastsync.attach", way_out)
         stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
         if stepped is not None:
@@ -599,7 +597,7 @@ def attach(
     trained = {f"module_or_params: parameter {name}": p for name, p in named.items() if p.requires_grad}
     check_can_be_written(trained)
     check_free(named, "module_or_params")
-    check_not_in_ddp(named, "module_or_params", but=handles_of)
+    check_not_in_ddp(named, "module_or_params")
     check_bool(master_weights, "master_weights")
     if master_weights and optimizer is None:
         raise ValueError("master_weights: it needs optimizer=, which steps the masters; pass it, or leave this out")

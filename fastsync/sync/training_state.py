@@ -35,16 +35,18 @@ class TrainingState:
     """The states of objects that a user has given: optimizers, schedulers, GradScalers, averages, data loaders.
 
     Args:
-        given: anything with ``state_dict`` and ``load_state_dict``. Ranks tell objects of one type apart by their order.
+        given: anything with ``state_dict`` and ``load_state_dict``. Ranks tell objects of a type apart by their order.
         argument: how a user passes one more, for errors.
+        own: parameters that each rank has its own of. What optimizers know of them stays there, too.
 
     Raises:
         ValueError: one of them has no state.
     """
 
-    def __init__(self, given: Iterable[object], argument: str) -> None:
+    def __init__(self, given: Iterable[object], argument: str, own: Iterable[Tensor] = ()) -> None:
         self._given: list[Any] = list({id(each): each for each in given}.values())
         self._argument = argument
+        self._own = frozenset(map(id, own))
         for each in self._given:
             if not all(callable(getattr(each, name, None)) for name in ("state_dict", "load_state_dict")):
                 raise ValueError(
@@ -73,13 +75,15 @@ class TrainingState:
         inner = innermost(optimizer)
         chain = next((each for each in self._chains if each[-1] is inner), None)
         if chain is None:
-            self._refuse(f"optimizer {type(optimizer).__name__}", "steps parameters whose gradients are averaged here")
+            raise self._not_given(
+                f"optimizer {type(optimizer).__name__}", "steps parameters whose gradients are averaged here"
+            )
         # Only schedulers wrap the method so, and torch does not say which.
         if any(hasattr(each.step, "_wrapped_by_lr_sched") for each in chain) and not self._has_scheduler_of(chain):
-            self._refuse("a scheduler", f"moves the learning rates of {type(inner).__name__}")
+            raise self._not_given("a scheduler", f"moves the learning rates of {type(inner).__name__}")
         found = scaler_of_step(optimizer)
         if found is not None and not any(part is found[0] for each in self._given for part in _parts(each)):
-            self._refuse(f"a {type(found[0]).__name__}", f"takes the steps of {type(inner).__name__}")
+            raise self._not_given(f"a {type(found[0]).__name__}", f"takes the steps of {type(inner).__name__}")
         self._examined.add(optimizer)
 
     def _has_scheduler_of(self, chain: Sequence[Optimizer]) -> bool:
@@ -88,8 +92,8 @@ class TrainingState:
         owners = [vars(part).get("optimizer") for each in others for part in _parts(each) if hasattr(part, "__dict__")]
         return any(owner is each for owner in owners for each in chain)
 
-    def _refuse(self, what: str, does: str) -> None:
-        raise ValueError(
+    def _not_given(self, what: str, does: str) -> ValueError:
+        return ValueError(
             f"fastsync: {what} {does}, and ranks would not share its state, because it was not given. Pass it, on "
             f"every rank: {self._argument}"
         )
@@ -123,7 +127,7 @@ class TrainingState:
         if group.rank() != root:
             states = zip(self._given, _with_tensors(pickle.loads(packed), tensors), strict=True)
             for each, state in sorted(states, key=lambda pair: _plain_optimizer(pair[0]) is not None):
-                _load(each, state)  # a scheduler's first, as it may set learning rates
+                self._load(each, state)  # a scheduler's first, as it may set learning rates
 
     def _packed(self, tensors: list[Tensor], device: torch.device) -> tuple[bytes, list[_Sent], str | None]:
         sent: list[_Sent] = []
@@ -137,12 +141,43 @@ class TrainingState:
             return marker
 
         try:
-            return pickle.dumps(map_leaves([_state_of(each) for each in self._given], take)), sent, None
+            return pickle.dumps(map_leaves([self._state_of(each) for each in self._given], take)), sent, None
         except Exception as error:  # a user's object may hold what cannot be pickled; all ranks have to be told
             return b"", [], f"the states of rank {dist.get_rank()} cannot be sent ({error})"
 
     def _describe(self) -> str:
-        return "\n".join(f"object {index}: {_description_of(each)}" for index, each in enumerate(self._given))
+        return "\n".join(f"object {index}: {self._description_of(each)}" for index, each in enumerate(self._given))
+
+    def _description_of(self, given: Any) -> str:
+        optimizer = _plain_optimizer(given)
+        if optimizer is None:
+            return type(given).__name__
+        shapes = [list(parameter.shape) for parameter in self._shared_by(optimizer)]
+        return f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups, parameters {shapes}"
+
+    def _shared_by(self, optimizer: Optimizer) -> list[Tensor]:
+        return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in self._own]
+
+    def _state_of(self, given: Any) -> Any:
+        """Returns an object's state. An optimizer's keeps its dtypes, which ``load_state_dict`` would change."""
+        optimizer = _plain_optimizer(given)
+        if optimizer is None:
+            return given.state_dict()
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        return groups, [dict(optimizer.state.get(parameter, {})) for parameter in self._shared_by(optimizer)]
+
+    @torch.no_grad()
+    def _load(self, given: Any, state: Any) -> None:
+        optimizer = _plain_optimizer(given)
+        if optimizer is None:
+            given.load_state_dict(state)
+            return
+        groups, states = state
+        for group, group_state in zip(optimizer.param_groups, groups, strict=True):
+            assign(group, group_state)
+        for parameter, parameter_state in zip(self._shared_by(optimizer), states, strict=True):
+            if parameter_state:
+                assign(optimizer.state[parameter], parameter_state)
 
     # ---- from one step to the next ----------------------------------------------------------------------------------
 
@@ -167,42 +202,11 @@ def _plain_optimizer(given: Any) -> Optimizer | None:
     if found is None or found is not given:
         return None
     chain = from_outside_in(found)
-    kinds = map(type, chain)
+    kinds: Iterable[Any] = map(type, chain)
     are_plain = (
         kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict for kind in kinds
     )
     return chain[-1] if all(are_plain) else None
-
-
-def _state_of(given: Any) -> Any:
-    """Returns an object's state. That of an optimizer keeps its dtypes, which ``load_state_dict`` would change."""
-    optimizer = _plain_optimizer(given)
-    if optimizer is None:
-        return given.state_dict()
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return groups, [dict(optimizer.state.get(parameter, {})) for parameter in parameters_of(optimizer)]
-
-
-@torch.no_grad()
-def _load(given: Any, state: Any) -> None:
-    optimizer = _plain_optimizer(given)
-    if optimizer is None:
-        given.load_state_dict(state)
-        return
-    groups, states = state
-    for group, group_state in zip(optimizer.param_groups, groups, strict=True):
-        assign(group, group_state)
-    for parameter, parameter_state in zip(parameters_of(optimizer), states, strict=True):
-        if parameter_state:
-            assign(optimizer.state[parameter], parameter_state)
-
-
-def _description_of(given: Any) -> str:
-    optimizer = _plain_optimizer(given)
-    if optimizer is None:
-        return type(given).__name__
-    groups = [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} of parameters {groups}"
 
 
 def map_leaves(state: Any, fn: Callable[[Any], Any]) -> Any:

@@ -429,7 +429,7 @@ def test_what_steps_and_was_not_given_is_refused(alone: Training, given: list[st
     elastic = Elastic(alone.model, alone.optimizer, alone.sync, state=[parts[each] for each in given if each in parts])
     other = torch.optim.SGD(alone.model.parameters(), lr=0.1)
     steps = elastic.steps(1)
-    with pytest.raises(ValueError, match=said), next(steps):
+    with pytest.raises(ValueError, match=said), next(steps):  # noqa: PT012
         parts["scaler"].scale(alone.model(torch.ones(4, 6)).square().sum()).backward()
         parts["scaler"].step(other if "optimizer" in given else alone.optimizer)
     assert torch.equal(alone.model[0].weight, before)
@@ -437,8 +437,8 @@ def test_what_steps_and_was_not_given_is_refused(alone: Training, given: list[st
 
 def test_a_step_of_several_optimizers_is_taken_as_one(alone: Training) -> None:
     """Each may step once. What fails between two of them could not be taken back, so it leaves the block."""
-    parts = alone.model[0], alone.model[1:]
-    optimizers = [torch.optim.SGD([*each.parameters(), *more], lr=0.1) for each, more in zip(parts, ([alone.model.unused], []))]
+    first, *others = alone.model.parameters()
+    optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
     steps = Elastic(alone.model, optimizers, alone.sync).steps(3)
 
     def step(*order: int) -> None:
@@ -744,7 +744,9 @@ def test_a_rank_that_wakes_too_late_ends_by_itself(store: TCPStore, tmp_path: Pa
 def fail_alone(rank: int, world_size: int, port: int, min_ranks: int) -> list[int] | str:
     os.environ[STORE] = f"127.0.0.1:{port}"
     training = Training(range(world_size))
-    elastic = Elastic(training.model, training.optimizer, training.sync, state=[training.scheduler], timeout=3, min_ranks=min_ranks)
+    elastic = Elastic(
+        training.model, training.optimizer, training.sync, state=[training.scheduler], timeout=3, min_ranks=min_ranks
+    )
     try:
         for step in elastic.steps(NUM_STEPS):
             with step:
