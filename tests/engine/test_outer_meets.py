@@ -159,7 +159,7 @@ def test_the_ranks_of_a_site_have_to_be_known() -> None:
     model = make_model()
     optimizer = make_optimizer(model)
     ddp = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(ValueError, match="model: parameter .* pass the DistributedDataParallel"):
+    with pytest.raises(ValueError, match=r"model: parameter .* pass the DistributedDataParallel"):
         LocalSGD(model, optimizer)
     LocalSGD(ddp, optimizer)
     fastsync.register_comm_hook(ddp)
