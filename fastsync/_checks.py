@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
+from ._torch_compat import COMPILED, is_flat, is_in_python_reducer
 
 
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -32,7 +33,8 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
                 "`with fastsync.distributed.process_group(timeout=60) as device:`, or call "
                 "torch.distributed.init_process_group first, on every rank"
             )
-        return dist.distributed_c10d._get_default_group()
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
     if isinstance(process_group, dist.ProcessGroup):
         return process_group
     if not isinstance(process_group, DeviceMesh):
@@ -46,11 +48,6 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
             "name the one to average over, as in mesh['dp']"
         )
     return process_group.get_group()
-
-
-def known_ranks(group: dist.ProcessGroup) -> set[int]:
-    """Returns the group's ranks, as the default group numbers them; none for a group that torch does not list."""
-    return set(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
 
 
 def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
@@ -93,7 +90,7 @@ def check_strided(named: Mapping[str, Tensor]) -> None:
 
 def without_compiler(name: str) -> str:
     """Returns a parameter's name without what torch.compile's wrapper adds. Checkpoints come from both."""
-    return name.replace("_orig_mod.", "")
+    return name.replace(f"{COMPILED}.", "")
 
 
 def _in_place_of(given: object) -> str:
@@ -234,9 +231,7 @@ def check_not_sharded(named: Mapping[str, Tensor], argument: str, way_out: str =
 
 def is_sharded(tensor: Tensor) -> bool:
     """Tells whether this rank may hold only a shard of the tensor."""
-    # FullyShardedDataParallel replaces parameters by a flat one, or by views of it.
-    is_fsdp1 = getattr(tensor, "_fsdp_flattened", False) or getattr(tensor, "_is_flat_param", False)
-    return is_fsdp1 or any(map(_is_dtensor, plain_parts({"": tensor}).values()))
+    return is_flat(tensor) or any(map(_is_dtensor, plain_parts({"": tensor}).values()))
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -301,13 +296,7 @@ def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, way_out: str = 
 def _in_ddp(named: Mapping[str, Tensor]) -> list[str]:
     """Returns the names of those that have a hook of DistributedDataParallel."""
     in_reducers = _C.are_in_reducers([*named.values()])
-    return [name for name, is_in in zip(named, in_reducers, strict=True) if is_in or _is_in_python_reducer(named[name])]
-
-
-def _is_in_python_reducer(parameter: Tensor) -> bool:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    names = [getattr(getattr(hook, "func", hook), "__qualname__", "") for hook in hooks.values()]
-    return any(name.startswith(f"{DistributedDataParallel.__name__}.") for name in names)
+    return [name for name, is_in in zip(named, in_reducers, strict=True) if is_in or is_in_python_reducer(named[name])]
 
 
 def check_at_least(options: Any, **least: int) -> None:

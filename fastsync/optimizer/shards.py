@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
+from .._torch_compat import foreach_add_, foreach_copy_, foreach_mul_
 from ..sync.compression import Auto, Compression
 from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
 from .checks import WAY_OUT, check_compression, has_count, state_names
@@ -415,13 +416,13 @@ class OptimizerShards:
             piece.before_step()
         self._hand_counts_to_pieces(inner, pieces)
         if pieces and divisor is not None and not is_fused:
-            torch._foreach_mul_([piece.gradient for piece in pieces], divisor.reciprocal())
+            foreach_mul_([piece.gradient for piece in pieces], divisor.reciprocal())
         inner.step()
         for piece in pieces:
             piece.after_step()
         self._take_state_from_pieces(inner, stepped)
         if steps := [step for index in stepped if (step := self._handed[index]) is not None]:
-            torch._foreach_add_(steps, 1)
+            foreach_add_(steps, 1)
         torch.autograd.graph.increment_version([self._parameters[index] for index in stepped])
 
     def _inner_optimizer(self) -> Optimizer:
@@ -524,7 +525,7 @@ class OptimizerShards:
         counts = [(piece, count) for piece in pieces if (count := self._handed[piece.index]) is not None]
         if counts:
             own = [inner.state[piece.parameter]["step"] for piece, _ in counts]
-            torch._foreach_copy_(own, [count for _, count in counts])
+            foreach_copy_(own, [count for _, count in counts])
 
     def _take_state_from_pieces(self, inner: Optimizer, stepped: Sequence[int]) -> None:
         """Moves momentum that a first step has made home, and makes it the optimizer's."""

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._checks import check_not_in_ddp, is_wrapper, known_ranks, plain_parts, without_compiler
+from .._checks import check_not_in_ddp, is_wrapper, plain_parts, without_compiler
+from .._torch_compat import is_saved, known_ranks
 from ..distributed import as_bytes, broadcast_tensors
 from ..optimizer.steps import parameters_of
 from ..sync.handles_in_use import groups_of
@@ -127,7 +128,7 @@ class ModelTensors:
         found = {}
         for name, buffer in self._model.named_buffers():
             prefix, _, own_name = name.rpartition(".")
-            if buffer.is_floating_point() and own_name not in modules[prefix]._non_persistent_buffers_set:
+            if buffer.is_floating_point() and is_saved(modules[prefix], own_name):
                 found[without_compiler(name)] = buffer
         return found
 

@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
+from .._torch_compat import has_scheduler
 from ..distributed import broadcast_tensors
 from ..optimizer.steps import from_outside_in, innermost, parameters_of, unwrapped
 from .grad_scaler import scaler_of_step
@@ -79,7 +80,7 @@ class TrainingState:
                 f"optimizer {type(optimizer).__name__}", "steps parameters whose gradients are averaged here"
             )
         # Only schedulers wrap the method so, and torch does not say which.
-        if any(hasattr(each.step, "_wrapped_by_lr_sched") for each in chain) and not self._has_scheduler_of(chain):
+        if any(map(has_scheduler, chain)) and not self._has_scheduler_of(chain):
             raise self._not_given("a scheduler", f"moves the learning rates of {type(inner).__name__}")
         found = scaler_of_step(optimizer)
         if found is not None and not any(part is found[0] for each in self._given for part in _parts(each)):
