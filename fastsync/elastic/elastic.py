@@ -30,8 +30,9 @@ from ..sync.handles_in_use import handles_of
 from ..sync.sync_weights import replace_inference_buffers
 from ..sync.training_state import TrainingState
 from .kept_states import KeptStates
-from .membership import Members, Membership, another_connection, host_of
-from .peer_watch import PeerWatch, host_and_port
+from .loop import MOST_FAILURES, MembershipLoop
+from .membership import Membership, another_connection
+from .peer_watch import host_and_port
 
 STORE, JOINS = "FASTSYNC_STORE", "FASTSYNC_JOINS"
 """Environment variables: HOST:PORT of a store outside of all ranks, and whether this process joins a running training.
@@ -43,8 +44,6 @@ _NO_STORE = (
 )
 STORE_LIMIT = timedelta(seconds=60)
 """How long the store is waited for, and at the start the other ranks."""
-MOST_FAILURES = 3
-"""A new group may fail so often, and once for each rank that may be lost meanwhile."""
 _KEYS = "fastsync/elastic{}/{}"
 KEYS_OF_FIRST = _KEYS.format(1, 0)
 """Begins that store's keys for the first Elastic or DiLoCo of a training that was never started again."""
@@ -134,28 +133,22 @@ class Elastic:
         store = members_store(dist.get_process_group_ranks(sync._group), store)
         if store is None:
             raise ValueError(_NO_STORE)
-        look_store = another_connection(store)
-        on_death, look = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._look)
-        self._watch = PeerWatch(
-            host_of(store),
-            on_death=lambda lost: known(lost) if (known := on_death()) else None,
-            look=lambda: known(look_store) if (known := look()) else None,
-        )
-        weakref.finalize(self, self._watch.close)
+        limits = {"min_ranks": min_ranks, "max_ranks": max_ranks}
         own = dist.get_rank(sync._group)
-        self._members = Members(store, own, self._watch, timeout, min_ranks, max_ranks)
+        self._membership = MembershipLoop(store, own, timeout, self._on_death, self._look, **limits)
+        self._members = self._membership.members
         self._joins = os.environ.get(JOINS) == "1"
         if not self._joins:
             self._check_number(sync._group.size())
             self._state.agree(sync._group, torch.device("cpu"))
         self._has_begun = self._has_ended = self._has_failed = False
         self._undone: _Undone | None = None
-        self._newest_failure: Exception | None = None
         self._num_failed = 0
         self._failed_at: tuple[int, ...] = ()  # the step, and the members
         self._kept = KeptStates(self._optimizers, self._state.others(self._optimizers))
         self._step.watch([*dict.fromkeys(map(innermost, self._optimizers))])
         _made.add(self)
+        sync._elastic = weakref.ref(self)
         if not self._joins:
             self._members.begin(list(range(sync._group.size())))
 
@@ -191,6 +184,11 @@ class Elastic:
             raise ValueError(
                 f"optimizer: this {names} does not step all trained parameters of the model; pass a list of all "
                 "optimizers that step it"
+            )
+        if sync._shared is not None:
+            raise RuntimeError(
+                "fastsync.Elastic: it was made inside join() of the same weights; steps() tells each rank how many "
+                "there are, so leave join() out"
             )
         if not timeout > 0:
             raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
@@ -243,6 +241,11 @@ class Elastic:
     def num_ranks(self) -> int:
         """The number of members."""
         return len(self.members)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the loop over its steps has ended."""
+        return self._has_ended
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -309,8 +312,7 @@ class Elastic:
                 print("fastsync.Elastic: the training was over before this process could join it", file=sys.stderr)
                 sys.exit()
             self._step.num_finished = -1
-        if not self._move(self._members.now):
-            self._agree(has_ended=False)
+        self._agree(has_ended=False, begins=True)
         self._has_begun = True
 
     def _break_off(self) -> None:
@@ -388,35 +390,21 @@ class Elastic:
 
     # ---- from one membership to the next ----------------------------------------------------------------------------
 
-    def _agree(self, has_ended: bool) -> Membership:
-        """Agrees on the members, and makes all of them equal."""
+    def _agree(self, has_ended: bool, begins: bool = False) -> Membership:
+        """Agrees on the members, and makes all of them equal. At the beginning all know who they are."""
         self._step.must_agree = False
-        num_failures = 0
-        try:
-            while True:
-                decided = self._members.agree(self._step.num_finished, has_ended)
-                are_equal = len({*decided.progress.values()}) == 1
-                if (decided.is_over and are_equal) or self._move(decided):
-                    return decided
-                num_failures += 1
-                if num_failures > len(decided.members) + MOST_FAILURES:
-                    raise RuntimeError(
-                        f"fastsync.Elastic: ranks {decided.members} could not go on together, {num_failures} times"
-                    ) from self._newest_failure
-        except BaseException:
-            self._members.leave()
-            raise
+        decided = self._membership.go_on(
+            lambda: self._members.agree(self._step.num_finished, has_ended),
+            self._move,
+            first=self._members.now if begins else None,
+        )
+        if decided.epoch > 0 and not decided.needs_nothing and self._on_change is not None:
+            self._on_change(decided.members)
+        return decided
 
-    def _move(self, decided: Membership) -> bool:
-        """Goes on in a group of these members. Returns false if one of them is lost meanwhile."""
-        if not self._members.wait_until_ready():
-            return False
-        group = self._members.form_group()
-        if group is None:
-            return False
+    def _move(self, decided: Membership, group: dist.ProcessGroup) -> None:
+        """Goes over to a group of these members, and takes the state of one that has come furthest."""
         furthest = max(decided.progress.values())
-        if furthest < 0:
-            raise RuntimeError("fastsync.Elastic: all ranks are lost that had the training's state; start it again")
         if self._has_failed:  # before anything is shared, because the ranks that have finished the step may be lost
             self._undone = self._take_back()
         steps = list(decided.progress.values())
@@ -429,15 +417,12 @@ class Elastic:
                 self._share(root)
             if self._undone is not None and self._step.num_finished < furthest:
                 self._redo(self._undone)
-        except (RuntimeError, ValueError) as error:  # torch raises the latter for a group that it does not list
-            if self._step.num_finished < 0 and isinstance(error, ValueError) and not self._members.has_lost():
-                raise  # this rank is new, and has other settings: the others go on without it
-            self._newest_failure = error
+        except (RuntimeError, ValueError):
             self._close_group()
             # What has come from a rank that is lost by now must not stay, as others may not have got it.
             kept = {part: own[part] for part in ("step", "scales", "factors") if part in own}
             self._sync.load_state_dict(self._sync.state_dict() | kept)
-            return False
+            raise
         finally:
             self._step.engine = self._sync._engine
         if self._undone is not None or self._step.num_finished < furthest:
@@ -445,9 +430,6 @@ class Elastic:
                 parameter.grad = None
         self._undone = None
         self._step.num_finished, self._step.wants_change = furthest, False
-        if decided.epoch > 0 and self._on_change is not None:
-            self._on_change(decided.members)
-        return True
 
     def _share(self, root: int) -> None:
         """Gives all ranks the state of one, or leaves it as it is."""

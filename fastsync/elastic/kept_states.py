@@ -34,9 +34,7 @@ class KeptStates:
 
     def keep(self) -> None:
         """Notes what they are before a step."""
-        self._kept_groups = [
-            _copy({key: value for key, value in group.items() if key != "params"}, []) for group in self._groups
-        ]
+        self._kept_groups = [_settings_of(group) for group in self._groups]
         self._kept = [_copy(each.state_dict(), memory) for each, memory in zip(self._others, self._memory, strict=True)]
 
     @torch.no_grad()
@@ -46,6 +44,17 @@ class KeptStates:
             each.load_state_dict(_copy(state, []))  # it may keep these tensors, and the next keep() writes to ours
         for group, kept in zip(self._groups, self._kept_groups, strict=False):
             assign(group, kept)
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Copies what is in a group beside parameters. It is faster than ``_copy``, and each step waits for it."""
+    copies = {key: value for key, value in group.items() if key != "params"}
+    for key, value in copies.items():
+        if isinstance(value, Tensor):
+            copies[key] = value.detach().clone()
+        elif isinstance(value, list | dict):
+            copies[key] = value.copy()
+    return copies
 
 
 def _copy(state: Any, memory: list[Tensor]) -> Any:

@@ -29,7 +29,8 @@ from torch.optim import SGD, Optimizer
 
 from .. import _C
 from .._checks import resolve_group, without_compiler
-from ..elastic.elastic import MOST_FAILURES, check_no_elastic
+from ..elastic.elastic import check_no_elastic
+from ..elastic.loop import MOST_FAILURES
 from ..optimizer.steps import innermost, unwrapped
 from ..sync.attach import GradientSynchronizer, is_in_join
 from ..sync.compression import AnyCompression, Compression, as_compression

@@ -88,6 +88,7 @@ class GradientSynchronizer(WatchedHandle):
         self._put: dict[str, tuple[int, Tensor]] = {}  # what piggyback() got, and before which sync
         self._is_enabled = True
         self._shared: TrainingState | None = None  # what ranks share inside join(), or in the steps of Elastic
+        self._elastic: weakref.ref[Any] | None = None  # the Elastic that was made with this handle
         self._is_attached = False
         self._examined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._begin(group, compression)
@@ -180,6 +181,7 @@ class GradientSynchronizer(WatchedHandle):
         """
         shared = TrainingState(states, "sync.join(optimizer, scheduler, scaler, ...)", self._left_to_each_rank())
         self._refuse("join()", "Leave optimizer out, on every rank")
+        self._refuse_join_with_elastic()
         self._refuse_join_in_outer_block()
         if getattr(_thread, "joins", False):
             raise RuntimeError(
@@ -218,6 +220,14 @@ class GradientSynchronizer(WatchedHandle):
             yield
         finally:
             self._shared = before
+
+    def _refuse_join_with_elastic(self) -> None:
+        elastic = None if self._elastic is None else self._elastic()
+        if elastic is not None and not elastic.has_ended:
+            raise RuntimeError(
+                "fastsync: join() was called where an Elastic trains these weights, whose steps() tell each rank how "
+                "many there are; leave join() out"
+            )
 
     def _refuse_join_in_outer_block(self) -> None:
         if self._group.size() > 1 and (name := name_of_outer(self._named.values(), in_block=True)):

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -108,6 +109,13 @@ class CommHook(HookState, WatchedHandle):
                 If only some ranks set their first weight, the next step raises it on every rank.
         """
         self._engine.set_weight(as_weight(weight), self._parameters, self._names)
+
+    def join(self, *states: object) -> NoReturn:
+        """Raises RuntimeError, because DDP has a join of its own."""
+        raise RuntimeError(
+            "fastsync: join() of a DistributedDataParallel is DDP's own; write `with ddp_model.join():`, or attach the "
+            "model without the wrapper"
+        )
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return {without_compiler(name): parameter for name, parameter in self._module.named_parameters()}

@@ -403,6 +403,20 @@ def test_what_is_given_is_put_back_and_taken_over(store: TCPStore, moment: str, 
         assert counts == expected_counts
 
 
+def test_join_is_refused_until_the_steps_have_ended(alone: Training) -> None:
+    given = [alone.optimizer, alone.scheduler]
+    with alone.sync.join(*given), pytest.raises(RuntimeError, match="made inside join"):
+        Elastic(alone.model, alone.optimizer, alone.sync, state=[alone.scheduler])
+    elastic = Elastic(alone.model, alone.optimizer, alone.sync, state=[alone.scheduler])
+    with pytest.raises(RuntimeError, match="where an Elastic trains"):
+        alone.sync.join(*given).__enter__()
+    for step in elastic.steps(1):
+        with step:
+            alone.step(step.index)
+    with alone.sync.join(*given):
+        alone.step(1)
+
+
 def other_states(rank: int, world_size: int, port: int) -> None:
     os.environ[STORE] = f"127.0.0.1:{port}"
     training = Training(range(world_size))
