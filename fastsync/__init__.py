@@ -48,6 +48,7 @@ __all__ = [
     "register_comm_hook",
     "register_prepared",
     "register_reduce_scatter",
+    "shard_optimizer",
     "sync_weights",
 ]
 
@@ -70,6 +71,7 @@ else:
     from .autotune.measure import measure_group
     from .elastic.elastic import Elastic
     from .integrations.accelerate import register_prepared
+    from .optimizer.shard_optimizer import shard_optimizer
     from .outer.diloco import DiLoCo, LocalSGD
     from .outer.topk import TopK
     from .sync.all_reduce import all_reduce_gradients

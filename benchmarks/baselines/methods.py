@@ -293,7 +293,7 @@ STEPPING = {
     "zero_redundancy+adamw": Method(_stepping(_ddp(), zero=True), in_ddp=True),
     "fully_shard+adamw": Method(_stepping(_fully_shard()), scatters=True),
     "fastsync.attach+adamw": Method(_attached(shared=False)),
-    "fastsync.attach(optimizer=)+adamw": Method(_attached(shared=True), only="gloo"),
+    "fastsync.shard_optimizer+adamw": Method(_attached(shared=True), only="gloo"),
 }
 """Methods that also clip, and step with fused AdamW."""
 

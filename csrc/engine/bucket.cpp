@@ -313,9 +313,9 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
 void Bucket::check_may_shard(const PlanKey& key, const SendOptions& options) const {
   TORCH_CHECK(
       key.shares_memory || key.algorithm != Algorithm::kTwoLevel,
-      "attach(optimizer=) takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
+      "shard_optimizer takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
   TORCH_CHECK(key.shares_memory == options.may_share_memory,
-              "attach(optimizer=) needs sums in shared memory, and there are none any more",
+              "shard_optimizer needs sums in shared memory, and there are none any more",
               teams_.why_not_shared().empty() ? "" : ", because " + teams_.why_not_shared());
 }
 
@@ -358,7 +358,7 @@ std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOpt
 
 // A LowRankSum has multiplied the gradients by the weight before it makes its sums.
 std::unique_ptr<SumWork> Bucket::make_low_rank_sum(FlatGradients gradients, SendOptions options) {
-  TORCH_CHECK(!options.keeps_shard, "attach(optimizer=) keeps shards of the means, and lowrank needs whole matrices; ",
+  TORCH_CHECK(!options.keeps_shard, "shard_optimizer keeps shards of the means, and lowrank needs whole matrices; ",
               "leave one of them out");
   TORCH_CHECK(!is_capturing(device_), "a CUDA graph cannot hold a step with lowrank; capture with int8 and error ",
               "feedback, or train without the graph");

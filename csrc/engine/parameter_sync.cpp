@@ -140,6 +140,18 @@ std::vector<std::vector<std::vector<ParameterSync::Place>>> ParameterSync::place
   return places;
 }
 
+void ParameterSync::set_optimizer(std::string description) {
+  optimizer_ = std::move(description);
+  context_.engine.agree_anew("shard_optimizer was called");
+}
+
+void ParameterSync::set_shards(std::shared_ptr<Meeting> shards) {
+  context_.shards = std::move(shards);
+  for (Parameter& parameter : context_.parameters) {
+    parameter.is_sparse = false;  // so that a sparse gradient is refused
+  }
+}
+
 // The last tag of the last bucket is free: a plan that keeps shards without shared memory has at most two phases.
 void ParameterSync::set_shards_apart() {
   const int tag = first_tag(context_.agreement->number) + kMaxBuckets * kTagsPerBucket - 1;

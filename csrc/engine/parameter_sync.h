@@ -72,12 +72,12 @@ class ParameterSync {
 
   // ---- with shards, see Note [Shards] ----
 
-  // Has ranks keep shards of the means from the next step on. The description of what they do with them has to be equal
-  // on all ranks.
-  void set_shards(std::shared_ptr<Meeting> shards) { context_.shards = std::move(shards); }
+  // Has ranks keep shards of the means, which are dense, from the first step on.
+  void set_shards(std::shared_ptr<Meeting> shards);
   // Does so for ranks that share no memory. The ranks must have agreed.
   void set_shards_apart();
-  void set_optimizer(std::string description) { optimizer_ = std::move(description); }
+  // The description of what ranks do with their shards, which has to be equal on all of them. Empty without shards.
+  void set_optimizer(std::string description);
   // A piece of a parameter's means: the parameter's index, the piece's first value, and the means.
   using Piece = std::tuple<size_t, int64_t, at::Tensor>;
   // This rank's pieces. They stay in the same memory from step to step, until their number is another.

@@ -365,7 +365,7 @@ at::Tensor Step::factors_of_used() const {
 }
 
 // Note [Shards]
-//   With attach(optimizer=) each rank keeps the means of its own shards, and steps these. `.grad` stays this rank's
+//   With shard_optimizer each rank keeps the means of its own shards, and steps these. `.grad` stays this rank's
 //   own. Ranks end a sync by telling each other the statistics of their shards: so each rank knows the norm, whether a
 //   mean is not finite, and which scale fp16 has next. A GradScaler looks at `.grad` alone. So if a mean is not finite,
 //   each rank makes a gradient of its own nan, and all scalers skip the same step.

@@ -21,8 +21,8 @@ MeetingByMessages::MeetingByMessages(c10::intrusive_ptr<c10d::ProcessGroup> grou
 // Each time the rows are others, because messages of a meeting that has failed may still arrive in the old ones.
 void MeetingByMessages::tell(const std::vector<double>& numbers) {
   TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) < num_numbers_);
-  TORCH_CHECK(!is_capturing(team_->device()), "attach(optimizer=) has the host wait for the other ranks, which cannot ",
-              "be part of a CUDA graph; leave optimizer= out, or train without the graph");
+  TORCH_CHECK(!is_capturing(team_->device()), "shard_optimizer has the host wait for the other ranks, which cannot ",
+              "be part of a CUDA graph; leave it out, or train without the graph");
   const at::Tensor own = at::zeros({num_numbers_}, at::kDouble);
   own.data_ptr<double>()[0] = static_cast<double>(numbers.size());
   std::copy(numbers.begin(), numbers.end(), own.data_ptr<double>() + 1);

@@ -35,7 +35,7 @@ SharedTensors::SharedTensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group
   TORCH_CHECK_VALUE(team_, "optimizer: the ranks cannot have one copy of the parameters, because ",
                     teams.why_not_shared().empty() ? "their process group is not Gloo's, or no two are on one host"
                                                    : teams.why_not_shared(),
-                    ". Leave optimizer out, on every rank: then each rank steps all parameters");
+                    ". Leave shard_optimizer out, on every rank: then each rank steps all parameters");
   memory_ = team_->allocate(0);
   team_->keep_in_children();
 }

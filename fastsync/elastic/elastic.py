@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from .. import _C
 from .._checks import check_at_least
 from .._torch_compat import own_buffers
-from ..optimizer.steps import innermost, unwrapped
 from ..outer.in_use import check_no_outer
 from ..sync.attach import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
 from ..sync.handles_in_use import handles_of
+from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.sync_weights import replace_inference_buffers
 from ..sync.training_state import TrainingState
 from .kept_states import KeptStates
@@ -167,8 +167,8 @@ class Elastic:
             )
         if sync._optimizer_shards is not None:
             raise ValueError(
-                "sync: with attach(optimizer=) a lost rank takes its shard of the optimizer's state with it; leave "
-                "optimizer= out of attach(), on every rank"
+                "sync: with shard_optimizer a lost rank takes its shard of the optimizer's state with it; leave "
+                "shard_optimizer out, on every rank"
             )
         check_no_outer(
             model.parameters(), "model", "a lost or new rank would be one of Elastic's and none of that one's. "
@@ -469,7 +469,7 @@ class Elastic:
 _made: weakref.WeakSet[Elastic] = weakref.WeakSet()
 
 
-def check_no_elastic(weights: Iterable[Tensor], argument: str, kind: str) -> None:
+def check_no_elastic(weights: Iterable[Tensor], argument: str, why: str) -> None:
     """Raises ValueError if an ``Elastic`` whose steps have not ended trains one of these weights."""
     ids = frozenset(map(id, weights))
 
@@ -480,10 +480,7 @@ def check_no_elastic(weights: Iterable[Tensor], argument: str, kind: str) -> Non
         return
     gc.collect()  # it is in reference cycles, so it may be garbage that was not collected yet
     if found():
-        raise ValueError(
-            f"{argument}: an Elastic trains these weights, and its steps have not ended. A lost or new rank would "
-            f"be one of Elastic's and none of the {kind}'s. Leave Elastic out, as {kind} goes on without lost sites"
-        )
+        raise ValueError(f"{argument}: an Elastic trains these weights, and its steps have not ended. {why}")
 
 
 class Step(_C.ElasticStep):

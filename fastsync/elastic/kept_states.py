@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optimizer.steps import innermost
+from ..sync.optimizer_steps import innermost
 from ..sync.training_state import assign, map_leaves
 
 

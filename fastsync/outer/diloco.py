@@ -31,10 +31,10 @@ from .. import _C
 from .._checks import resolve_group, without_compiler
 from ..elastic.elastic import check_no_elastic
 from ..elastic.loop import MOST_FAILURES
-from ..optimizer.steps import innermost, unwrapped
 from ..sync.attach import GradientSynchronizer, is_in_join
 from ..sync.compression import AnyCompression, Compression, as_compression
 from ..sync.handles_in_use import check_not_left_to_each_rank, groups_of
+from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.optimizer_watch import check_has_no_shards
 from ..sync.stats import SyncStats
 from .background import BackgroundCalls
@@ -127,7 +127,11 @@ class DiLoCo:
         group = resolve_group(process_group)
         tensors.ranks_that_train_together()  # or an error, before anything is sent
         check_not_left_to_each_rank(model, group, type(self).__name__)
-        check_no_elastic(named.values(), "model", type(self).__name__)
+        own = type(self).__name__
+        check_no_elastic(
+            named.values(), "model", f"A lost or new rank would be one of Elastic's and none of the {own}'s. Leave "
+            f"Elastic out, as {own} goes on without lost sites",
+        )  # fmt: skip
         _check_number("sync_every", sync_every, 1, sys.maxsize)
         _check_number("fragments", fragments, 1, min(len(named), sync_every))
         _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..optimizer.steps import innermost, parameters_of
+from ..sync.optimizer_steps import innermost, parameters_of
 
 MASTER = "master"
 """The name in ``optimizer.state[weight]`` by which an optimizer tells the copy that it steps."""

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from .._checks import check_not_in_ddp, is_wrapper, plain_parts, without_compiler
 from .._torch_compat import is_saved, known_ranks
 from ..distributed import as_bytes, broadcast_tensors
-from ..optimizer.steps import parameters_of
 from ..sync.handles_in_use import groups_of
+from ..sync.optimizer_steps import parameters_of
 from .master_weights import check_masters_are_known, local, masters_of
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

@@ -32,12 +32,8 @@ from .._checks import (
 )
 from .._torch_compat import own_buffers, unseen_by_autograd
 from ..distributed import as_bytes
-from ..optimizer.checks import WAY_OUT, check_compression, check_optimizer
-from ..optimizer.masters import PARAMETER_WIRES, check_masters
-from ..optimizer.shards import OptimizerShards
-from ..optimizer.steps import from_outside_in
-from ..outer.in_use import NO_JOIN, check_no_outer, name_of_outer
-from .compression import AnyCompression, Auto, Compression, as_compression
+from ..outer.in_use import NO_JOIN, name_of_outer
+from .compression import AnyCompression, Auto, Compression
 from .handles_in_use import NOBODY, begin_use, check_free, end_use
 from .ignored_states import IgnoredStates, States
 from .optimizer_watch import WatchedHandle, watch_optimizers
@@ -180,7 +176,7 @@ class GradientSynchronizer(WatchedHandle):
                 group's time-out.
         """
         shared = TrainingState(states, "sync.join(optimizer, scheduler, scaler, ...)", self._left_to_each_rank())
-        self._refuse("join()", "Leave optimizer out, on every rank")
+        self._refuse("join()", "Leave shard_optimizer out, on every rank")
         self._refuse_join_with_elastic()
         self._refuse_join_in_outer_block()
         if getattr(_thread, "joins", False):
@@ -306,7 +302,7 @@ class GradientSynchronizer(WatchedHandle):
     def averaged_gradients(self) -> dict[str, Tensor]:
         """Returns the means over ranks that the newest sync has made, by parameter's name. Every rank must call it.
 
-        It is for looking at the means with ``attach(optimizer=)``, where ``.grad`` stays this rank's own. What is
+        It is for looking at the means with ``shard_optimizer``, where ``.grad`` stays this rank's own. What is
         changed here changes no step.
         """
         if self._optimizer_shards is not None:
@@ -377,7 +373,7 @@ class GradientSynchronizer(WatchedHandle):
 
     def _refuse(self, call: str, way_out: str) -> None:
         if self._optimizer_shards is not None:
-            raise RuntimeError(f"fastsync: {call} does not work with attach(optimizer=). {way_out}")
+            raise RuntimeError(f"fastsync: {call} does not work with shard_optimizer. {way_out}")
 
     def _end_interrupted(self) -> None:
         """Ends a step that failed on the old group. Errors are ignored, because the group is replaced.
@@ -404,7 +400,7 @@ class GradientSynchronizer(WatchedHandle):
     def detach(self) -> None:
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before.
 
-        With ``attach(optimizer=)`` every rank must call it, because where ranks share no memory they then gather the
+        With ``shard_optimizer`` every rank must call it, because where ranks share no memory they then gather the
         optimizer's state.
 
         Raises:
@@ -542,18 +538,16 @@ def attach(
     op: str = "mean",
     broadcast_buffers: bool = False,
     ignored_states: States = (),
-    optimizer: Optimizer | None = None,
-    master_weights: bool = False,
-    parameter_compression: str = "none",
     check_weights: bool = True,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
-    The model stays as it is. Call it on every rank once the model is on its device. Ranks must make several calls in
-    the same order. Every rank must run the same number of backwards that reach any of the parameters. A parameter
-    without a gradient on this rank counts as zeros if another rank has one; see ``op`` for another mean. It keeps
-    ``grad is None`` if no rank has one. Parameters that the model gets later are not averaged. An optimizer that steps
-    one raises RuntimeError: detach and attach again.
+    The model stays as it is, and so does the optimizer; with ``shard_optimizer`` each rank then steps a shard of it.
+    Call it on every rank once the model is on its device. Ranks must make several calls in the same order. Every rank
+    must run the same number of backwards that reach any of the parameters. A parameter without a gradient on this rank
+    counts as zeros if another rank has one; see ``op`` for another mean. It keeps ``grad is None`` if no rank has one.
+    Parameters that the model gets later are not averaged. An optimizer that steps one raises RuntimeError: detach and
+    attach again.
 
     Gradients of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` stay sparse: each rank sends the rows
     that it has, and ``.grad`` gets the rows of all ranks, coalesced. They travel at the end of backward. On a GPU the
@@ -576,15 +570,6 @@ def attach(
             start.
         ignored_states: modules, parameters and buffers of the model that are left to each rank, such as experts. They
             are not averaged, broadcast, clipped or compared, and ranks may have different ones.
-        optimizer: torch's AdamW, Adam or SGD of these parameters. Each rank then steps its own shard. CPU ranks of a
-            host have one copy of parameters and state: what one rank writes to a parameter, all see. Ranks that share
-            no memory, and those on GPUs, have all parameters, and the state of their own shard. ``.grad`` stays this
-            rank's own; for the means there is ``averaged_gradients()``.
-        master_weights: give each bfloat16 and float16 parameter a float32 master, and its state float32, too. Then
-            ``optimizer`` steps the masters, and the parameters are their roundings. A single rank does so as well.
-        parameter_compression: how new float32 parameters travel with ``optimizer``: ``"none"``, or ``"bf16"`` for half
-            the bytes. With ``"bf16"`` they have float32 masters, and each step rounds them to what bfloat16 holds, on
-            every rank, also where no bytes travel.
         check_weights: compare samples of the parameters over the ranks now and then, beside the gradients: in the step
             after the first update, and once in 50 steps. Where they differ, ``backward()`` raises RuntimeError on every
             rank, and names the first parameter. Pass False if weights are meant to differ.
@@ -608,67 +593,30 @@ def attach(
     check_can_be_written(trained)
     check_free(named, "module_or_params")
     check_not_in_ddp(named, "module_or_params")
-    check_bool(master_weights, "master_weights")
-    if master_weights and optimizer is None:
-        raise ValueError("master_weights: it needs optimizer=, which steps the masters; pass it, or leave this out")
-    if not isinstance(parameter_compression, str) or parameter_compression not in PARAMETER_WIRES:
-        raise ValueError(f"parameter_compression: expected 'none' or 'bf16', got {parameter_compression!r}")
-    parameter_wire = PARAMETER_WIRES[parameter_compression]
-    if parameter_wire is not None and optimizer is None:
-        raise ValueError(
-            "parameter_compression: without optimizer= no parameters travel after a step; pass it, or leave this out"
-        )
-    checked = None if optimizer is None else check_optimizer(optimizer, named)
-    if checked is not None and op != "mean":
-        raise ValueError(f"op: expected 'mean' with optimizer=, whose ranks keep means of the gradients, got {op!r}")
-    if checked is not None:
-        check_compression(as_compression(compression))
-    has_masters = master_weights or parameter_wire is not None
-    if checked is not None and has_masters:
-        check_masters(checked, named)
     group = resolve_group(process_group)
-    has_shards = checked is not None and (group.size() > 1 or has_masters)
-    if has_shards:
-        check_no_outer(named.values(), "optimizer", f"ranks that step shards cannot each change weights. {WAY_OUT}")
     sparse = sparse_weights(module_or_params)
-    _check_sparse([name for name, p in named.items() if p.requires_grad and id(p) in sparse], op, optimizer)
-    if op != "mean" or optimizer is not None:
+    if op != "mean":
+        _check_not_sparse([name for name, p in named.items() if p.requires_grad and id(p) in sparse], op)
         sparse = frozenset()  # they are frozen, and what they get once they are not is refused
     sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap, sparse, check_weights)
     sync._ignored = ignored
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)
     sync._send_buffers()
-    shards: OptimizerShards | None = None
-    if checked is not None and has_shards:
-        wrappers = [] if optimizer is None else from_outside_in(optimizer)[:-1]
-        shards = OptimizerShards(sync, checked, master_weights, parameter_wire, wrappers)
-    if shards is not None:
-        sync._engine.set_optimizer(shards.description())
     if init_sync:
         sync._init_sync()
-    elif shards is not None:
-        sync._engine.agree(init_sync=False)
-    if shards is not None:
-        shards.begin()
-        sync._optimizer_shards = shards
     sync._engine.attach(list(named.values()), overlap)
     sync._keep(owner)
     return sync
 
 
-def _check_sparse(names: Sequence[str], op: str, optimizer: Optimizer | None) -> None:
-    """Raises ValueError if an argument does not go with the sparse gradients of these parameters."""
-    if names and op != "mean":
+def _check_not_sparse(names: Sequence[str], op: str) -> None:
+    """Raises ValueError if ``op`` does not go with the sparse gradients of these parameters."""
+    if names:
         way_out = "op='mean' and multiply the loss by the number of ranks, or use " if op == "sum" else ""
         raise ValueError(
             f"op: {op!r} does not go with sparse gradients, such as those of parameter {names[0]}; use {way_out}"
             "sparse=False in the embedding"
-        )
-    if names and optimizer is not None:
-        raise ValueError(
-            "optimizer: ranks that share an optimizer step shards of dense gradients, and those of parameter "
-            f"{names[0]} are sparse; leave optimizer= out, or use sparse=False in the embedding"
         )
 
 

@@ -43,7 +43,7 @@ class Compression:
     ``"int8"``: whole numbers from -127 to 127, blocks of 128 of them behind a float32 scale each.
     ``"int4"``: whole numbers from -7 to 7, in such blocks, too. Models learn as well only with error feedback.
     ``"lowrank"``: each matrix as the product of two thin factors in float32, with error feedback (PowerSGD). Vectors
-    travel as they are. It needs whole matrices, so it does not go with ``fully_shard`` or ``attach(optimizer=)``."""
+    travel as they are. It needs whole matrices, so it does not go with ``fully_shard`` or ``shard_optimizer``."""
     reduce: Reduce | None = None
     """``"wire"``: the process group's all-reduce adds, in the wire's dtype. ``"fp32"``: ranks send each other what they
     have and add in float32, so that the error does not grow with their number. By default ``"fp32"`` for int8, int4,
@@ -167,7 +167,7 @@ def as_compression(compression: object) -> Compression | Auto:
         return parse_compression(compression)
     given, way_out = repr(compression), ""
     if isinstance(compression, Optimizer):
-        given, way_out = f"the optimizer {type(compression).__name__}", "; write optimizer= before it"
+        given, way_out = f"the optimizer {type(compression).__name__}", "; pass it to fastsync.shard_optimizer"
     elif isinstance(compression, TopK):
         way_out = FOR_DILOCO
     raise ValueError(

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from .._torch_compat import scale_of_scaler, states_of_scaler
-from ..optimizer.steps import innermost
+from .optimizer_steps import innermost
 
 
 def loss_scale(scaler: GradScaler) -> Tensor:

@@ -93,7 +93,7 @@ class SyncStats(BucketStats):
     num_steps: int
     """Backward passes that were synchronised."""
     parameter_wire_bytes: int = 0
-    """Bytes of new parameters that this rank sent with ``attach(optimizer=)``; they are not in ``wire_bytes``."""
+    """Bytes of new parameters that this rank sent with ``shard_optimizer``; they are not in ``wire_bytes``."""
     exposed_time: float
     """From sending the last bucket of a step until all buckets were unpacked: the time that backward did not hide."""
     buckets: tuple[BucketStats, ...]

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from .. import _C
 from .._torch_compat import has_scheduler
 from ..distributed import broadcast_tensors
-from ..optimizer.steps import from_outside_in, innermost, parameters_of, unwrapped
 from .grad_scaler import scaler_of_step
+from .optimizer_steps import from_outside_in, innermost, parameters_of, unwrapped
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def test_full_width_is_what_fully_shard_does_by_itself(rank: int, world_size: in
         assert_bitwise_equal(mine.cpu(), theirs.cpu(), f"parameter {index}")
 
 
-# ---- attach(optimizer=) ---------------------------------------------------------------------------------------------
+# ---- shard_optimizer ------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Any] = {
     "fused": lambda p: AdamW(p, lr=0.1, fused=True),
@@ -167,8 +167,9 @@ def _stepped(rank: int, make: Callable[..., Any], compression: AnyCompression, i
     shapes = [(7, 33), (300,), (2, 3, 4), (513, 7), (40_000,)]
     model = Given([grad.to("cuda") for grad in random_grads(9, 9, shapes, torch.float32)]).to("cuda")
     optimizer = make(model.parameters())
-    options = {"optimizer": optimizer} if is_shared else {}
-    sync = fastsync.attach(model, compression, bucket_cap_mb=0.1, **options)
+    sync = fastsync.attach(model, compression, bucket_cap_mb=0.1)
+    if is_shared:
+        fastsync.shard_optimizer(sync, optimizer)
     for step in range(STEPS):
         grads: list[Tensor | None] = [grad.to("cuda") for grad in random_grads(rank, step, shapes, torch.float32)]
         if step == 3 and rank == 0:

@@ -1081,8 +1081,12 @@ def test_bad_arguments_are_refused(alone: Training, monkeypatch: pytest.MonkeyPa
         Elastic(model.parameters(), optimizer, sync)  # type: ignore[arg-type]
     with monkeypatch.context() as patched:
         patched.setattr(sync, "_optimizer_shards", object())
-        with pytest.raises(ValueError, match="leave optimizer= out of attach"):
+        with pytest.raises(ValueError, match="leave shard_optimizer out"):
             Elastic(model, optimizer, sync)
+    elastic = Elastic(model, optimizer, sync)
+    with pytest.raises(ValueError, match="sync: an Elastic trains these weights"):
+        fastsync.shard_optimizer(sync, torch.optim.AdamW(model.parameters()), parameter_compression="bf16")
+    del elastic
     first = next(iter(model.parameters()))
     with pytest.raises(ValueError, match="does not step all trained parameters"):
         Elastic(model, torch.optim.SGD([first], lr=0.1), sync)

@@ -194,10 +194,10 @@ def test_a_container_that_was_made_for_the_call(rank: int, world_size: int) -> N
 
 @on_ranks(2)
 def test_one_copy_of_the_others(rank: int, world_size: int) -> None:
-    """attach(optimizer=) has one copy of what is attached, and each rank steps its own of the rest."""
+    """shard_optimizer has one copy of what is attached, and each rank steps its own of the rest."""
     model = Mixture(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    fastsync.attach(model, optimizer=optimizer, ignored_states=model.own())
+    fastsync.shard_optimizer(fastsync.attach(model, ignored_states=model.own()), optimizer)
     before = model.expert[0].weight.clone()
     for step in range(2):
         optimizer.zero_grad()

@@ -148,8 +148,9 @@ def test_ranks_that_share_an_optimizer(rank: int, world_size: int, is_manual: bo
             automatic_optimization = not is_manual
 
             def on_fit_start(self) -> None:
-                options = {"optimizer": self.optimizers()} if shares else {}
-                fastsync.attach(self.network, **options)
+                sync = fastsync.attach(self.network)
+                if shares:
+                    fastsync.shard_optimizer(sync, self.optimizers())
 
             def training_step(self, batch: Any, index: int) -> Tensor:
                 loss = super().training_step(batch, index)

@@ -692,10 +692,12 @@ def test_where_matrices_are_not_whole_it_is_refused(rank: int, world_size: int) 
         fastsync.register_reduce_scatter(sharded, "lowrank")
     model = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    needs = r"^compression: 'lowrank' needs whole matrices, .*Leave optimizer= out of attach"
+    needs = r"^compression: 'lowrank' needs whole matrices, .*Leave shard_optimizer out"
+    sync = fastsync.attach(model, "lowrank")
     with pytest.raises(ValueError, match=needs):
-        fastsync.attach(model, "lowrank", optimizer=optimizer)
-    sync = fastsync.attach(model, optimizer=optimizer)
+        fastsync.shard_optimizer(sync, optimizer)
+    sync.compression = "none"
+    fastsync.shard_optimizer(sync, optimizer)
     with pytest.raises(ValueError, match=needs):
         sync.compression = "lowrank:2"
     with pytest.raises(ValueError, match=r"'lowrank' cannot carry parameter weights\.0, which is torch\.complex64"):

@@ -303,8 +303,10 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"op: expected 'mean', .* got 'mean_used'; did you mean mean_of_used"):
         fastsync.attach(model, op="mean_used")
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"op: expected 'mean' with optimizer=.*got 'mean_of_used'"):
-        fastsync.attach(model, op="mean_of_used", optimizer=optimizer)
+    sync = fastsync.attach(model, op="mean_of_used")
+    with pytest.raises(ValueError, match=r"sync: expected a handle of attach\(op='mean'\).*got 'mean_of_used'"):
+        fastsync.shard_optimizer(sync, optimizer)
+    sync.detach()
     with pytest.raises(ValueError, match=r"op: 'mean_of_used' needs fastsync\.attach\. DDP hands over zeros"):
         fastsync.register_comm_hook(DistributedDataParallel(Heads()), op="mean_of_used")
     with pytest.raises(ValueError, match="rank 0: op mean; rank 1: op mean_of_used"):

@@ -1,4 +1,4 @@
-"""DiLoCo where other features meet it on the same weights: join(), Elastic, attach(optimizer=)."""
+"""DiLoCo where other features meet it on the same weights: join(), Elastic, shard_optimizer."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_elastic_around_sites_is_refused(rank: int, world_size: int, elastic_is_
         Elastic(model, optimizer, sync, store=store)
 
 
-# ---- attach(optimizer=) ---------------------------------------------------------------------------------------------
+# ---- shard_optimizer ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -107,11 +107,12 @@ def test_shards_of_an_optimizer_are_refused_at_both_orders(rank: int, world_size
     model = make_model()
     optimizer = AdamW(model.parameters())
     outer = DiLoCo(nn.Sequential(model), optimizer)
-    with pytest.raises(ValueError, match="optimizer: a DiLoCo averages these weights between sites"):
-        fastsync.attach(model, optimizer=optimizer)
+    sync = fastsync.attach(model)
+    with pytest.raises(ValueError, match="sync: a DiLoCo averages these weights between sites"):
+        fastsync.shard_optimizer(sync, optimizer)
     del outer
-    sync = fastsync.attach(model, optimizer=optimizer)
-    with pytest.raises(ValueError, match=r"model: with attach\(optimizer=\) ranks step parameter"):
+    fastsync.shard_optimizer(sync, optimizer)
+    with pytest.raises(ValueError, match="model: with shard_optimizer ranks step parameter"):
         DiLoCo(model, optimizer)
     sync.detach()
     DiLoCo(model, optimizer)

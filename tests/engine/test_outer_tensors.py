@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 from fastsync import DiLoCo, LocalSGD, TopK
-from fastsync.optimizer.steps import innermost
+from fastsync.sync.optimizer_steps import innermost
 from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step, weights
 from tests.engine.wrappers import OptimizerWrapper, Quantised
 from tests.ranks import on_ranks

@@ -103,7 +103,7 @@ def test_bad_settings_are_refused_and_leave_nothing_behind(argument: str) -> Non
 @pytest.mark.usefixtures("one_rank")
 def test_a_compression_that_is_refused_changes_nothing() -> None:
     for given, message in (
-        (torch.optim.SGD(Mlp().parameters()), "got the optimizer SGD; write optimizer= before it"),
+        (torch.optim.SGD(Mlp().parameters()), "got the optimizer SGD; pass it to fastsync.shard_optimizer"),
         (fastsync.TopK(), r"got TopK\(.*; fastsync\.TopK\(\) is an object, and for DiLoCo alone"),
     ):
         with pytest.raises(ValueError, match=f"^compression: expected a word .*{message}$"):

@@ -165,7 +165,7 @@ def test_a_bucket_that_fails_while_it_is_sent_is_not_sent_again(rank: int, world
         loss = model(grads)
         if rank == 1:
             # It asks nobody where the ranks are.
-            with _FailsToPack(4), pytest.raises(torch.OutOfMemoryError, match="failed on rank 1 of 2: std::bad_alloc$"):
+            with _FailsToPack(4), pytest.raises(torch.OutOfMemoryError, match=r"failed on rank 1 of 2: std::bad_alloc$"):
                 loss.backward()
             with pytest.raises(RuntimeError, match="it has failed before, while it was sent"):
                 model(grads).backward()
