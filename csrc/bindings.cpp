@@ -352,7 +352,8 @@ PYBIND11_MODULE(_C, m) {
            no_gil)
       .def("piggybacked", locked<Synchronizer>(&ParameterSync::piggybacked), no_gil)
       .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"), no_gil)
-      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
+      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"),
+           py::arg("states") = "", no_gil)
       .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
       .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
       .def("make_revocable", between_steps<Synchronizer>(&ParameterSync::make_revocable), no_gil)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from .. import _C
 from .._checks import check_at_least
 from .._torch_compat import own_buffers
+from ..distributed import every_rank_calls
 from ..outer.in_use import check_no_outer
 from ..sync.attach import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
@@ -140,7 +141,8 @@ class Elastic:
         self._joins = os.environ.get(JOINS) == "1"
         if not self._joins:
             self._check_number(sync._group.size())
-            self._state.agree(sync._group, torch.device("cpu"))
+            with every_rank_calls("fastsync.Elastic", sync._group):
+                self._state.agree(sync._group, torch.device("cpu"))
         self._has_begun = self._has_ended = self._has_failed = False
         self._undone: _Undone | None = None
         self._num_failed = 0

@@ -185,8 +185,7 @@ class GradientSynchronizer(WatchedHandle):
                 "wait for each other; attach one nn.ModuleList of all models in place of several engines"
             )
         device = next(iter(self._named.values())).device
-        shared.agree(self._group, device)
-        self._engine.set_joining(True)
+        self._engine.set_joining(True, shared.description())
         _thread.joins = True
         try:
             with self._sharing(shared):

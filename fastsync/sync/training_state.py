@@ -107,7 +107,7 @@ class TrainingState:
         Raises:
             ValueError: they have not. This is an error on all of them.
         """
-        _C.check_agreement(group, self._describe(), device, "the objects whose states they share")
+        _C.check_agreement(group, self.description(), device, "the objects whose states they share")
 
     def share(self, group: dist.ProcessGroup, root: int, device: torch.device) -> None:
         """Gives all ranks of the group the states of rank ``root``. Every rank must call it.
@@ -146,8 +146,9 @@ class TrainingState:
         except Exception as error:  # a user's object may hold what cannot be pickled; all ranks have to be told
             return b"", [], f"the states of rank {dist.get_rank()} cannot be sent ({error})"
 
-    def _describe(self) -> str:
-        return "\n".join(f"object {index}: {self._description_of(each)}" for index, each in enumerate(self._given))
+    def description(self) -> str:
+        """Returns the text that has to be equal on all ranks."""
+        return "".join(f"object {index}: {self._description_of(each)}\n" for index, each in enumerate(self._given))
 
     def _description_of(self, given: Any) -> str:
         optimizer = _plain_optimizer(given)
