@@ -150,8 +150,8 @@ std::optional<at::Tensor> first_factor_of(const at::Tensor& parameter, int64_t r
                : std::nullopt;
 }
 
-// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields are
-// left out, and keep their defaults.
+// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields
+// are left out, and keep their defaults.
 py::dict stats_of(const BucketTotals& totals) {
   // On a GPU not all syncs are timed. So times are scaled up to the number of syncs.
   const double scale = totals.num_timed > 0 ? static_cast<double>(totals.num_syncs) / totals.num_timed : 0.0;
@@ -227,7 +227,8 @@ auto between_steps(Result (Part::*method)(Args...)) {
   };
 }
 
-// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a failure.
+// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a
+// failure.
 py::object enter_step(py::object self) {
   ElasticStep& step = self.cast<ElasticStep&>();
   std::vector<at::Tensor> buffers;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import gc
 import math
 import sys
 from collections.abc import Container, Iterable, Mapping
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _C
-from ._torch_compat import COMPILED, is_flat, is_in_python_reducer
+from ._torch_compat import COMPILED, is_flat
 
 
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -274,29 +272,6 @@ def _names_inside(tensor: Tensor) -> list[str]:
 def _is_dtensor(tensor: Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # importing it takes long
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-_ATTACH_OR_DDP = "use fastsync.register_comm_hook(ddp_model), or attach to the model without the wrapper"
-
-
-def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, way_out: str = _ATTACH_OR_DDP) -> None:
-    """Raises ValueError if a DistributedDataParallel that lives averages one of these.
-
-    It does not average parameters that it was told to ignore, or that came into the model later.
-    """
-    if not _in_ddp(named):
-        return
-    gc.collect()  # DDP models are in reference cycles, so one may be garbage that was not collected yet
-    for name in _in_ddp(named):
-        raise ValueError(
-            f"{argument}: parameter {name} is in a DistributedDataParallel, which averages gradients itself; {way_out}"
-        )
-
-
-def _in_ddp(named: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of those that have a hook of DistributedDataParallel."""
-    in_reducers = _C.are_in_reducers([*named.values()])
-    return [name for name, is_in in zip(named, in_reducers, strict=True) if is_in or is_in_python_reducer(named[name])]
 
 
 def check_at_least(options: Any, **least: int) -> None:

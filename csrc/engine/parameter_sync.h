@@ -136,7 +136,7 @@ class ParameterSync {
 
   const int64_t bucket_cap_bytes_;
   std::string optimizer_;  // what the ranks do with shards; empty without
-  std::string states_;  // what the ranks share at the end of join(); empty outside
+  std::string states_;     // what the ranks share at the end of join(); empty outside
   StepContext context_;
   int64_t weighted_step_ = -1;              // the step that the weight was set for
   std::unique_ptr<Step> step_;              // the step under way; null if there is none

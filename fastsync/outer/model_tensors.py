@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._checks import check_not_in_ddp, is_wrapper, plain_parts, without_compiler
+from .._checks import is_wrapper, plain_parts, without_compiler
 from .._torch_compat import is_saved, known_ranks
 from ..distributed import as_bytes, broadcast_tensors
 from ..sync.handles_in_use import groups_of
+from ..sync.in_ddp import check_not_in_ddp
 from ..sync.optimizer_steps import parameters_of
 from .master_weights import check_masters_are_known, local, masters_of
 

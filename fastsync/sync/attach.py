@@ -22,7 +22,6 @@ from .._checks import (
     MEAN_OF_USED,
     as_weight,
     check_bool,
-    check_not_in_ddp,
     check_op,
     is_positive,
     named_parameters,
@@ -36,6 +35,7 @@ from ..outer.in_use import NO_JOIN, name_of_outer
 from .compression import AnyCompression, Auto, Compression
 from .handles_in_use import NOBODY, begin_use, check_free, end_use
 from .ignored_states import IgnoredStates, States
+from .in_ddp import check_not_in_ddp
 from .optimizer_watch import WatchedHandle, watch_optimizers
 from .stats import SyncStats
 from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers
