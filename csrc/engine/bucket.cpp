@@ -158,7 +158,8 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   auto sum = grads.front().is_sparse() ? make_sparse_sum(grads.front(), options, *stopwatch, side_values)
                                        : make_dense_sum(std::move(grads), options, *stopwatch, side_values, stand_in);
   totals_->num_syncs += 1;
-  TORCH_CHECK(!is_half_sent_, failure_, ": it has failed before, while it was sent, so the ranks no longer meet in one ",
+  TORCH_CHECK(!is_half_sent_, failure_,
+              ": it has failed before, while it was sent, so the ranks no longer meet in one ",
               "message: begin anew with another process group");
   guard([&] {
     is_half_sent_ = !sum->may_be_sent_again();
