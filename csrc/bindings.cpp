@@ -151,8 +151,8 @@ std::optional<at::Tensor> first_factor_of(const at::Tensor& parameter, int64_t r
                : std::nullopt;
 }
 
-// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields are
-// left out, and keep their defaults.
+// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields
+// are left out, and keep their defaults.
 py::dict stats_of(const BucketTotals& totals) {
   // On a GPU not all syncs are timed. So times are scaled up to the number of syncs.
   const double scale = totals.num_timed > 0 ? static_cast<double>(totals.num_syncs) / totals.num_timed : 0.0;
@@ -228,7 +228,8 @@ auto between_steps(Result (Part::*method)(Args...)) {
   };
 }
 
-// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a failure.
+// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a
+// failure.
 py::object enter_step(py::object self) {
   ElasticStep& step = self.cast<ElasticStep&>();
   std::vector<at::Tensor> buffers;
@@ -338,6 +339,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<HookPlace>(m, "HookPlace")
       .def(py::init<c10d::Reducer&, Group>(), py::arg("reducer"), py::arg("process_group"))
       .def("put", &HookPlace::put, py::arg("state"), no_gil);
+  m.def("are_in_reducers", &fastsync::are_in_reducers, py::arg("parameters"), no_gil);
 
   py::class_<Synchronizer, EngineState, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
       .def(py::init(&make_synchronizer), py::arg("parameters"), py::arg("names"), py::arg("process_group"),
@@ -354,7 +356,8 @@ PYBIND11_MODULE(_C, m) {
            no_gil)
       .def("piggybacked", locked<Synchronizer>(&ParameterSync::piggybacked), no_gil)
       .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"), no_gil)
-      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
+      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"),
+           py::arg("states") = "", no_gil)
       .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
       .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
       .def("make_revocable", between_steps<Synchronizer>(&ParameterSync::make_revocable), no_gil)

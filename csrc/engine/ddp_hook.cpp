@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include <algorithm>
 #include <sstream>
@@ -388,6 +389,20 @@ void HookPlace::put(std::shared_ptr<HookState> state) {
   if (state) {  // the one before
     state->let_go();
   }
+}
+
+std::vector<bool> are_in_reducers(const std::vector<at::Tensor>& parameters) {
+  // A Reducer keeps the accumulators of its parameters alive, and takes its hooks off when it ends. Among what puts
+  // hooks on accumulators, it alone has hooks of this class; Python's, and ours, are of other ones.
+  const auto is_of_reducer = [](const auto& hook) {
+    return dynamic_cast<const torch::autograd::utils::LambdaPostHook*>(hook.get()) != nullptr;
+  };
+  std::vector<bool> are;
+  for (const at::Tensor& parameter : parameters) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+    are.push_back(accumulator && std::ranges::any_of(accumulator->post_hooks(), is_of_reducer));
+  }
+  return are;
 }
 
 }  // namespace fastsync

@@ -100,4 +100,7 @@ class HookPlace {
   std::shared_ptr<Content> content_;  // the reducer has it, too
 };
 
+// Tells of each parameter whether a DistributedDataParallel that lives averages its gradients.
+std::vector<bool> are_in_reducers(const std::vector<at::Tensor>& parameters);
+
 }  // namespace fastsync

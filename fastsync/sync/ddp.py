@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -125,6 +126,13 @@ class CommHook(HookState, WatchedHandle):
         if ddp_model is not None and self in handles_of(ddp_model):
             _places[ddp_model].put(None)
         end_use(self)
+
+    def join(self, *states: object) -> NoReturn:
+        """Raises RuntimeError, because DDP has a join of its own."""
+        raise RuntimeError(
+            "fastsync: join() of a DistributedDataParallel is DDP's own; write `with ddp_model.join():`, or attach the "
+            "model without the wrapper"
+        )
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return {without_compiler(name): parameter for name, parameter in self._module.named_parameters()}

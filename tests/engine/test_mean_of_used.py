@@ -236,7 +236,7 @@ def test_ranks_that_run_out_of_batches(rank: int, world_size: int) -> None:
     sync = fastsync.attach(model, op="mean_of_used")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     seen = []
-    with sync.join():
+    with sync.join(optimizer):
         for _ in range(1 + rank):
             optimizer.zero_grad()
             model(1.0 + rank, first=6.0 * (1 + rank) if rank != 1 else None).backward()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -247,7 +248,11 @@ def test_plain_ddp_and_attach_are_not_for_one_model() -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(other, ["layers.0.weight"])
     around_other = DistributedDataParallel(other)
     fastsync.attach([other.layers[0].weight])
-    del ddp, around_other
+    with patch.object(torch._dynamo.config, "optimize_ddp", "python_reducer"):
+        by_python = DistributedDataParallel(third := Mlp())
+    with pytest.raises(ValueError, match=message):
+        fastsync.attach(third)
+    del ddp, around_other, by_python
     sync = fastsync.attach(model.layers)  # the wrapper is gone
     model.layers(torch.ones(1, 32)).sum().backward()
     torch.optim.SGD(model.layers.parameters()).step()
