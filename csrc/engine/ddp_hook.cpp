@@ -380,8 +380,7 @@ HookPlace::HookPlace(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::ProcessGro
 }
 
 void HookPlace::put(std::shared_ptr<HookState> state) {
-  TORCH_CHECK(current_graph_task() == kNoGraphTask,
-              "fastsync: detach() was called inside a backward; call it after");
+  TORCH_CHECK(current_graph_task() == kNoGraphTask, "fastsync: detach() was called inside a backward; call it after");
   {
     const std::lock_guard<std::mutex> lock(content_->mutex);
     std::swap(content_->state, state);

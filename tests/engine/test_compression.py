@@ -144,7 +144,7 @@ def test_what_is_no_word_is_refused(other: object) -> None:
 def test_a_compression_of_a_word_says_what_to_write(word: str, written: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"compression: '{word}' is no wire, but a word for {written}; ")):
         fastsync.Compression(word)
-    assert eval(written, vars(fastsync)) == as_compression(word)
+    assert eval(written, {"Auto": Auto, "Compression": fastsync.Compression}) == as_compression(word)
 
 
 def test_who_adds_follows_from_the_wire() -> None:
