@@ -47,6 +47,7 @@ using fastsync::DType;
 using fastsync::ElasticStep;
 using fastsync::EngineState;
 using fastsync::GatherWork;
+using fastsync::HookPlace;
 using fastsync::HookState;
 using fastsync::ModelBuffers;
 using fastsync::Op;
@@ -335,7 +336,9 @@ PYBIND11_MODULE(_C, m) {
       .def("note_update", &HookState::note_update, no_gil)
       .def("with_own_gradients", locked<HookState>(&HookState::with_own_gradients), no_gil)
       .def("gradients_are_unchanged", locked<HookState>(&HookState::gradients_are_unchanged), no_gil);
-  m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
+  py::class_<HookPlace>(m, "HookPlace")
+      .def(py::init<c10d::Reducer&, Group>(), py::arg("reducer"), py::arg("process_group"))
+      .def("put", &HookPlace::put, py::arg("state"), no_gil);
   m.def("are_in_reducers", &fastsync::are_in_reducers, py::arg("parameters"), no_gil);
 
   py::class_<Synchronizer, EngineState, std::shared_ptr<Synchronizer>>(m, "Synchronizer")

@@ -1,8 +1,7 @@
-"""Checks of arguments, before anything is sent, and text for messages."""
+"""Checks of arguments, before anything is sent."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Container, Iterable, Mapping
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ._torch_compat import COMPILED, is_flat
+from .messages import did_you_mean
 
 
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -203,9 +203,9 @@ def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:
 
 
 _SHARDED_WAY_OUT = (
-    "Use fastsync.register_reduce_scatter for models under fully_shard. After tensor parallelism call fully_shard with "
-    "the data-parallel dimension of the mesh first, or, for whole replicas, with one of a single rank, and "
-    "fastsync.register_all_reduce_hook"
+    "Use fastsync.register_fsdp for models under fully_shard. After tensor parallelism call fully_shard with the "
+    "data-parallel dimension of the mesh first, or, for whole replicas, with one of a single rank, and pass these "
+    "as process_group to fastsync.register_fsdp"
 )
 
 
@@ -272,29 +272,3 @@ def _names_inside(tensor: Tensor) -> list[str]:
 def _is_dtensor(tensor: Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # importing it takes long
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def check_at_least(options: Any, **least: int) -> None:
-    """Raises ValueError for an option below its least value. None, which stands for a default, is allowed."""
-    for name, lowest in least.items():
-        value = getattr(options, name)
-        if value is not None and value < lowest:
-            raise ValueError(f"{name}={value} must be at least {lowest}")
-
-
-def did_you_mean(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Returns the end of a message, which asks for the most similar names; empty if no name is similar."""
-    known = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.lower(), known, cutoff=cutoff)
-    return f"; did you mean {' or '.join(known[found] for found in near)}?" if near else ""
-
-
-def format_bytes(count: float | None) -> str:
-    """Formats a number of bytes, such as "1.5 MB"; a dash if it was not measured."""
-    if count is None or math.isnan(count):
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

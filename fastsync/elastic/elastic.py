@@ -20,14 +20,14 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.optim import Optimizer
 
 from .. import _C
-from .._checks import check_at_least
 from .._torch_compat import own_buffers
 from ..distributed import every_rank_calls
-from ..outer.in_use import check_no_outer
+from ..messages import check_at_least
 from ..sync.attach import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
 from ..sync.handles_in_use import handles_of
 from ..sync.optimizer_steps import innermost, unwrapped
+from ..sync.outer_in_use import check_no_outer
 from ..sync.sync_weights import replace_inference_buffers
 from ..sync.training_state import TrainingState
 from .kept_states import KeptStates

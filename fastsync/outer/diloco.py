@@ -36,10 +36,10 @@ from ..sync.compression import AnyCompression, Compression, as_compression
 from ..sync.handles_in_use import check_not_left_to_each_rank, groups_of
 from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.optimizer_watch import check_has_no_shards
+from ..sync.outer_in_use import NO_JOIN, begin_outer_use, name_of_outer, set_in_block
 from ..sync.stats import SyncStats
 from .background import BackgroundCalls
 from .fragment import Fragment, Mean, OuterOptimizer, SiteChange, UnderWay, gather
-from .in_use import NO_JOIN, begin_outer_use, name_of_outer, set_in_block
 from .model_tensors import ModelTensors
 from .steps import BlockSteps
 from .surviving_group import Progress, SurvivingGroup

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from .. import _C
-from .._checks import resolve_group
+from ..distributed import close_connections, resolve_group
 from ..elastic.elastic import JOINS, RankLostError, members_store
 from ..elastic.loop import MOST_FAILURES, MembershipLoop
 from ..elastic.membership import Membership
@@ -186,4 +185,4 @@ class Survivors:
     def _close_group(self) -> None:
         """Ends all waits in the group, on this rank and then on others."""
         if self.group.size() > 1:
-            _C.close_connections(self.group)
+            close_connections(self.group)

@@ -31,12 +31,12 @@ from .._checks import (
 )
 from .._torch_compat import own_buffers, unseen_by_autograd
 from ..distributed import as_bytes
-from ..outer.in_use import NO_JOIN, name_of_outer
 from .compression import AnyCompression, Auto, Compression
 from .handles_in_use import NOBODY, begin_use, check_free, end_use
 from .ignored_states import IgnoredStates, States
 from .in_ddp import check_not_in_ddp
 from .optimizer_watch import WatchedHandle, watch_optimizers
+from .outer_in_use import NO_JOIN, name_of_outer
 from .stats import SyncStats
 from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers
 from .training_state import TrainingState

@@ -688,8 +688,8 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: 
 @on_ranks(2)
 def test_where_matrices_are_not_whole_it_is_refused(rank: int, world_size: int) -> None:
     sharded = fully_shard(Mlp(), mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match=r"^compression: 'lowrank' needs whole matrices, .*; take 'int8\+ef'"):
-        fastsync.register_reduce_scatter(sharded, "lowrank")
+    with pytest.raises(ValueError, match=r"^gradients: 'lowrank' needs whole matrices, .*; take 'int8\+ef'"):
+        fastsync.register_fsdp(sharded, gradients="lowrank")
     model = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     needs = r"^compression: 'lowrank' needs whole matrices, .*Leave shard_optimizer out"

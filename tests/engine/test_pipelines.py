@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.entry_points import whole
 from tests.ranks import on_ranks
 
@@ -108,7 +109,7 @@ def by_reduce_scatter(stages: Stages, mesh: DeviceMesh) -> Stages:
     for stage in stages:
         for layer in stage:
             fully_shard(layer, mesh=mesh)
-        fastsync.register_reduce_scatter(fully_shard(stage, mesh=mesh))
+        fastsync.register_fsdp(fully_shard(stage, mesh=mesh))
     return stages
 
 
@@ -128,7 +129,7 @@ def by_overlap(stages: Stages, mesh: DeviceMesh) -> Stages:
 def synchronize(pipeline: Pipeline, wrap: Any = by_attach) -> None:
     for stage in pipeline.modules:
         handle = fastsync.handle_of(stage)
-        if isinstance(handle, fastsync.GradientSynchronizer) and wrap is by_attach:
+        if isinstance(handle, GradientSynchronizer) and wrap is by_attach:
             handle.synchronize()
 
 

@@ -24,7 +24,9 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.autotune import measure_group
 from fastsync.outer.surviving_group import SurvivingGroup
+from fastsync.sync.ddp import HookState
 from tests.engine.entry_points import ALL, average
 from tests.models import SMALL_BUCKETS, Given, Mlp, backward_of, given_ddp, random_grads
 from tests.ranks import on_ranks, run_ranks
@@ -102,20 +104,21 @@ def test_bad_settings_are_refused_and_leave_nothing_behind(argument: str) -> Non
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_compression_that_is_refused_changes_nothing() -> None:
-    for given, message in (
+    for wrong, message in (
         (torch.optim.SGD(Mlp().parameters()), "got the optimizer SGD; pass it to fastsync.shard_optimizer"),
         (fastsync.TopK(), r"got TopK\(.*; fastsync\.TopK\(\) is an object, and for DiLoCo alone"),
     ):
         with pytest.raises(ValueError, match=f"^compression: expected a word .*{message}$"):
-            fastsync.attach(Mlp(), given)  # type: ignore[arg-type]
+            fastsync.attach(Mlp(), wrong)  # type: ignore[arg-type]
     for cap in (0, -1.0, float("nan"), float("inf"), "25"):
         with pytest.raises(ValueError, match=f"bucket_cap_mb: expected a positive number of MiB, got {cap!r}"):
             fastsync.attach(Mlp(), bucket_cap_mb=cap)
     for entry_point in ("hook", "attach", "sharded"):
-        handle = average(entry_point, Mlp(), "bf16").handle
-        with pytest.raises(ValueError, match="compression: expected one of"):
-            handle.compression = "int3"
-        assert handle.compression.wire == "bf16"
+        given = average(entry_point, Mlp(), "bf16")
+        argument = "gradients" if entry_point == "sharded" else "compression"
+        with pytest.raises(ValueError, match=f"^{argument}: expected one of"):
+            given.compression = "int3"
+        assert given.compression.wire == "bf16"
     for entry_point in ("hook", "attach"):
         handle = average(entry_point, _with(torch.complex64)).handle
         with pytest.raises(ValueError, match="'fp16' cannot carry parameter odd"):
@@ -139,14 +142,13 @@ def test_without_a_process_group() -> None:
     calls: list[Callable[[], object]] = [
         partial(fastsync.attach, model),
         partial(fastsync.all_reduce_gradients, model),
-        fastsync.HookState,
+        HookState,
         partial(fastsync.check_consistency, model),
         partial(fastsync.sync_weights, model),
         partial(fastsync.DiLoCo, model, optimizer),
         partial(fastsync.LocalSGD, model, optimizer),
-        fastsync.measure_group,
-        partial(fastsync.register_reduce_scatter, model),
-        partial(fastsync.register_all_reduce_hook, model, process_group=None),
+        measure_group,
+        partial(fastsync.register_fsdp, model),
         partial(fastsync.distributed.dist_sum, torch.ones(1)),
         partial(fastsync.distributed.dist_mean, torch.ones(1)),
     ]
@@ -355,7 +357,7 @@ def test_ranks_that_differ_are_told_on_every_rank(rank: int, world_size: int, en
         given = average(entry_point, Given(grads))
         for _ in range(3):
             given.step(grads)
-        given.handle.compression = wires[rank]
+        given.compression = wires[rank]
         with pytest.raises(ValueError, match=DISAGREE) as error:
             given.step(grads)
         for other in range(world_size):
@@ -363,7 +365,7 @@ def test_ranks_that_differ_are_told_on_every_rank(rank: int, world_size: int, en
     if entry_point == "hook":  # the error comes before DDP has copied anything back
         assert [grad.unique().tolist() for grad in given.grads() if grad is not None] == [[1.0 + rank]]
     if entry_point in ("attach", "synchronize"):
-        given.handle.compression = "bf16"
+        given.compression = "bf16"
         assert [grad.unique().tolist() for grad in given.step(grads) if grad is not None] == [[2.0]]
 
 

@@ -69,7 +69,7 @@ def test_models_that_go_after_an_error_leave_the_group_free(rank: int, world_siz
 def test_sharded_models_that_go_leave_the_group_free(rank: int, world_size: int, calls_detach: bool) -> None:
     for _ in range(2):
         model = sharded(init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
-        handle = fastsync.register_reduce_scatter(model)
+        handle = fastsync.register_fsdp(model)
         step_of(model, 0, rank, world_size)
         model.zero_grad()
         model.blocks[0].narrow.register_forward_hook(lambda module, inputs, output: Fails.apply(output))
@@ -165,7 +165,10 @@ def test_a_bucket_that_fails_while_it_is_sent_is_not_sent_again(rank: int, world
         loss = model(grads)
         if rank == 1:
             # It asks nobody where the ranks are.
-            with _FailsToPack(4), pytest.raises(torch.OutOfMemoryError, match=r"failed on rank 1 of 2: std::bad_alloc$"):
+            with (
+                _FailsToPack(4),
+                pytest.raises(torch.OutOfMemoryError, match=r"failed on rank 1 of 2: std::bad_alloc$"),
+            ):
                 loss.backward()
             with pytest.raises(RuntimeError, match="it has failed before, while it was sent"):
                 model(grads).backward()
