@@ -311,9 +311,8 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
 }
 
 void Bucket::check_may_shard(const PlanKey& key, const SendOptions& options) const {
-  TORCH_CHECK(
-      key.shares_memory || key.algorithm != Algorithm::kTwoLevel,
-      "shard_optimizer takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
+  TORCH_CHECK(key.shares_memory || key.algorithm != Algorithm::kTwoLevel,
+              "shard_optimizer takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
   TORCH_CHECK(key.shares_memory == options.may_share_memory,
               "shard_optimizer needs sums in shared memory, and there are none any more",
               teams_.why_not_shared().empty() ? "" : ", because " + teams_.why_not_shared());
