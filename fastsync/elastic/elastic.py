@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from .._checks import check_at_least
+from .._torch_compat import own_buffers
 from ..outer.in_use import check_no_outer
 from ..sync.attach import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
@@ -496,20 +497,20 @@ class Step(_C.ElasticStep):
         super().__init__()
         self._elastic = elastic
         self.engine = elastic._sync._engine
-        self._with_buffers = [module for module in elastic._model.modules() if module._buffers]
+        self._with_buffers = [module for module in elastic._model.modules() if own_buffers(module)]
         self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
         self.has_buffers = bool(self._with_buffers)
 
     def _keep_buffers(self) -> list[Tensor]:
         replace_inference_buffers(self._with_buffers)
-        self._buffers = [module._buffers.copy() for module in self._with_buffers]
+        self._buffers = [own_buffers(module).copy() for module in self._with_buffers]
         return [buffer for each in self._buffers for buffer in each.values() if buffer is not None]
 
     def put_back(self) -> None:
         """Puts back buffers, and the random state."""
         super().put_back()
         for module, buffers in zip(self._with_buffers, self._buffers, strict=True):
-            module._buffers.update(buffers)  # a forward may have put others there
+            own_buffers(module).update(buffers)  # a forward may have put others there
 
     def _fail(self, error: BaseException | None) -> bool:
         return self._elastic._fail(error)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from .._torch_compat import foreach_copy_
 from ..autotune.choose import Candidate, in_engine
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Compression
@@ -145,7 +146,7 @@ class OwnShards(ShardHome):
         row[-1] = has_failed
         if places:
             sources = [values_at(whole[i], begin, n) if own is None else own(i, begin) for i, begin, n in places]
-            torch._foreach_copy_(_split(row, places), sources)
+            foreach_copy_(_split(row, places), sources)
         work = self._engine.all_gather(module, values.view(-1), [values.shape[1]])
         return _Rows(work, values, shards, None if own is not None else rank)
 
@@ -166,7 +167,7 @@ class _Rows:
         for rank, places in enumerate(self.shards):
             if places and rank != self.in_place:
                 targets = [values_at(whole[index], begin, numel) for index, begin, numel in places]
-                torch._foreach_copy_(targets, _split(self.values[rank], places))
+                foreach_copy_(targets, _split(self.values[rank], places))
         if self.values.device.type != "cpu":
             return []  # the host would have to wait; ranks are told before the next step
         return [rank for rank, has_failed in enumerate(self.values[:, -1].tolist()) if has_failed]

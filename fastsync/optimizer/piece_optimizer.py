@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._torch_compat import foreach_mul_
 from ..sync.attach import GradientSynchronizer
 from .groups import ShardedGroups
 from .home import ShardHome
@@ -61,7 +62,7 @@ class PieceOptimizer:
             piece.before_step()
         self._state.hand_counts_to_pieces(inner, pieces)
         if pieces and divisor is not None and not is_fused:
-            torch._foreach_mul_([piece.gradient for piece in pieces], divisor.reciprocal())
+            foreach_mul_([piece.gradient for piece in pieces], divisor.reciprocal())
         inner.step()
         for piece in pieces:
             piece.after_step()

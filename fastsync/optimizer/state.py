@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._torch_compat import foreach_add_, foreach_copy_
 from .checks import has_count
 from .groups import ShardedGroups
 from .home import ShardHome, StatePart
@@ -133,7 +134,7 @@ class ShardedState:
         counts = [(piece, count) for piece in pieces if (count := self._handed[piece.index]) is not None]
         if counts:
             own = [inner.state[piece.parameter]["step"] for piece, _ in counts]
-            torch._foreach_copy_(own, [count for _, count in counts])
+            foreach_copy_(own, [count for _, count in counts])
 
     def take_from_pieces(self, inner: Optimizer, pieces: Sequence[Piece], stepped: Sequence[int]) -> None:
         """Moves momentum that a first step has made home, and makes it the optimizer's. Counts the step."""
@@ -148,7 +149,7 @@ class ShardedState:
         for index, of_index in stand_ins.items():
             self._optimizer.state[self._parameters[index]].update(of_index)
         if counts := [count for index in stepped if (count := self._handed[index]) is not None]:
-            torch._foreach_add_(counts, 1)
+            foreach_add_(counts, 1)
 
     def _is_foreign(self, index: int) -> bool:
         """Tells whether a parameter has state that is not at home, as after ``load_state_dict``."""

@@ -38,7 +38,7 @@ from ..sync.optimizer_watch import check_has_no_shards
 from ..sync.stats import SyncStats
 from .background import BackgroundCalls
 from .fragment import Fragment, Mean, OuterOptimizer, SiteChange, UnderWay, gather
-from .in_use import NO_JOIN, begin_outer_use, set_in_block
+from .in_use import NO_JOIN, begin_outer_use, name_of_outer, set_in_block
 from .model_tensors import ModelTensors
 from .steps import BlockSteps
 from .surviving_group import Progress, SurvivingGroup
@@ -206,6 +206,11 @@ class DiLoCo:
                 "twice; leave that block first"
             )
         self._check_not_in_join()
+        if name := name_of_outer(self._tensors.weights.values(), in_block=True):
+            raise RuntimeError(
+                f"fastsync: the with block of a {name} averages these weights already, and a {type(self).__name__} in "
+                "it would undo its means; leave one of the two out"
+            )
         self._block = BlockSteps(
             self._optimizers, self._tensors, begin=self._begin, step=self.step, patience=self._sync_every,
             owner=type(self).__name__,

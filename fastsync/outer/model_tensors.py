@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._checks import instances_of, is_wrapper, known_ranks, plain_parts, without_compiler
+from .._checks import instances_of, is_wrapper, plain_parts, without_compiler
+from .._torch_compat import is_saved, known_ranks, parameters_of_ddp
 from ..distributed import as_bytes, broadcast_tensors
 from ..sync.handles_in_use import groups_of
 from ..sync.optimizer_steps import parameters_of
@@ -45,7 +46,7 @@ class ModelTensors:
         found = [known_ranks(group) for group in groups_of(weights)]
         found += [set(each.device_mesh.mesh.flatten().tolist()) for each in weights if isinstance(each, DTensor)]
         for ddp in instances_of(DistributedDataParallel):
-            if not ids.isdisjoint(map(id, vars(ddp).get("_module_parameters", ()))):
+            if not ids.isdisjoint(map(id, parameters_of_ddp(ddp))):
                 found.append(known_ranks(ddp.process_group))
         return {dist.get_rank()}.union(*found)
 
@@ -118,7 +119,7 @@ class ModelTensors:
         found = {}
         for name, buffer in self._model.named_buffers():
             prefix, _, own_name = name.rpartition(".")
-            if buffer.is_floating_point() and own_name not in modules[prefix]._non_persistent_buffers_set:
+            if buffer.is_floating_point() and is_saved(modules[prefix], own_name):
                 found[without_compiler(name)] = buffer
         return found
 

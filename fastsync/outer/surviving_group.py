@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from .. import _C
+from .._torch_compat import default_store
 from ..elastic.elastic import JOINS, MOST_FAILURES, STORE, members_store
 from ..elastic.membership import Members, Membership, another_connection, host_of
 from ..elastic.peer_watch import PeerWatch
@@ -61,7 +62,7 @@ class SurvivingGroup:
         if store is None:
             if self.joins:
                 raise ValueError(f"{JOINS}=1: this process is to join others, and {STORE} does not tell where they are")
-            store = PrefixStore(name, another_connection(dist.distributed_c10d._get_default_store()))
+            store = PrefixStore(name, another_connection(default_store()))
         look_store, look = another_connection(store), weakref.WeakMethod(self._look)
         self._watch = PeerWatch(
             host_of(store),
@@ -243,7 +244,7 @@ def _common_store(of_group: Store | None, ranks: Sequence[int]) -> Store:
     global _num_made
     if of_group is None:
         _num_made += 1
-        of_group = PrefixStore(f"fastsync/sites{_num_made}", dist.distributed_c10d._get_default_store())
+        of_group = PrefixStore(f"fastsync/sites{_num_made}", default_store())
     elif ranks[0] != 0 and isinstance(of_group, PrefixStore):  # as members_store() makes it
         of_group = of_group.underlying_store
     return another_connection(of_group)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
+from .._torch_compat import tree_map_only
 from ..distributed import process_group
 from ..launch.environment import threads_of_rank
 from ..launch.signals import StopSignals

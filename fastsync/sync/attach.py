@@ -13,7 +13,6 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -31,6 +30,7 @@ from .._checks import (
     sparse_weights,
     with_gradients,
 )
+from .._torch_compat import own_buffers, unseen_by_autograd
 from ..distributed import as_bytes
 from ..outer.in_use import NO_JOIN, name_of_outer
 from .compression import AnyCompression, Auto, Compression
@@ -610,7 +610,9 @@ class _Buffers:
         self.are_sent = are_sent
         self._ignored = ignored
         self._sent: list[Tensor] = []
-        self._modules = [(prefix, weakref.ref(module)) for prefix, module in owner.named_modules() if module._buffers]
+        self._modules = [
+            (prefix, weakref.ref(module)) for prefix, module in owner.named_modules() if own_buffers(module)
+        ]
 
     def named(self) -> dict[str, Tensor]:
         """Returns the buffers that the module has now, by name. A shared buffer has its first name."""
@@ -641,7 +643,7 @@ class _Buffers:
         """
         have_come = sums[-1] > 0
         parts = sums[:-1].to(torch.uint8).split([buffer.nbytes for buffer in self._sent])
-        with _unsafe_preserve_version_counter(tuple(self._sent)):
+        with unseen_by_autograd(self._sent):
             for buffer, part in zip(self._sent, parts, strict=True):
                 values = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone begins at an even address
                 buffer.copy_(torch.where(have_come, values, buffer.to(values.device)))

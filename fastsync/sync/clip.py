@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .. import _C
-from .._checks import is_positive, known_ranks, resolve_group
+from .._checks import is_positive, resolve_group
+from .._torch_compat import foreach_mul_, known_ranks, states_of_scaler, takes_grad_scale
 from ..distributed import every_rank_calls
 from .grad_scaler import has_unscaled, loss_scale, scale_of_step, skip_unless_finite
 from .handle import GradientHandle
@@ -80,7 +81,7 @@ def clip_grad_norm_(
     known_to_scaler = optimizer
     if optimizer is not None:
         all_of_it = from_outside_in(_checked(optimizer))
-        states = {} if scaler is None else scaler._per_optimizer_states
+        states = {} if scaler is None else states_of_scaler(scaler)
         # A wrapper or the one inside: whichever unscale_() got.
         known_to_scaler = next((each for each in (optimizer, *all_of_it) if id(each) in states), all_of_it[-1])
         optimizer = all_of_it[-1]
@@ -243,7 +244,7 @@ def _gradients(sync: WatchedHandle) -> list[Tensor]:
         if parameter.grad is not None and parameter.grad.is_sparse and not parameter.grad.is_coalesced():
             parameter.grad = parameter.grad.coalesce()
         if parameter.grad is not None:
-            grads.append(parameter.grad._values() if parameter.grad.is_sparse else parameter.grad)
+            grads.append(parameter.grad.values().detach() if parameter.grad.is_sparse else parameter.grad)
     return grads
 
 
@@ -255,7 +256,7 @@ def _takes_grad_scale(optimizer: Optimizer, handles: Sequence[WatchedHandle]) ->
     clipped = {id(p) for handle in handles for p in handle.parameters() if p.grad is not None}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     return (
-        getattr(optimizer, "_step_supports_amp_scaling", False)
+        takes_grad_scale(optimizer)
         and all(group.get("fused") for group in optimizer.param_groups)
         and stepped == clipped
     )
@@ -307,4 +308,4 @@ def _multiply(grads: list[Tensor], coefficient: Tensor) -> None:
     for grad in grads:
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
     for same in groups.values():
-        torch._foreach_mul_(same, coefficient.to(same[0].device))
+        foreach_mul_(same, coefficient.to(same[0].device))

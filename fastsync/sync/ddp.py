@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,6 +22,7 @@ from .._checks import (
     sparse_weights,
     without_compiler,
 )
+from .._torch_compat import delays_parameters, has_comm_hook, has_python_reducer, names_ignored_by_ddp
 from ..autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
 from .handle import SyncHandle, warn_of_generic_kernels
@@ -112,7 +113,7 @@ class CommHook(HookState, WatchedHandle):
         return {without_compiler(name): parameter for name, parameter in self._module.named_parameters()}
 
     def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
-        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        ignored = names_ignored_by_ddp(self._module)
         return ((name, parameter) for name, parameter in self._module.named_parameters() if name not in ignored)
 
     def _check_before_step(self, optimizer: Optimizer) -> None:
@@ -183,12 +184,12 @@ def register_comm_hook(
             f"ddp_model: expected a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}; "
             "wrap the model first, or use fastsync.attach, which needs no wrapper"
         )
-    if handles_of(ddp_model) or ddp_model._comm_hooks:
+    if handles_of(ddp_model) or has_comm_hook(ddp_model):
         raise ValueError(
             "ddp_model: it has a communication hook already, and DDP takes one, once (mixed_precision is one, too); to "
             "change the compression, set .compression of the CommHook that the first register_comm_hook returned"
         )
-    if ddp_model._use_python_reducer:
+    if has_python_reducer(ddp_model):
         raise RuntimeError(
             "ddp_model: DDP was built with torch._dynamo.config.optimize_ddp='python_reducer', which runs Python hooks "
             "only and would skip this one silently; use optimize_ddp='ddp_optimizer', or register "
@@ -199,7 +200,7 @@ def register_comm_hook(
             "ddp_model: it was built with skip_all_reduce_unused_params, which keeps buckets from the hook, so that it "
             "cannot tell where a backward begins; build it without (find_unused_parameters alone is fine)"
         )
-    if getattr(ddp_model, "_delay_all_reduce_params", None):
+    if delays_parameters(ddp_model):
         raise ValueError(
             "ddp_model: it was built with delay_all_reduce_named_params, which sends these parameters past the hook; "
             "build it without"

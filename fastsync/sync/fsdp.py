@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _C
 from .._checks import resolve_group
+from .._torch_compat import has_all_reduce_hook, reduce_scatter_of
 from .compression import LOW_RANK, AnyCompression, Auto, Compression
 from .fsdp_units import Unit, is_left_to_pytorch, ranks_of, shard_group_of, units_of, units_to_serve
 from .handle import GradientHandle
@@ -66,7 +67,7 @@ class ShardedGradients(GradientHandle):
         Where ``set_custom_reduce_scatter`` has put another in its place since, that one stays.
         """
         for unit in self._units if self._is_in_use else ():
-            present = unit.group._reduce_scatter_comm
+            present = reduce_scatter_of(unit.group)
             if not self._scatters:
                 unit.module.set_all_reduce_hook(None)
             elif isinstance(present, _EngineReduceScatter):
@@ -98,7 +99,7 @@ class ShardedGradients(GradientHandle):
         self._model = None
         late = [] if model is None else [unit for unit in units_of(model) if id(unit.group) not in self._known]
         for unit in late:
-            if is_left_to_pytorch(unit, "reduce-scatter") if self._scatters else unit.group._all_reduce_hook is None:
+            if is_left_to_pytorch(unit, "reduce-scatter") if self._scatters else not has_all_reduce_hook(unit.group):
                 call = "register_reduce_scatter" if self._scatters else "register_all_reduce_hook"
                 raise RuntimeError(
                     f"fastsync.{call}: {unit} went through fully_shard after this call, which left its parameters out; "
@@ -152,7 +153,7 @@ class _EngineReduceScatter:
     def __init__(self, handle: ShardedGradients, unit: Unit) -> None:
         self._handle = handle
         self._unit = unit
-        self.replaced = unit.group._reduce_scatter_comm
+        self.replaced = reduce_scatter_of(unit.group)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -238,7 +239,7 @@ def register_all_reduce_hook(
                 "mesh that it shards over alone, as in fully_shard(model, mesh=mesh['shard']), and replicate one of a "
                 "single rank"
             )
-        if unit.group._all_reduce_hook is not None:
+        if has_all_reduce_hook(unit.group):
             raise ValueError(f"model: {unit} has an all-reduce hook already, and takes one")
     shard_group = shard_group_of(units)
     both = {*dist.get_process_group_ranks(group)} & {*ranks_of(shard_group)}

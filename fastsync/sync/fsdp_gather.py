@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _C
+from .._torch_compat import all_gather_of
 from ..autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression, as_compression
 from .fsdp_units import Unit, units_to_serve
@@ -71,7 +72,7 @@ class ShardedParameters:
         Where ``set_custom_all_gather`` has put another in its place since, that one stays.
         """
         for unit in self._units if self._is_in_use else ():
-            present = unit.group._all_gather_comm
+            present = all_gather_of(unit.group)
             if isinstance(present, _EngineAllGather):
                 unit.module.set_custom_all_gather(present.replaced)
         self._is_in_use = False
@@ -84,7 +85,7 @@ class _EngineAllGather:
         self._engine = engine
         self._index = index
         self._unit = unit
-        self.replaced = unit.group._all_gather_comm
+        self.replaced = all_gather_of(unit.group)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -9,6 +9,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from .._torch_compat import (
+    COMPILED,
+    all_gather_of,
+    fsdp_groups_of,
+    fsdp_state_of,
+    is_default_of_fsdp,
+    reduce_scatter_of,
+    scattering_group,
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Unit:
@@ -34,7 +44,7 @@ class Unit:
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The group that the parameters are sharded over; None if they are only replicated."""
-        return self.gather_group and self.group._reduce_scatter_process_group
+        return self.gather_group and scattering_group(self.group)
 
     @property
     def gather_group(self) -> dist.ProcessGroup | None:
@@ -52,13 +62,11 @@ def units_of(model: nn.Module) -> list[Unit]:
     states: set[int] = set()
     for name, module in model.named_modules():
         # Several modules that went through one call share a state.
-        if not isinstance(module, FSDPModule) or id(state := module._get_fsdp_state()) in states:
+        if not isinstance(module, FSDPModule) or id(state := fsdp_state_of(module)) in states:
             continue
         states.add(id(state))
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.12 there was one at most
-            groups = [group for group in [state._fsdp_param_group] if group is not None]
-        name = name.replace("_orig_mod.", "").replace("_orig_mod", "")  # torch.compile's wrapper
+        groups = fsdp_groups_of(module)
+        name = name.replace(f"{COMPILED}.", "").replace(COMPILED, "")
         if len(groups) > 1:
             raise ValueError(
                 f"model: module {name!r} has {len(groups)} groups of parameters on different meshes, from "
@@ -92,7 +100,7 @@ def units_to_serve(model: nn.Module, kind: str, ours: type, way_out: str) -> lis
     for unit in units_of(model):
         if unit.gather_group is None:
             raise ValueError(f"model: {unit} is replicated and not sharded, so it has no {kind}; {way_out}")
-        present = getattr(unit.group, f"_{name}_comm")
+        present = collective_of(unit, kind)
         if isinstance(present, ours):
             continue
         if not is_left_to_pytorch(unit, kind):
@@ -112,8 +120,12 @@ def units_to_serve(model: nn.Module, kind: str, ours: type, way_out: str) -> lis
 
 def is_left_to_pytorch(unit: Unit, kind: str) -> bool:
     """Whether a unit has PyTorch's own reduce-scatter or all-gather."""
-    present = getattr(unit.group, f"_{kind.replace('-', '_')}_comm")
-    return type(present).__name__ == f"Default{kind.title().replace('-', '')}"
+    return is_default_of_fsdp(collective_of(unit, kind))
+
+
+def collective_of(unit: Unit, kind: str) -> object:
+    """Returns the reduce-scatter or all-gather that ``fully_shard`` calls for a unit."""
+    return reduce_scatter_of(unit.group) if kind == "reduce-scatter" else all_gather_of(unit.group)
 
 
 def shard_group_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:

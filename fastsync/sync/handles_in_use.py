@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._checks import known_ranks
+from .._torch_compat import known_ranks
 from .handle import GradientHandle
 
 # A thread may attach while another one steps or detaches. The lock is recursive, because garbage collection may delete

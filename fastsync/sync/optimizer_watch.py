@@ -8,12 +8,12 @@ from functools import cache, cached_property, wraps
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _C
+from .._torch_compat import is_in_backward
 from .grad_scaler import forget_scale
 from .handle import GradientHandle
 from .handles_in_use import in_use
@@ -50,7 +50,7 @@ class WatchedHandle(GradientHandle):
         """Raises RuntimeError if an optimizer is about to step inside backward, or another one than shards."""
         if self._optimizer_shards is not None:
             self._optimizer_shards.check_may_step(optimizer, self._stepped_by(optimizer))
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             return
         for parameter in self._stepped_by(optimizer):
             raise RuntimeError(

@@ -18,10 +18,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_map
 
 from .. import _C
 from .._checks import instances_of
+from .._torch_compat import schedulers_inside, tree_map
 from ..distributed import broadcast_tensors
 
 
@@ -52,7 +52,7 @@ class TrainingState:
         all_schedulers = instances_of(LRScheduler, parameters)
         schedulers = [each for each in all_schedulers if id(getattr(each, "optimizer", None)) in indices]
         # The state of a scheduler includes those of the schedulers inside it.
-        inside = {id(each) for outer in schedulers for each in getattr(outer, "_schedulers", ())}
+        inside = {id(each) for outer in schedulers for each in schedulers_inside(outer)}
         self._schedulers = self._distinct(
             [each for each in schedulers if id(each) not in inside],
             lambda each: f"{type(each).__name__} of optimizer {indices[id(each.optimizer)]}",
