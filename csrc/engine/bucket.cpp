@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <system_error>
 #include <utility>
 
 #include "passes/aten/passes.h"
@@ -66,14 +67,18 @@ BucketWork::~BucketWork() {
 // The task does nothing if the work is gone by then. It takes this thread's state along, so that a profiler sees what
 // happens on the other thread.
 void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress) {
-  if (work->sum_->needs_driving()) {
-    const WithoutPythonObjects without_python;
-    progress.post(work->bucket_->device(), at::wrapPropagateTLSState([weak = std::weak_ptr(work)] {
-                    if (const auto driven = weak.lock()) {
-                      driven->sum_->drive();
-                    }
-                  }),
-                  /*is_urgent=*/true);
+  if (!work->sum_->needs_driving()) {
+    return;
+  }
+  const WithoutPythonObjects without_python;
+  auto drive = at::wrapPropagateTLSState([weak = std::weak_ptr(work)] {
+    if (const auto driven = weak.lock()) {
+      driven->sum_->drive();
+    }
+  });
+  try {
+    progress.post(work->bucket_->device(), std::move(drive), /*is_urgent=*/true);
+  } catch (const std::system_error&) {  // there is no thread: receive does it
   }
 }
 
@@ -121,7 +126,12 @@ void BucketWork::receive() {
 }
 
 void BucketWork::finish() {
-  bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
+  try {
+    bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
+  } catch (...) {
+    bucket_->agreement->is_broken = true;
+    throw;
+  }
   bucket_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
 }
@@ -158,7 +168,8 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   auto sum = grads.front().is_sparse() ? make_sparse_sum(grads.front(), options, *stopwatch, side_values)
                                        : make_dense_sum(std::move(grads), options, *stopwatch, side_values, stand_in);
   totals_->num_syncs += 1;
-  TORCH_CHECK(!is_half_sent_, failure_, ": it has failed before, while it was sent, so the ranks no longer meet in one ",
+  TORCH_CHECK(!is_half_sent_, failure_,
+              ": it has failed before, while it was sent, so the ranks no longer meet in one ",
               "message: begin anew with another process group");
   guard([&] {
     is_half_sent_ = !sum->may_be_sent_again();

@@ -48,6 +48,11 @@ class Membership:
     def members(self) -> list[int]:
         return list(self.progress)
 
+    @property
+    def needs_nothing(self) -> bool:
+        """Whether all of them have finished the last step, and have its result."""
+        return self.is_over and len({*self.progress.values()}) == 1
+
     def to_json(self) -> str:
         return json.dumps([self.epoch, list(self.progress.items()), list(self.addresses.items()), self.is_over])
 
@@ -80,7 +85,7 @@ class Members:
         way_back: str = "start it again, and it joins them",
     ) -> None:
         self._store = store
-        self._name, self._way_back = name, way_back  # for messages
+        self.name, self._way_back = name, way_back  # for messages
         self.own = own
         self._watch = watch
         self._timeout = timeout
@@ -145,7 +150,7 @@ class Members:
                 self._store.compare_set(key, "", self._proposal(told, new).to_json())
             elif is_late:
                 raise TooFewRanksError(
-                    f"{self._name}: {len(told)} of ranks {self.now.members} are left, and min_ranks="
+                    f"{self.name}: {len(told)} of ranks {self.now.members} are left, and min_ranks="
                     f"{self._min_ranks}; no others have joined within {self._timeout:g} s"
                 )
             else:
@@ -153,7 +158,7 @@ class Members:
         decided = Membership.from_json(self._store.get(key))
         if self.own not in decided.progress:
             raise RuntimeError(
-                f"{self._name}: ranks {decided.members} have gone on without rank {self.own}, which was silent for "
+                f"{self.name}: ranks {decided.members} have gone on without rank {self.own}, which was silent for "
                 f"{self._timeout:g} s, or could not be reached; {self._way_back}"
             )
         self._take(decided)
@@ -293,7 +298,7 @@ class Members:
                 seen = time.monotonic()
             elif time.monotonic() - seen > limit:
                 raise RuntimeError(
-                    f"{self._name}: this process waited to join ranks {newest.members}, none of which could be "
+                    f"{self.name}: this process waited to join ranks {newest.members}, none of which could be "
                     f"reached for {limit:g} s; they have ended, or are lost"
                 )
             time.sleep(LOOK_SECONDS / 2)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,7 @@ from .._checks import (
     MEAN_OF_USED,
     as_weight,
     check_bool,
-    check_not_in_ddp,
     check_op,
-    have_a_stage,
     is_positive,
     named_parameters,
     resolve_group,
@@ -32,11 +31,12 @@ from .._checks import (
 )
 from .._torch_compat import own_buffers, unseen_by_autograd
 from ..distributed import as_bytes
-from ..outer.in_use import NO_JOIN, name_of_outer
 from .compression import AnyCompression, Auto, Compression
-from .handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
+from .handles_in_use import NOBODY, begin_use, check_free, end_use
 from .ignored_states import IgnoredStates, States
+from .in_ddp import check_not_in_ddp
 from .optimizer_watch import WatchedHandle, watch_optimizers
+from .outer_in_use import NO_JOIN, name_of_outer
 from .stats import SyncStats
 from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers
 from .training_state import TrainingState
@@ -83,6 +83,8 @@ class GradientSynchronizer(WatchedHandle):
         self._weight: float | None = None
         self._put: dict[str, tuple[int, Tensor]] = {}  # what piggyback() got, and before which sync
         self._is_enabled = True
+        self._shared: TrainingState | None = None  # what ranks share inside join(), or in the steps of Elastic
+        self._elastic: weakref.ref[Any] | None = None  # the Elastic that was made with this handle
         self._is_attached = False
         self._examined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._begin(group, compression)
@@ -150,7 +152,7 @@ class GradientSynchronizer(WatchedHandle):
     # ---- ranks that run out of batches at different times -----------------------------------------------------------
 
     @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *states: Any) -> Iterator[None]:
         """Lets ranks run out of batches at different times: put the training loop inside, on every rank.
 
         A rank whose loop has ended goes on taking part in the others' syncs until all loops have ended. Its gradients
@@ -159,25 +161,35 @@ class GradientSynchronizer(WatchedHandle):
         have sent their names before. ``broadcast_buffers`` takes the buffers of the first of these ranks.
 
         At the end all ranks take over the state of a rank that took the most steps. That is: parameters and buffers,
-        and the states of these parameters' optimizers, of their schedulers and of GradScalers. Make the same ones on
-        every rank. Other state that counts steps, such as averages of weights, stays each rank's own. If a loop ends
-        with gradients of ``no_sync`` that were not averaged, they count for nothing, and it warns.
+        and ``states``. Other state that counts steps stays each rank's own. If a loop ends with gradients of
+        ``no_sync`` that were not averaged, they count for nothing, and it warns.
+
+        Args:
+            states: the optimizers that step these parameters, and all else that counts steps: schedulers, GradScalers,
+                averages of weights, data loaders. They need ``state_dict`` and ``load_state_dict``. Every rank passes
+                the same ones, in the same order.
 
         Raises:
+            ValueError: one of ``states`` has no state, or ranks have passed others. Or an optimizer steps inside that
+                was not passed, or whose scheduler or GradScaler was not.
             RuntimeError: it is inside another ``join``; or as ``synchronize()``. No rank waits longer than the process
                 group's time-out.
         """
+        shared = TrainingState(states, "sync.join(optimizer, scheduler, scaler, ...)", self._left_to_each_rank())
         self._refuse("join()", "Leave shard_optimizer out, on every rank")
+        self._refuse_join_with_elastic()
         self._refuse_join_in_outer_block()
         if getattr(_thread, "joins", False):
             raise RuntimeError(
                 "fastsync: join() was called inside another join(), so that ranks that have run out of batches would "
                 "wait for each other; attach one nn.ModuleList of all models in place of several engines"
             )
-        self._engine.set_joining(True)
+        device = next(iter(self._named.values())).device
+        self._engine.set_joining(True, shared.description())
         _thread.joins = True
         try:
-            yield
+            with self._sharing(shared):
+                yield
             self._warn_of_gradients_not_averaged()
             self._sync_without_batches()
             is_last = self._engine.num_active() == 0
@@ -188,13 +200,29 @@ class GradientSynchronizer(WatchedHandle):
             self._engine.set_joining(False)
         # All ranks take the parameters of the first rank whose loop ended last.
         size, rank = self._group.size(), self._group.rank()
-        device = next(iter(self._named.values())).device
         maxima = torch.tensor([size - rank if is_last else 0, not is_last], device=device)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._group)
         first, took_fewer_steps = maxima.tolist()
         self._init_sync(root=size - first)
         if took_fewer_steps:
-            TrainingState(list(self._named.values())).share(self._group, size - first, "at the end of join()")
+            shared.share(self._group, size - first, device)
+
+    @contextmanager
+    def _sharing(self, states: TrainingState) -> Iterator[None]:
+        """Refuses steps of optimizers that are not among these, inside."""
+        before, self._shared = self._shared, states
+        try:
+            yield
+        finally:
+            self._shared = before
+
+    def _refuse_join_with_elastic(self) -> None:
+        elastic = None if self._elastic is None else self._elastic()
+        if elastic is not None and not elastic.has_ended:
+            raise RuntimeError(
+                "fastsync: join() was called where an Elastic trains these weights, whose steps() tell each rank how "
+                "many there are; leave join() out"
+            )
 
     def _refuse_join_in_outer_block(self) -> None:
         if self._group.size() > 1 and (name := name_of_outer(self._named.values(), in_block=True)):
@@ -457,22 +485,23 @@ class GradientSynchronizer(WatchedHandle):
         """
         super()._check_before_step(optimizer)
         if optimizer not in self._examined and any(True for _ in self._stepped_by(optimizer)):
-            check_not_in_ddp(self._named, "fastsync.attach", but=handles_of)
-            # Zero-bubble schedules bypass the hooks of all stages but the first, so the checks below may not notice.
-            if self._overlaps and have_a_stage(self._named.values()):
-                raise ValueError(
-                    "overlap: these are the parameters of a pipeline's stage, whose schedule runs a backward for every "
-                    "micro-batch, or computes gradients past all hooks, as zero-bubble schedules do; use "
-                    "fastsync.attach(..., overlap=False), and call synchronize() after schedule.step()"
-                )
+            check_not_in_ddp(self._named, "fastsync.attach")
             self._examined.add(optimizer)
         if not self._is_enabled:
             return
+        if self._shared is not None and any(True for _ in self._stepped_by(optimizer)):
+            self._shared.check_step(optimizer)
         self._check_nothing_is_late(optimizer)
         # An engine's lock is held while it waits for other ranks. So a step asks only the engines that it belongs to.
         if next(self._stepped_by(optimizer), None) is None:
             return
-        way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
+        way_out = (
+            "run the last backward() outside no_sync(), or, with a schedule of torch.distributed.pipelining that "
+            "computes gradients past all hooks, as zero-bubble ones do, use attach(overlap=False), and call "
+            "synchronize() after schedule.step()"
+            if self._overlaps
+            else "call synchronize() before it"
+        )
         self._check_was_averaged(optimizer, "fastsync.attach", way_out)
         stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
         if stepped is not None:
@@ -562,7 +591,7 @@ def attach(
     trained = {f"module_or_params: parameter {name}": p for name, p in named.items() if p.requires_grad}
     check_can_be_written(trained)
     check_free(named, "module_or_params")
-    check_not_in_ddp(named, "module_or_params", but=handles_of)
+    check_not_in_ddp(named, "module_or_params")
     group = resolve_group(process_group)
     sparse = sparse_weights(module_or_params)
     if op != "mean":

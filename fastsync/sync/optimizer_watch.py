@@ -136,7 +136,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         try:
             for handle in handles:
                 handle._check_before_step(optimizer)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             forget_scale(optimizer)
             raise
 

@@ -171,7 +171,7 @@ class Run:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2, enabled=takes_scale)
         scaler.scale(torch.zeros(()))
         for first in (100, 200):
-            with self.handle.join():
+            with self.handle.join(optimizer, scaler):
                 for self.number in range(first, first + left):
                     self.zero(["none"] * len(self.case.parameters))
                     self.sync(self.grads(self.case.takes_part, (0,)))

@@ -124,8 +124,8 @@ def test_a_compiled_model(rank: int, world_size: int) -> None:
 @on_ranks(2, backend="nccl")
 def test_fully_shard_trains_as_one_process_with_all_data(rank: int, world_size: int, wire: Any) -> None:
     model = sharded(init_device_mesh("cuda", (world_size,)))
-    handle = fastsync.register_reduce_scatter(model, Compression(wire, error_feedback=wire == "int8"))
-    fastsync.register_all_gather(model, "none" if wire == "int8" else wire)
+    compression, of_parameters = Compression(wire, error_feedback=wire == "int8"), "none" if wire == "int8" else wire
+    handle = fastsync.register_fsdp(model, gradients=compression, parameters=of_parameters)
     train(model, rank, world_size, device="cuda")
     assert distance(model, trained_alone()) <= LIMITS["int8" if wire != "none" else wire]
     assert handle.stats().num_steps == 8
@@ -145,8 +145,7 @@ FULL_WIDTH: dict[str, dict[str, Any]] = {
 def test_full_width_is_what_fully_shard_does_by_itself(rank: int, world_size: int, case: str) -> None:
     mesh = init_device_mesh("cuda", (world_size,))
     models = [sharded(mesh, **FULL_WIDTH[case]) for _ in range(2)]
-    fastsync.register_reduce_scatter(models[0], "none")
-    fastsync.register_all_gather(models[0], "none")
+    fastsync.register_fsdp(models[0])
     for model in models:
         train(model, rank, world_size, steps=3, micro_batches=2, device="cuda")
     for index, pair in enumerate(zip(*(model.parameters() for model in models), strict=True)):

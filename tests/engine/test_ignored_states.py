@@ -99,7 +99,7 @@ def test_join_and_another_group_leave_them_alone(rank: int, world_size: int) -> 
     model = Mixture(rank)
     sync = fastsync.attach(model, "int8+ef", ignored_states=model.own())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    with sync.join():
+    with sync.join(optimizer):
         for step in range(1 + rank):
             optimizer.zero_grad()
             model(inputs(rank, step)).backward()

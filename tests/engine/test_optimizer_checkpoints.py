@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import AdamW, Optimizer
 
 import fastsync
+from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.same_data import same_data_is_meant
 from tests.ranks import on_ranks
 
-Training = tuple[nn.Module, Optimizer, fastsync.GradientSynchronizer]
+Training = tuple[nn.Module, Optimizer, GradientSynchronizer]
 
 
 def in_both_ways(world_size: int | None) -> Callable[[Callable[..., None]], Callable[..., None]]:

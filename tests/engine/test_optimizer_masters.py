@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 import fastsync
 from fastsync.optimizer.masters import PARAMETER_WIRES
+from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.optimizer_shards import OPTIMIZERS, SHAPES, WIRES, Weights
 from tests.engine.test_hosts import PAIRS, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
@@ -191,9 +192,7 @@ NARROW, IN_BF16 = torch.bfloat16, torch.float32
 """16-bit parameters have masters, and so have float32 ones that travel in bf16."""
 
 
-def attached(
-    kind: str = "AdamW", dtype: torch.dtype = NARROW
-) -> tuple[nn.Module, Optimizer, fastsync.GradientSynchronizer]:
+def attached(kind: str = "AdamW", dtype: torch.dtype = NARROW) -> tuple[nn.Module, Optimizer, GradientSynchronizer]:
     model = two_layers(dtype)
     optimizer = OPTIMIZERS[kind](model.parameters())
     options: dict[str, Any] = {"master_weights": True} if dtype == NARROW else {"parameter_compression": "bf16"}

@@ -23,6 +23,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fastsync
 from fastsync import _C
+from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.optimizer_shards import train_both
 from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
@@ -92,7 +93,7 @@ def step(model: nn.Module, optimizer: Optimizer, rank: int, number: int = 0) -> 
     optimizer.zero_grad()
 
 
-def attached(shared: bool = True, **options: Any) -> tuple[nn.Module, AdamW, fastsync.GradientSynchronizer]:
+def attached(shared: bool = True, **options: Any) -> tuple[nn.Module, AdamW, GradientSynchronizer]:
     model = two_layers()
     optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
     sync = fastsync.attach(model, **options)
@@ -101,7 +102,7 @@ def attached(shared: bool = True, **options: Any) -> tuple[nn.Module, AdamW, fas
     return model, optimizer, sync
 
 
-def after_attach(**options: Any) -> tuple[nn.Module, fastsync.GradientSynchronizer]:
+def after_attach(**options: Any) -> tuple[nn.Module, GradientSynchronizer]:
     model = two_layers()
     return model, fastsync.attach(model, **options)
 
@@ -795,7 +796,7 @@ def test_the_norm_must_be_finite_if_one_asks(rank: int, world_size: int) -> None
 # ---- ranks that fail ------------------------------------------------------------------------------------------------
 
 
-def lose_rank_1_in_a_step(rank: int) -> tuple[nn.Module, Optimizer, fastsync.GradientSynchronizer, str]:
+def lose_rank_1_in_a_step(rank: int) -> tuple[nn.Module, Optimizer, GradientSynchronizer, str]:
     """What the other ranks have then, with the error's text."""
     model, optimizer, sync = attached()
     step(model, optimizer, rank)

@@ -299,7 +299,7 @@ def test_ranks_that_run_out_of_batches(rank: int, world_size: int) -> None:
     model = Words()
     sync = fastsync.attach(model)
     optimizer = SGD(model.parameters(), lr=0.5)
-    with sync.join():
+    with sync.join(optimizer):
         for step in range(1 + 2 * rank):
             state = {name: value.clone() for name, value in model.state_dict().items()}
             optimizer.zero_grad()

@@ -17,8 +17,6 @@ ROOTS = ("torch", "dist")
 """What modules call torch and its ``distributed``."""
 OF_OTHERS = {"_replace", "_fields", "_async_worker", "_check_spaces", "_getframe"}
 """Private by their underscore alone, and none of torch's: of named tuples, gymnasium and Python."""
-LATER = {"sync/grad_scaler.py"}
-"""These still know GradScaler's."""
 
 
 def is_private(name: str) -> bool:
@@ -89,5 +87,4 @@ def test_private_names_of_torch_are_seen(code: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_one_module_knows_private_names_of_torch(path: Path) -> None:
-    found = [] if str(path.relative_to(PACKAGE)) in LATER else list(private_names(ast.parse(path.read_text()), OWN))
-    assert found == []
+    assert list(private_names(ast.parse(path.read_text()), OWN)) == []
