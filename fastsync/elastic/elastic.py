@@ -471,7 +471,7 @@ class Elastic:
 _made: weakref.WeakSet[Elastic] = weakref.WeakSet()
 
 
-def check_no_elastic(weights: Iterable[Tensor], argument: str, why: str) -> None:
+def check_no_elastic(weights: Iterable[Tensor], argument: str, kind: str) -> None:
     """Raises ValueError if an ``Elastic`` whose steps have not ended trains one of these weights."""
     ids = frozenset(map(id, weights))
 
@@ -482,7 +482,10 @@ def check_no_elastic(weights: Iterable[Tensor], argument: str, why: str) -> None
         return
     gc.collect()  # it is in reference cycles, so it may be garbage that was not collected yet
     if found():
-        raise ValueError(f"{argument}: an Elastic trains these weights, and its steps have not ended. {why}")
+        raise ValueError(
+            f"{argument}: an Elastic trains these weights, and its steps have not ended. A lost or new rank would "
+            f"be one of Elastic's and none of the {kind}'s. Leave Elastic out, as {kind} goes on without lost sites"
+        )
 
 
 class Step(_C.ElasticStep):

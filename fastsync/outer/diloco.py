@@ -127,11 +127,7 @@ class DiLoCo:
         group = resolve_group(process_group)
         tensors.ranks_that_train_together()  # or an error, before anything is sent
         check_not_left_to_each_rank(model, group, type(self).__name__)
-        own = type(self).__name__
-        check_no_elastic(
-            named.values(), "model", f"A lost or new rank would be one of Elastic's and none of the {own}'s. Leave "
-            f"Elastic out, as {own} goes on without lost sites",
-        )  # fmt: skip
+        check_no_elastic(named.values(), "model", type(self).__name__)
         _check_number("sync_every", sync_every, 1, sys.maxsize)
         _check_number("fragments", fragments, 1, min(len(named), sync_every))
         _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)

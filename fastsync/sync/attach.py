@@ -216,9 +216,13 @@ class GradientSynchronizer(WatchedHandle):
         finally:
             self._shared = before
 
-    def _refuse_join_with_elastic(self) -> None:
+    def _is_in_elastic(self) -> bool:
+        """Tells whether an ``Elastic`` whose steps have not ended was made with this handle."""
         elastic = None if self._elastic is None else self._elastic()
-        if elastic is not None and not elastic.has_ended:
+        return elastic is not None and not elastic.has_ended
+
+    def _refuse_join_with_elastic(self) -> None:
+        if self._is_in_elastic():
             raise RuntimeError(
                 "fastsync: join() was called where an Elastic trains these weights, whose steps() tell each rank how "
                 "many there are; leave join() out"
