@@ -22,6 +22,7 @@
 #include "engine/bucket.h"
 #include "engine/ddp_hook.h"
 #include "engine/elastic_step.h"
+#include "engine/optimizer_calls.h"
 #include "engine/parameter_gather.h"
 #include "engine/sharded.h"
 #include "engine/synchronizer.h"
@@ -49,6 +50,7 @@ using fastsync::EngineState;
 using fastsync::GatherWork;
 using fastsync::HookState;
 using fastsync::ModelBuffers;
+using fastsync::NoSharedTensors;
 using fastsync::Op;
 using fastsync::ParameterGather;
 using fastsync::ParameterSync;
@@ -150,8 +152,8 @@ std::optional<at::Tensor> first_factor_of(const at::Tensor& parameter, int64_t r
                : std::nullopt;
 }
 
-// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields are
-// left out, and keep their defaults.
+// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields
+// are left out, and keep their defaults.
 py::dict stats_of(const BucketTotals& totals) {
   // On a GPU not all syncs are timed. So times are scaled up to the number of syncs.
   const double scale = totals.num_timed > 0 ? static_cast<double>(totals.num_syncs) / totals.num_timed : 0.0;
@@ -227,7 +229,8 @@ auto between_steps(Result (Part::*method)(Args...)) {
   };
 }
 
-// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a failure.
+// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a
+// failure.
 py::object enter_step(py::object self) {
   ElasticStep& step = self.cast<ElasticStep&>();
   std::vector<at::Tensor> buffers;
@@ -293,6 +296,17 @@ PYBIND11_MODULE(_C, m) {
            no_gil)  // it connects to the store
       .def("silent_ranks", &fastsync::Liveness::silent_ranks, no_gil);
 
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) {
+        std::rethrow_exception(thrown);
+      }
+    } catch (const NoSharedTensors& error) {
+      const py::object raised = py::handle(PyExc_ValueError)(error.what_without_backtrace());
+      raised.attr("reason") = error.reason;
+      PyErr_SetObject(PyExc_ValueError, raised.ptr());
+    }
+  });
   py::class_<SharedTensors, std::shared_ptr<SharedTensors>>(m, "SharedTensors")
       .def(py::init(&make_shared<SharedTensors, Group, int64_t, int64_t>), py::arg("process_group"), py::arg("bytes"),
            py::arg("num_numbers"), no_gil)
@@ -454,6 +468,8 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "close_connections", [](const Group& group) { fastsync::close_connections(*group); }, py::arg("process_group"),
       no_gil);
+  fastsync::watch_optimizer_calls();
+  m.def("optimizer_calls", &fastsync::optimizer_calls);
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def(
       "check_device", [](const Group& group, c10::Device device) { fastsync::check_device(*group, device); },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from .home import Piece, ShardHome, StatePart
 from .host_memory import HostMemory
 from .masters import MASTER, WideState, rounding_of
 from .own_shards import OwnShards
-from .steps import innermost, is_training_step
+from .steps import innermost, is_training_step, watch_calls
 from .wrappers import WrapperWatch
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class OptimizerShards:
         self._wide_state.begin()
         if not self._home.are_pieces_alone:
             self._wrapper_watch.begin(self._wrappers, self._note_failure)
+        watch_calls()
         self._hooks = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -145,7 +147,8 @@ class OptimizerShards:
     def _warn_of(self, error: ValueError) -> None:
         """Tells once why ranks do not share memory, unless nobody would expect it."""
         why = str(error).partition(". Leave")[0]
-        is_expected = "no two are on one host" in why or "FASTSYNC_SHARED_MEMORY=0" in why
+        none_could = getattr(error, "reason", None) == ""  # else it tells which rank has tried in vain, and why
+        is_expected = none_could or os.environ.get("FASTSYNC_SHARED_MEMORY") == "0"
         if self._sync._group.rank() == 0 and not is_expected:
             warnings.warn(
                 f"fastsync.attach: {why}. So each rank has its own parameters and the state of its shard, and every "
