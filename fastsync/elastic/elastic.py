@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from .. import _C
 from .._checks import check_at_least
 from .._torch_compat import own_buffers
+from ..errors import SyncError
 from ..optimizer.steps import innermost
 from ..outer.in_use import check_no_outer
 from ..sync.attach import GradientSynchronizer
@@ -50,8 +51,8 @@ KEYS_OF_FIRST = _KEYS.format(1, 0)
 _num_made = 0
 
 
-class RankLostError(RuntimeError):
-    """A rank was lost in this step. ``Elastic`` catches it, and the step runs again.
+class RankLostError(SyncError):
+    """A rank was lost in this step, or its backward has failed. ``Elastic`` catches it, and the step runs again.
 
     ``fastsync.ppo.train`` raises it if a rank is lost before the training has begun.
     """
@@ -319,7 +320,8 @@ class Elastic:
         """
         step = self._step
         step.is_inside = False
-        error = error or RankLostError("fastsync.Elastic: a rank has failed in this step")
+        reason = "a rank has failed in this step"
+        error = error or RankLostError(f"fastsync.Elastic: {reason}", step=step.num_finished, reason=reason)
         if not self._is_of_lost_rank(error) or self._fails_again():
             self._has_ended = True
             self._members.leave()
@@ -391,8 +393,12 @@ class Elastic:
                     return decided
                 num_failures += 1
                 if num_failures > len(decided.members) + MOST_FAILURES:
-                    raise RuntimeError(
-                        f"fastsync.Elastic: ranks {decided.members} could not go on together, {num_failures} times"
+                    reason = f"ranks {decided.members} could not go on together, {num_failures} times"
+                    raise SyncError(
+                        f"fastsync.Elastic: {reason}",
+                        ranks=decided.members,
+                        step=self._step.num_finished,
+                        reason=reason,
                     ) from self._newest_failure
         except BaseException:
             self._members.leave()
@@ -407,7 +413,8 @@ class Elastic:
             return False
         furthest = max(decided.progress.values())
         if furthest < 0:
-            raise RuntimeError("fastsync.Elastic: all ranks are lost that had the training's state; start it again")
+            reason = "all ranks are lost that had the training's state"
+            raise SyncError(f"fastsync.Elastic: {reason}; start it again", reason=reason)
         if self._has_failed:  # before anything is shared, because the ranks that have finished the step may be lost
             self._undone = self._take_back()
         steps = list(decided.progress.values())
@@ -534,7 +541,13 @@ class Step(_C.ElasticStep):
                 "fastsync.Elastic: the optimizer was about to step, and no backward of this block has averaged "
                 "gradients; put the backward into the block, and let its errors leave the block"
             )
-        raise RankLostError("fastsync.Elastic: this rank's backward has failed, so the step runs again")
+        reason = "this rank's backward has failed"
+        raise RankLostError(
+            f"fastsync.Elastic: {reason}, so the step runs again",
+            ranks=[self._elastic.rank],
+            step=self.num_finished,
+            reason=reason,
+        )
 
 
 def members_store(ranks: Sequence[int], given: Store | None = None) -> Store | None:

@@ -19,6 +19,7 @@ from .._checks import resolve_group
 from ..elastic.elastic import JOINS, MOST_FAILURES, RankLostError, members_store
 from ..elastic.membership import Members, host_of
 from ..elastic.peer_watch import PeerWatch
+from ..errors import SyncError
 from .exchange import MissingRankError
 from .settings import RunSettings
 
@@ -104,9 +105,11 @@ class Survivors:
             lost = sorted({*before} - {*left})
             if not lost:
                 raise
+            reason = f"ranks {lost} were lost before the training had begun"
             raise RankLostError(
-                f"fastsync train: ranks {lost} were lost before the training had begun, so ranks {left} end, too. "
-                "Nothing was learned yet: start the run again"
+                f"fastsync train: {reason}, so ranks {left} end, too. Nothing was learned yet: start the run again",
+                ranks=lost,
+                reason=reason,
             ) from error
 
     def serve(self, use_group: Callable[[], None], has_failed: Callable[[], bool]) -> None:
@@ -163,7 +166,7 @@ class Survivors:
             self.group = group
             try:
                 if self._members.has_lost():  # before anybody knew of the new group
-                    raise RuntimeError("fastsync train: another rank is lost")
+                    raise RankLostError("fastsync train: another rank is lost", reason="another rank is lost")
                 if self._num_done == number == max(decided.progress.values()):
                     put_back()
                 self._use_group()
@@ -176,7 +179,8 @@ class Survivors:
                 continue
             if not self._has_ended:
                 return self._num_done > number
-        raise RuntimeError(f"fastsync train: ranks {self.ranks} could not go on together") from error
+        reason = f"ranks {self.ranks} could not go on together"
+        raise SyncError(f"fastsync train: {reason}", ranks=self.ranks, reason=reason) from error
 
     def _catch_up(self, progress: Mapping[int, int]) -> None:
         """Gives the ranks that are behind the result of their part."""
