@@ -6,14 +6,17 @@ import os
 import pickle
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore
 
 import fastsync
+from fastsync.distributed import every_rank_calls, gloo_group
 from fastsync.elastic.elastic import STORE, Elastic, RankLostError
 from fastsync.elastic.membership import TooFewRanksError
 from fastsync.errors import SyncError
@@ -73,3 +76,12 @@ def gather_without_rank_1(rank: int, world_size: int) -> tuple[Any, ...]:
 def test_a_rank_that_does_not_answer() -> None:
     told, _ = run_ranks(gather_without_rank_1, 2, lost=(1,))
     assert told == ((1,), 1, "rank 0 of 2 waited for the others in vain, and ranks [1] do not answer")
+
+
+def test_a_call_that_not_every_rank_has_made() -> None:
+    group = gloo_group(dist.HashStore(), 0, 1, timedelta(seconds=10), "alone")
+    with pytest.raises(SyncError) as raised, every_rank_calls("sync_weights", group):
+        raise RuntimeError("timed out")
+    reason = "on rank 0 of 1 the other ranks did not all come in time, or one is lost (timed out)"
+    assert raised.value.reason == reason
+    assert str(raised.value).startswith(f"sync_weights: {reason}; ")
