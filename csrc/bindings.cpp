@@ -48,6 +48,7 @@ using fastsync::DType;
 using fastsync::ElasticStep;
 using fastsync::EngineState;
 using fastsync::GatherWork;
+using fastsync::HookPlace;
 using fastsync::HookState;
 using fastsync::ModelBuffers;
 using fastsync::NoSharedTensors;
@@ -69,8 +70,8 @@ bool built_with_cuda() {
 
 c10::DeviceType device_type(const std::string& name) { return c10::Device(name).type(); }
 
-// Makes an engine that is deleted without the GIL. The last owner of a Gloo group waits for the group's threads to end,
-// and those may be waiting for the GIL.
+// Makes an engine without the GIL, because it connects to the store, and has it deleted without the GIL. The last owner
+// of a Gloo group waits for the group's threads to end, and those may be waiting for the GIL.
 template <class Engine, class... Args>
 std::shared_ptr<Engine> make_shared(Args... args) {
   const auto delete_without_gil = [](Engine* engine) {
@@ -80,6 +81,7 @@ std::shared_ptr<Engine> make_shared(Args... args) {
     }
     delete engine;
   };
+  const py::gil_scoped_release no_gil;
   return {new Engine(std::move(args)...), delete_without_gil};
 }
 
@@ -292,8 +294,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("rows"), py::arg("description"));
 
   py::class_<fastsync::Liveness, std::shared_ptr<fastsync::Liveness>>(m, "Liveness")
-      .def(py::init<const Group&, const std::string&>(), py::arg("process_group"), py::arg("engine"),
-           no_gil)  // it connects to the store
+      .def(py::init(&make_shared<fastsync::Liveness, Group, std::string>), py::arg("process_group"), py::arg("engine"))
       .def("silent_ranks", &fastsync::Liveness::silent_ranks, no_gil);
 
   py::register_local_exception_translator([](std::exception_ptr thrown) {
@@ -309,7 +310,7 @@ PYBIND11_MODULE(_C, m) {
   });
   py::class_<SharedTensors, std::shared_ptr<SharedTensors>>(m, "SharedTensors")
       .def(py::init(&make_shared<SharedTensors, Group, int64_t, int64_t>), py::arg("process_group"), py::arg("bytes"),
-           py::arg("num_numbers"), no_gil)
+           py::arg("num_numbers"))
       .def("tensor", &SharedTensors::tensor, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"))
       .def("ranks", &SharedTensors::ranks)
       .def("give_up", &SharedTensors::give_up, no_gil);
@@ -348,7 +349,10 @@ PYBIND11_MODULE(_C, m) {
       .def("note_update", &HookState::note_update, no_gil)
       .def("with_own_gradients", locked<HookState>(&HookState::with_own_gradients), no_gil)
       .def("gradients_are_unchanged", locked<HookState>(&HookState::gradients_are_unchanged), no_gil);
-  m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
+  py::class_<HookPlace>(m, "HookPlace")
+      .def(py::init<c10d::Reducer&, Group>(), py::arg("reducer"), py::arg("process_group"))
+      .def("put", &HookPlace::put, py::arg("state"), no_gil);
+  m.def("are_in_reducers", &fastsync::are_in_reducers, py::arg("parameters"), no_gil);
 
   py::class_<Synchronizer, EngineState, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
       .def(py::init(&make_synchronizer), py::arg("parameters"), py::arg("names"), py::arg("process_group"),
@@ -365,7 +369,8 @@ PYBIND11_MODULE(_C, m) {
            no_gil)
       .def("piggybacked", locked<Synchronizer>(&ParameterSync::piggybacked), no_gil)
       .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"), no_gil)
-      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
+      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"),
+           py::arg("states") = "", no_gil)
       .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
       .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
       .def("make_revocable", between_steps<Synchronizer>(&ParameterSync::make_revocable), no_gil)
@@ -461,7 +466,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "check_agreement",
       [](const Group& group, const std::string& lines, c10::Device device, const std::string& what) {
-        return fastsync::check_agreement(group, lines, device, what);
+        return fastsync::check_agreement(group, lines, device, what).number;
       },
       py::arg("process_group"), py::arg("description"), py::arg("device"), py::arg("what") = "what to synchronise",
       no_gil);

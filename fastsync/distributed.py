@@ -19,7 +19,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.rendezvous import rendezvous
 
 from . import _C
-from ._checks import resolve_group
+from ._checks import resolve_group as resolve_group
 from ._torch_compat import (
     abort_default_group,
     add_backend,
@@ -274,6 +274,31 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the values of a tensor, row by row, as uint8: a view if the tensor is contiguous, else a copy."""
     dense = tensor.resolve_conj().resolve_neg().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single value may have any stride
+
+
+class Heartbeats:
+    """Tells which ranks of a group do not answer. Every rank has to make one, in the same order.
+
+    Args:
+        group: the ranks.
+        name: what errors call those who do this together, such as the name of a command.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._liveness = _C.Liveness(group, name)
+
+    def silent_ranks(self) -> list[int]:
+        """Returns the ranks that have shown no sign of life for some seconds, which it waits for.
+
+        Raises:
+            RuntimeError: the group's store does not answer.
+        """
+        return self._liveness.silent_ranks()
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Ends all waits in a Gloo group, on this rank and then on the others. Nobody can use the group any more."""
+    _C.close_connections(group)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ SharedTensors::SharedTensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group
     throw NoSharedTensors(
         c10::str("optimizer: the ranks cannot have one copy of the parameters, because ",
                  reason.empty() ? "their process group is not Gloo's, or no two are on one host" : reason,
-                 ". Leave optimizer out, on every rank: then each rank steps all parameters"),
+                 ". Leave shard_optimizer out, on every rank: then each rank steps all parameters"),
         reason);
   }
   memory_ = team_->allocate(0);
@@ -68,8 +68,7 @@ std::vector<std::vector<double>> SharedTensors::hear() {
   team_->wait_for_others(kTelling);
   std::vector<std::vector<double>> all;
   for (int64_t rank = 0; rank < team_->size(); ++rank) {
-    const double* const theirs = numbers_of(rank);
-    all.emplace_back(theirs + 1, theirs + 1 + static_cast<int64_t>(theirs[0]));
+    all.push_back(numbers_in(numbers_of(rank), num_numbers_));
   }
   return all;
 }

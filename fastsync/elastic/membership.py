@@ -49,6 +49,11 @@ class Membership:
     def members(self) -> list[int]:
         return list(self.progress)
 
+    @property
+    def needs_nothing(self) -> bool:
+        """Whether all of them have finished the last step, and have its result."""
+        return self.is_over and len({*self.progress.values()}) == 1
+
     def to_json(self) -> str:
         return json.dumps([self.epoch, list(self.progress.items()), list(self.addresses.items()), self.is_over])
 
@@ -81,7 +86,7 @@ class Members:
         way_back: str = "start it again, and it joins them",
     ) -> None:
         self._store = store
-        self._name, self._way_back = name, way_back  # for messages
+        self.name, self._way_back = name, way_back  # for messages
         self.own = own
         self._watch = watch
         self._timeout = timeout
@@ -147,7 +152,7 @@ class Members:
             elif is_late:
                 reason = f"{len(told)} of ranks {self.now.members} are left, and min_ranks={self._min_ranks}"
                 raise TooFewRanksError(
-                    f"{self._name}: {reason}; no others have joined within {self._timeout:g} s",
+                    f"{self.name}: {reason}; no others have joined within {self._timeout:g} s",
                     ranks=told,
                     step=progress,
                     reason=reason,
@@ -160,7 +165,7 @@ class Members:
                 f"ranks {decided.members} have gone on without rank {self.own}, which was silent for "
                 f"{self._timeout:g} s, or could not be reached"
             )
-            raise SyncError(f"{self._name}: {reason}; {self._way_back}", ranks=[self.own], step=progress, reason=reason)
+            raise SyncError(f"{self.name}: {reason}; {self._way_back}", ranks=[self.own], step=progress, reason=reason)
         self._take(decided)
         return decided
 
@@ -301,7 +306,7 @@ class Members:
                     f"this process waited to join ranks {newest.members}, none of which could be reached for "
                     f"{limit:g} s"
                 )
-                text = f"{self._name}: {reason}; they have ended, or are lost"
+                text = f"{self.name}: {reason}; they have ended, or are lost"
                 raise SyncError(text, ranks=newest.members, reason=reason)
             time.sleep(LOOK_SECONDS / 2)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,11 +13,10 @@ from .. import _C
 from .._torch_compat import foreach_copy_
 from ..autotune.choose import Candidate, in_engine
 from ..errors import SyncError
+from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Compression
-from .home import Piece, ShardHome, StatePart, values_at
-
-if TYPE_CHECKING:
-    from ..sync.attach import GradientSynchronizer
+from .home import ShardHome, StatePart
+from .piece import Piece, values_at
 
 ROW_ALIGNMENT = 64
 """The alignment of a rank's row, in bytes. Rows then travel without a copy."""
@@ -39,11 +37,13 @@ class OwnShards(ShardHome):
         self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], rounding: Mapping[int, torch.dtype]
     ) -> None:
         super().__init__(sync, parameters, rounding)
-        sync._engine.set_shards_apart()
-        self._engine = _C.ParameterGather(sync._group, list(GATHERED), "attach(optimizer=)")
+        self._engine = _C.ParameterGather(sync._group, list(GATHERED), "shard_optimizer")
         self._engine.set_compressions(in_engine([Candidate(Compression())]))
         self._places: list[list[list[Place]]] = []  # by bucket, and by rank
         self._held: dict[tuple[int, int, str], Tensor] = {}  # by parameter, first value and part
+
+    def begin(self) -> None:
+        self._sync._engine.set_shards_apart()
 
     def ranks(self) -> Sequence[int]:
         return range(self._sync._group.size())

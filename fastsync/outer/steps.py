@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..optimizer.steps import is_training_step, watch_calls
+from ..sync.optimizer_steps import is_training_step, watch_calls
 from .model_tensors import ModelTensors
 
 PATIENCE = 16

@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
-from .._checks import resolve_group
+from ..distributed import resolve_group
 from ..sync.sync_weights import broadcast_named
 from . import fused
 from .adam import Adam

@@ -15,9 +15,9 @@ from .. import _C
 from .._checks import is_positive, resolve_group
 from .._torch_compat import foreach_mul_, known_ranks, states_of_scaler, takes_grad_scale
 from ..distributed import every_rank_calls
-from ..optimizer.steps import from_outside_in, unwrapped
 from .grad_scaler import has_unscaled, loss_scale, scale_of_step, skip_unless_finite
 from .handle import GradientHandle
+from .optimizer_steps import from_outside_in, unwrapped
 from .optimizer_watch import WatchedHandle
 
 
@@ -182,7 +182,7 @@ def _check_may_be_joint(
             )
         if handle._optimizer_shards is not None and scaler is not None:
             raise ValueError(
-                "scaler: in a list of handles none may be of attach(optimizer=), because a scaler looks at .grad, and "
+                "scaler: in a list of handles none may be of shard_optimizer, because a scaler looks at .grad, and "
                 "that stays this rank's own there; leave out one of the two"
             )
 
@@ -216,8 +216,8 @@ def _norm(sync: WatchedHandle, norm_type: float, optimizer: Optimizer | None, sc
         if norm_type != 2.0 or is_unscaled:
             what = "unscale_() has divided only this rank's own gradients" if is_unscaled else f"norm_type {norm_type}"
             raise ValueError(
-                f"fastsync.clip_grad_norm_: with attach(optimizer=) the norm is the 2-norm of the means, got: {what}. "
-                "Leave out unscale_(), and norm_type; or leave optimizer= out of attach(), on every rank"
+                f"fastsync.clip_grad_norm_: with shard_optimizer the norm is the 2-norm of the means, got: {what}. "
+                "Leave out unscale_(), and norm_type; or leave shard_optimizer out, on every rank"
             )
         norm = sync.grad_stats().grad_norm
         return norm if scaler is None else norm / loss_scale(scaler)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from .._torch_compat import delays_parameters, has_comm_hook, has_python_reducer
 from ..autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
 from .handle import SyncHandle, warn_of_generic_kernels
-from .handles_in_use import begin_use, check_free, handles_of
+from .handles_in_use import begin_use, check_free, end_use, handles_of
 from .optimizer_watch import WatchedHandle, watch_optimizers
 
 
@@ -88,7 +89,9 @@ class CommHook(HookState, WatchedHandle):
         self._sparse = frozenset(name for name, parameter in averaged.items() if id(parameter) in sparse)
         self._ddp_model = weakref.ref(ddp_model)
         self.compression = compression
-        _C.register_hook(ddp_model.reducer, self._engine)
+        if ddp_model not in _places:
+            _places[ddp_model] = _C.HookPlace(ddp_model.reducer, ddp_model.process_group)
+        _places[ddp_model].put(self._engine)
         if op == "sum":
             _C.HookState.watch_sums(self._engine, self._parameters)
 
@@ -108,6 +111,28 @@ class CommHook(HookState, WatchedHandle):
                 If only some ranks set their first weight, the next step raises it on every rank.
         """
         self._engine.set_weight(as_weight(weight), self._parameters, self._names)
+
+    def detach(self) -> None:
+        """Gives the model back: from now on DDP averages gradients at full width, without the engine.
+
+        DDP takes one hook, once, so a hook stays. It does what PyTorch's own ``allreduce_hook`` does: it divides, and
+        all-reduces over DDP's process group. ``register_comm_hook`` may be called again. Call it on every rank, between
+        two steps.
+
+        Raises:
+            RuntimeError: it was called inside a backward.
+        """
+        ddp_model = self._ddp_model()
+        if ddp_model is not None and self in handles_of(ddp_model):
+            _places[ddp_model].put(None)
+        end_use(self)
+
+    def join(self, *states: object) -> NoReturn:
+        """Raises RuntimeError, because DDP has a join of its own."""
+        raise RuntimeError(
+            "fastsync: join() of a DistributedDataParallel is DDP's own; write `with ddp_model.join():`, or attach the "
+            "model without the wrapper"
+        )
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return {without_compiler(name): parameter for name, parameter in self._module.named_parameters()}
@@ -141,6 +166,9 @@ class CommHook(HookState, WatchedHandle):
         return self._parameters
 
 
+_places: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookPlace]" = weakref.WeakKeyDictionary()
+"""The place of our hook in each model that has one, or had."""
+
 # The compressions of the hooks that DDP calls for one bucket at a time.
 _COMPRESSIONS = {wire: in_engine([Candidate(Compression(wire))]) for wire in ("none", "fp16", "bf16")}
 
@@ -169,7 +197,7 @@ def register_comm_hook(
 
     Returns:
         The hook's handle: its statistics, its state for checkpoints, its weight, and its compression, which may be
-        changed later.
+        changed later. ``detach()`` gives the model back.
 
     Raises:
         ValueError: an argument is refused, or the model has a hook already or is attached. Or DDP was told to send some
@@ -268,8 +296,8 @@ def _state_for(state: object) -> HookState:
         return state
     if state is not None and not isinstance(state, dist.ProcessGroup):
         raise ValueError(
-            f"state: expected None, a ProcessGroup or a fastsync.HookState, got {type(state).__name__}; it is the "
-            "first argument of ddp_model.register_comm_hook"
+            f"state: expected None, a ProcessGroup or a fastsync.sync.ddp.HookState, got {type(state).__name__}; it is "
+            "the first argument of ddp_model.register_comm_hook"
         )
     group = resolve_group(state)
     if group not in _states:

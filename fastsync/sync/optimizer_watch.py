@@ -14,12 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _C
 from .._torch_compat import is_in_backward
-from ..optimizer.shards import OptimizerShards
-from ..optimizer.steps import is_training_step, watch_calls
 from .grad_scaler import forget_scale
 from .handle import GradientHandle
 from .handles_in_use import in_use
 from .late_parameters import LateParameters
+from .optimizer_steps import is_training_step, watch_calls
+from .sharded_step import ShardedStep
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -30,8 +30,8 @@ class WatchedHandle(GradientHandle):
     _engine: _C.HookState | _C.Synchronizer
     _deferred_clip_step = -1
     """The step whose gradients the optimizer's next step clips, for ``clip_grad_norm_``; -1 if there is none."""
-    _optimizer_shards: OptimizerShards | None = None
-    """Lets each rank step a shard of the parameters; None without ``attach(optimizer=)``."""
+    _optimizer_shards: ShardedStep | None = None
+    """Lets each rank step a shard of the parameters; None without ``shard_optimizer``."""
     _late_reason: ClassVar[str]
     """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
     _steps_before: WeakKeyDictionary[Optimizer, int]
@@ -47,7 +47,7 @@ class WatchedHandle(GradientHandle):
                     yield parameter
 
     def _check_before_step(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError if an optimizer is about to step inside backward, or another one than attach's."""
+        """Raises RuntimeError if an optimizer is about to step inside backward, or another one than shards."""
         if self._optimizer_shards is not None:
             self._optimizer_shards.check_may_step(optimizer, self._stepped_by(optimizer))
         if not is_in_backward():
@@ -115,8 +115,8 @@ def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
         for name, parameter in named.items():
             if handle._optimizer_shards is not None and id(parameter) in handle._ids:
                 raise ValueError(
-                    f"{argument}: with attach(optimizer=) ranks step parameter {name} together, so none of them can "
-                    "change it on its own; leave optimizer= out of attach()"
+                    f"{argument}: with shard_optimizer ranks step parameter {name} together, so none of them can "
+                    "change it on its own; leave shard_optimizer out"
                 )
 
 
@@ -137,7 +137,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         try:
             for handle in handles:
                 handle._check_before_step(optimizer)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             forget_scale(optimizer)
             raise
 

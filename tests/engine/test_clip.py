@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fastsync
+from fastsync.sync.ddp import HookState
 from tests.engine.entry_points import average
 from tests.engine.wrappers import OptimizerWrapper
 from tests.models import (
@@ -393,7 +394,7 @@ def test_a_max_norm_that_is_not_positive_is_refused(max_norm: Any) -> None:
 
 
 def test_what_is_no_handle_of_whole_gradients_is_refused() -> None:
-    for wrong in (nn.Linear(1, 1), nn.Linear(1, 1).parameters(), fastsync.HookState()):
+    for wrong in (nn.Linear(1, 1), nn.Linear(1, 1).parameters(), HookState()):
         with pytest.raises(ValueError, match=r"sync: .*got (Linear|generator|HookState); for parameters .*nn\.utils"):
             fastsync.clip_grad_norm_(wrong, 1.0)
 
