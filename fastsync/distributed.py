@@ -28,6 +28,7 @@ from ._torch_compat import (
     name_group,
     set_default_backend,
 )
+from .errors import SyncError
 from .launch.environment import Rank, this_rank
 
 _BROADCAST_BYTES = 250 * 2**20  # the size of the buffers that tensors are broadcast in
@@ -144,11 +145,16 @@ def _meet(this: Rank, limit: timedelta) -> tuple[Store, int, int]:
         store, rank, world_size = next(rendezvous("env://", timeout=limit))
     except RuntimeError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = str(error).splitlines()[0].rstrip(".")  # the other lines are a C++ stack
-        raise RuntimeError(
+        reason = (
             f"rank {this.rank} of {this.world_size}, by the variables of {this.launcher}, did not meet the others at "
-            f"{place} within {limit.total_seconds():g} s: {reason}. All of them have to run this script. If rank 0 is "
-            "elsewhere, or the port is taken, set MASTER_ADDR and MASTER_PORT on all ranks"
+            f"{place} within {limit.total_seconds():g} s"
+        )
+        said = str(error).splitlines()[0].rstrip(".")  # the other lines are a C++ stack
+        raise SyncError(
+            f"{reason}: {said}. All of them have to run this script. If rank 0 is elsewhere, or the port is taken, set "
+            "MASTER_ADDR and MASTER_PORT on all ranks",
+            ranks=[this.rank],
+            reason=reason,
         ) from error
     store.set_timeout(limit)
     if this.launcher != "torchrun":
@@ -301,8 +307,10 @@ def every_rank_calls(function: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{function}: on rank {group.rank()} of {group.size()} the other ranks did not all come in time, or one is "
-            f"lost ({error}); every rank has to call it, between steps. Where ranks have different numbers of batches, "
-            "put the training loop inside `with sync.join():`"
+        place = f"on rank {group.rank()} of {group.size()}"
+        reason = f"{place} the other ranks did not all come in time, or one is lost ({error})"
+        raise SyncError(
+            f"{function}: {reason}; every rank has to call it, between steps. Where ranks have different numbers of "
+            "batches, put the training loop inside `with sync.join():`",
+            reason=reason,
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from .. import _C
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Auto, Compression
 from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
-from ..sync.optimizer_steps import innermost, is_training_step
+from ..sync.optimizer_steps import innermost, is_training_step, watch_calls
 from .agreement import agree_on_step, comparable
 from .checks import WAY_OUT, check_compression
 from .groups import ShardedGroups
@@ -91,6 +92,7 @@ class OptimizerShards:
         self._wide_state.begin()
         if not self._home.are_pieces_alone:
             self._wrapper_watch.begin(self._wrappers, self._note_failure)
+        watch_calls()
         self._hooks = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -108,7 +110,8 @@ class OptimizerShards:
     def _warn_of(self, error: ValueError) -> None:
         """Tells once why ranks do not share memory, unless nobody would expect it."""
         why = str(error).partition(". Leave")[0]
-        is_expected = "no two are on one host" in why or "FASTSYNC_SHARED_MEMORY=0" in why
+        none_could = getattr(error, "reason", None) == ""  # else it tells which rank has tried in vain, and why
+        is_expected = none_could or os.environ.get("FASTSYNC_SHARED_MEMORY") == "0"
         if self._sync._group.rank() == 0 and not is_expected:
             warnings.warn(
                 f"fastsync.shard_optimizer: {why}. So each rank has its own parameters and the state of its shard, and "

@@ -18,7 +18,7 @@ from .grad_scaler import forget_scale
 from .handle import GradientHandle
 from .handles_in_use import in_use
 from .late_parameters import LateParameters
-from .optimizer_steps import is_training_step
+from .optimizer_steps import is_training_step, watch_calls
 from .sharded_step import ShardedStep
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -123,6 +123,7 @@ def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
 @cache  # The hooks stay for the rest of the process. Without handles they do nothing.
 def watch_optimizers() -> None:
     """Lets the handles in use check and note the steps of all optimizers."""
+    watch_calls()
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 

@@ -23,6 +23,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fastsync
 from fastsync import _C
+from fastsync.errors import SyncError
 from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.optimizer_shards import train_both
 from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
@@ -626,8 +627,9 @@ def test_ranks_that_ask_for_the_state_of_different_parameters(rank: int, world_s
     step(model, optimizer, rank)
     if rank == 1:
         del optimizer.state[model[0].weight]
-    with pytest.raises(RuntimeError, match="ranks have state of different parameters"):
+    with pytest.raises(SyncError, match="ranks have state of different parameters") as raised:
         optimizer.state_dict()
+    assert raised.value.rank == 1
 
 
 @in_both_ways
