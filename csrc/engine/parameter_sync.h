@@ -77,6 +77,8 @@ class ParameterSync {
   void set_shards(std::shared_ptr<Meeting> shards) { context_.shards = std::move(shards); }
   // Does so for ranks that share no memory. The ranks must have agreed.
   void set_shards_apart();
+  // Lets the ranks have the same gradients in the first step.
+  void expect_same_data() { context_.expects_same_data = true; }
   void set_optimizer(std::string description) { optimizer_ = std::move(description); }
   // A piece of a parameter's means: the parameter's index, the piece's first value, and the means.
   using Piece = std::tuple<size_t, int64_t, at::Tensor>;
