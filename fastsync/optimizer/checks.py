@@ -12,7 +12,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ..sync.compression import LOW_RANK, Auto, Compression
 from .steps import innermost
 
-WAY_OUT = "Leave optimizer= out of attach(), on every rank: then each rank steps all parameters"
+_WITHOUT = "optimizer= out of attach(), on every rank: then each rank steps all parameters"
+WAY_OUT = f"Leave {_WITHOUT}"
+OR_ELSE = f"Or leave {_WITHOUT}"
+"""The same after another way out."""
 
 
 def has_count(optimizer: Optimizer) -> bool:

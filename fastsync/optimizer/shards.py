@@ -19,7 +19,7 @@ from .. import _C
 from .._torch_compat import foreach_add_, foreach_copy_, foreach_mul_
 from ..sync.compression import Auto, Compression
 from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
-from .checks import WAY_OUT, check_compression, has_count, state_names
+from .checks import OR_ELSE, WAY_OUT, check_compression, has_count, state_names
 from .home import Piece, ShardHome, StatePart
 from .host_memory import HostMemory
 from .masters import MASTER, WideState, rounding_of
@@ -305,7 +305,7 @@ class OptimizerShards:
                 "fastsync: with attach(optimizer=) a step takes the means that backward() has made, and "
                 "GradScaler.unscale_ has divided this rank's own gradients alone. A GradScaler calls it by itself for "
                 "an optimizer that is not fused. Make the optimizer with fused=True, and leave out unscale_(). "
-                f"{WAY_OUT}"
+                f"{OR_ELSE}"
             )
 
     def _stepped(self) -> list[int]:
@@ -327,7 +327,7 @@ class OptimizerShards:
                     "fastsync: with attach(optimizer=) a step takes the means that backward() has made, and the "
                     f"gradient of {self._names[index]} was changed since, as torch.nn.utils.clip_grad_norm_ and "
                     "GradScaler.unscale_ do. Call fastsync.clip_grad_norm_(sync, ...) alone, and make the optimizer "
-                    f"with fused=True for a GradScaler. {WAY_OUT}"
+                    f"with fused=True for a GradScaler. {OR_ELSE}"
                 )
             stepped.append(index)
         return stepped

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
 from .. import _C
-from .._checks import known_ranks, resolve_group, without_compiler
+from .._checks import resolve_group, without_compiler
+from .._torch_compat import known_ranks
 from ..elastic.elastic import MOST_FAILURES, check_no_elastic
 from ..optimizer.steps import innermost, unwrapped
 from ..sync.attach import GradientSynchronizer, is_in_join
