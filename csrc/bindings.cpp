@@ -390,6 +390,7 @@ PYBIND11_MODULE(_C, m) {
           "take_over",
           [](Synchronizer& self, Synchronizer& other) { self.locked([&] { self.sync().take_over(other.sync()); }); },
           py::arg("other"), no_gil)
+      .def("expect_same_data", locked<Synchronizer>(&ParameterSync::expect_same_data), no_gil)
       .def("set_optimizer", locked<Synchronizer>(&ParameterSync::set_optimizer), py::arg("description"), no_gil)
       .def(
           "set_shards",

@@ -17,7 +17,7 @@ from ..sync.compression import Auto, Compression
 from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
 from ..sync.optimizer_steps import innermost, is_training_step, watch_calls
 from .agreement import agree_on_step, comparable
-from .checks import WAY_OUT, check_compression
+from .checks import OR_ELSE, WAY_OUT, check_compression
 from .groups import ShardedGroups
 from .home import ShardHome
 from .host_memory import HostMemory
@@ -240,7 +240,7 @@ class OptimizerShards:
                 "fastsync: with shard_optimizer a step takes the means that backward() has made, and "
                 "GradScaler.unscale_ has divided this rank's own gradients alone. A GradScaler calls it by itself for "
                 "an optimizer that is not fused. Make the optimizer with fused=True, and leave out unscale_(). "
-                f"{WAY_OUT}"
+                f"{OR_ELSE}"
             )
 
     def _stepped(self) -> list[int]:
@@ -262,7 +262,7 @@ class OptimizerShards:
                     "fastsync: with shard_optimizer a step takes the means that backward() has made, and the "
                     f"gradient of {self._names[index]} was changed since, as torch.nn.utils.clip_grad_norm_ and "
                     "GradScaler.unscale_ do. Call fastsync.clip_grad_norm_(sync, ...) alone, and make the optimizer "
-                    f"with fused=True for a GradScaler. {WAY_OUT}"
+                    f"with fused=True for a GradScaler. {OR_ELSE}"
                 )
             stepped.append(index)
         return stepped
