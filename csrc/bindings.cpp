@@ -22,6 +22,7 @@
 #include "engine/bucket.h"
 #include "engine/ddp_hook.h"
 #include "engine/elastic_step.h"
+#include "engine/optimizer_calls.h"
 #include "engine/parameter_gather.h"
 #include "engine/sharded.h"
 #include "engine/synchronizer.h"
@@ -50,6 +51,7 @@ using fastsync::GatherWork;
 using fastsync::HookPlace;
 using fastsync::HookState;
 using fastsync::ModelBuffers;
+using fastsync::NoSharedTensors;
 using fastsync::Op;
 using fastsync::ParameterGather;
 using fastsync::ParameterSync;
@@ -295,6 +297,17 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&make_shared<fastsync::Liveness, Group, std::string>), py::arg("process_group"), py::arg("engine"))
       .def("silent_ranks", &fastsync::Liveness::silent_ranks, no_gil);
 
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) {
+        std::rethrow_exception(thrown);
+      }
+    } catch (const NoSharedTensors& error) {
+      const py::object raised = py::handle(PyExc_ValueError)(error.what_without_backtrace());
+      raised.attr("reason") = error.reason;
+      PyErr_SetObject(PyExc_ValueError, raised.ptr());
+    }
+  });
   py::class_<SharedTensors, std::shared_ptr<SharedTensors>>(m, "SharedTensors")
       .def(py::init(&make_shared<SharedTensors, Group, int64_t, int64_t>), py::arg("process_group"), py::arg("bytes"),
            py::arg("num_numbers"))
@@ -377,6 +390,7 @@ PYBIND11_MODULE(_C, m) {
           "take_over",
           [](Synchronizer& self, Synchronizer& other) { self.locked([&] { self.sync().take_over(other.sync()); }); },
           py::arg("other"), no_gil)
+      .def("expect_same_data", locked<Synchronizer>(&ParameterSync::expect_same_data), no_gil)
       .def("set_optimizer", locked<Synchronizer>(&ParameterSync::set_optimizer), py::arg("description"), no_gil)
       .def(
           "set_shards",
@@ -460,6 +474,8 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "close_connections", [](const Group& group) { fastsync::close_connections(*group); }, py::arg("process_group"),
       no_gil);
+  fastsync::watch_optimizer_calls();
+  m.def("optimizer_calls", &fastsync::optimizer_calls);
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def(
       "check_device", [](const Group& group, c10::Device device) { fastsync::check_device(*group, device); },

@@ -79,6 +79,8 @@ class ParameterSync {
   void set_shards_apart();
   // The description of what ranks do with their shards, which has to be equal on all of them. Empty without shards.
   void set_optimizer(std::string description);
+  // Lets the ranks have the same gradients in the first step.
+  void expect_same_data() { context_.expects_same_data = true; }
   // A piece of a parameter's means: the parameter's index, the piece's first value, and the means.
   using Piece = std::tuple<size_t, int64_t, at::Tensor>;
   // This rank's pieces. They stay in the same memory from step to step, until their number is another.

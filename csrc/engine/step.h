@@ -34,6 +34,7 @@ struct StepContext {
   // Null unless ranks keep shards of the means. Then the gradients stay this rank's own, and the ranks tell each other
   // the statistics of their shards.
   std::shared_ptr<Meeting> shards = nullptr;
+  bool expects_same_data = false;  // whether no rank is warned if all ranks have the same gradients in the first step
 
   // The results of the newest step.
   NamedValues::Tensors means = {};     // the means of what was piggybacked

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from .. import _C
 from .._torch_compat import own_buffers
 from ..distributed import every_rank_calls
+from ..errors import SyncError
 from ..messages import check_at_least
 from ..sync.attach import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
@@ -51,8 +52,8 @@ KEYS_OF_FIRST = _KEYS.format(1, 0)
 _num_made = 0
 
 
-class RankLostError(RuntimeError):
-    """A rank was lost in this step. ``Elastic`` catches it, and the step runs again.
+class RankLostError(SyncError):
+    """A rank was lost in this step, or its backward has failed. ``Elastic`` catches it, and the step runs again.
 
     ``fastsync.ppo.train`` raises it if a rank is lost before the training has begun.
     """
@@ -335,7 +336,8 @@ class Elastic:
         """
         step = self._step
         step.is_inside = False
-        error = error or RankLostError("fastsync.Elastic: a rank has failed in this step")
+        reason = "a rank has failed in this step"
+        error = error or RankLostError(f"fastsync.Elastic: {reason}", step=step.num_finished, reason=reason)
         if not self._is_of_lost_rank(error) or self._fails_again() or step.is_half_done:
             self._has_ended = True
             self._members.leave()
@@ -471,7 +473,7 @@ class Elastic:
 _made: weakref.WeakSet[Elastic] = weakref.WeakSet()
 
 
-def check_no_elastic(weights: Iterable[Tensor], argument: str, why: str) -> None:
+def check_no_elastic(weights: Iterable[Tensor], argument: str, kind: str) -> None:
     """Raises ValueError if an ``Elastic`` whose steps have not ended trains one of these weights."""
     ids = frozenset(map(id, weights))
 
@@ -482,7 +484,10 @@ def check_no_elastic(weights: Iterable[Tensor], argument: str, why: str) -> None
         return
     gc.collect()  # it is in reference cycles, so it may be garbage that was not collected yet
     if found():
-        raise ValueError(f"{argument}: an Elastic trains these weights, and its steps have not ended. {why}")
+        raise ValueError(
+            f"{argument}: an Elastic trains these weights, and its steps have not ended. A lost or new rank would "
+            f"be one of Elastic's and none of the {kind}'s. Leave Elastic out, as {kind} goes on without lost sites"
+        )
 
 
 class Step(_C.ElasticStep):
@@ -552,7 +557,13 @@ class Step(_C.ElasticStep):
                 "fastsync.Elastic: the optimizer was about to step, and no backward of this block has averaged "
                 "gradients; put the backward into the block, and let its errors leave the block"
             )
-        raise RankLostError("fastsync.Elastic: this rank's backward has failed, so the step runs again")
+        reason = "this rank's backward has failed"
+        raise RankLostError(
+            f"fastsync.Elastic: {reason}, so the step runs again",
+            ranks=[self._elastic._members.own],
+            step=self.num_finished,
+            reason=reason,
+        )
 
 
 def members_store(ranks: Sequence[int], given: Store | None = None) -> Store | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ..errors import SyncError
 from .membership import Members, Membership, another_connection, host_of
 from .peer_watch import PeerWatch
 
@@ -89,8 +90,8 @@ class MembershipLoop:
                 if decided.needs_nothing:
                     return decided
                 if max(decided.progress.values()) < 0:
-                    all_lost = "all ranks are lost that had the training's state; start it again"
-                    raise RuntimeError(f"{self.members.name}: {all_lost}") from error
+                    all_lost = "all ranks are lost that had the training's state"
+                    raise SyncError(f"{self.members.name}: {all_lost}; start it again", reason=all_lost) from error
                 group = self.form_group()
                 if group is not None:
                     try:
@@ -103,8 +104,12 @@ class MembershipLoop:
                 first = None
                 num_failures += 1
                 if num_failures > len(decided.members) + MOST_FAILURES:
-                    raise RuntimeError(
-                        f"{self.members.name}: ranks {decided.members} could not go on together, {num_failures} times"
+                    reason = f"ranks {decided.members} could not go on together, {num_failures} times"
+                    raise SyncError(
+                        f"{self.members.name}: {reason}",
+                        ranks=decided.members,
+                        step=max(decided.progress.values()),
+                        reason=reason,
                     ) from error
         except BaseException:
             if first is None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ..distributed import gloo_group
+from ..errors import SyncError
 from .peer_watch import PeerWatch, reachable
 
 POLL_SECONDS = 0.004
@@ -28,8 +29,8 @@ PROCESS = "FASTSYNC_PROCESS"
 """Environment variable: this process's number in ``fastsync launch local``, which asks for the rank it has become."""
 
 
-class TooFewRanksError(RuntimeError):
-    """Fewer ranks are left than the training needs."""
+class TooFewRanksError(SyncError):
+    """Fewer ranks are left than the training needs. ``ranks`` are those that are left."""
 
 
 @dataclass(frozen=True)
@@ -149,18 +150,22 @@ class Members:
             if len(told) + len(new) >= self._min_ranks:
                 self._store.compare_set(key, "", self._proposal(told, new).to_json())
             elif is_late:
+                reason = f"{len(told)} of ranks {self.now.members} are left, and min_ranks={self._min_ranks}"
                 raise TooFewRanksError(
-                    f"{self.name}: {len(told)} of ranks {self.now.members} are left, and min_ranks="
-                    f"{self._min_ranks}; no others have joined within {self._timeout:g} s"
+                    f"{self.name}: {reason}; no others have joined within {self._timeout:g} s",
+                    ranks=told,
+                    step=progress,
+                    reason=reason,
                 )
             else:
                 time.sleep(LOOK_SECONDS / 2)
         decided = Membership.from_json(self._store.get(key))
         if self.own not in decided.progress:
-            raise RuntimeError(
-                f"{self.name}: ranks {decided.members} have gone on without rank {self.own}, which was silent for "
-                f"{self._timeout:g} s, or could not be reached; {self._way_back}"
+            reason = (
+                f"ranks {decided.members} have gone on without rank {self.own}, which was silent for "
+                f"{self._timeout:g} s, or could not be reached"
             )
+            raise SyncError(f"{self.name}: {reason}; {self._way_back}", ranks=[self.own], step=progress, reason=reason)
         self._take(decided)
         return decided
 
@@ -297,10 +302,12 @@ class Members:
             if any(reachable(address) for address in newest.addresses.values()):
                 seen = time.monotonic()
             elif time.monotonic() - seen > limit:
-                raise RuntimeError(
-                    f"{self.name}: this process waited to join ranks {newest.members}, none of which could be "
-                    f"reached for {limit:g} s; they have ended, or are lost"
+                reason = (
+                    f"this process waited to join ranks {newest.members}, none of which could be reached for "
+                    f"{limit:g} s"
                 )
+                text = f"{self.name}: {reason}; they have ended, or are lost"
+                raise SyncError(text, ranks=newest.members, reason=reason)
             time.sleep(LOOK_SECONDS / 2)
 
     def leave(self) -> None:

@@ -13,7 +13,10 @@ from ..sync.attach import GradientSynchronizer
 from ..sync.compression import LOW_RANK, Auto, Compression
 from ..sync.optimizer_steps import innermost
 
-WAY_OUT = "Leave shard_optimizer out, on every rank: then each rank steps all parameters"
+_WITHOUT = "shard_optimizer out, on every rank: then each rank steps all parameters"
+WAY_OUT = f"Leave {_WITHOUT}"
+OR_ELSE = f"Or leave {_WITHOUT}"
+"""The same after another way out."""
 
 
 def check_attached(sync: object) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import _C
 from .._torch_compat import foreach_copy_
 from ..autotune.choose import Candidate, in_engine
+from ..errors import SyncError
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Compression
 from .home import ShardHome, StatePart
@@ -67,10 +68,10 @@ class OwnShards(ShardHome):
         what = "gathering the optimizer's state, as state_dict() and detach() do on every rank,"
         told = self._sync._engine.compare([float(zlib.crc32(repr(sorted(parts)).encode()))], what)
         if any(theirs != told[0] for theirs in told):
-            raise RuntimeError(
-                f"fastsync: {what} found that ranks have state of different parameters: load the same state on every "
-                "rank"
-            )
+            reason = "ranks have state of different parameters"
+            differ = [rank for rank, theirs in enumerate(told) if theirs != told[0]]
+            text = f"fastsync: {what} found that {reason}: load the same state on every rank"
+            raise SyncError(text, ranks=differ, reason=reason)
         copies = {part: torch.empty_like(self._parameters[part[0]].detach(), dtype=self.dtype(part)) for part in parts}
         for name in sorted({name for _, name in parts}):
             whole = {index: copy for (index, part), copy in copies.items() if part == name}
@@ -93,9 +94,13 @@ class OwnShards(ShardHome):
         whole = {index: self._parameters[index].detach() for index in stepped}
         failed = self._gather(NEW_PARAMETERS, None, whole, has_failed)
         if failed and not has_failed:
-            raise RuntimeError(
+            reason = f"rank {failed[0]} has failed"
+            raise SyncError(
                 f"fastsync: the step of the optimizer failed on rank {self._sync._group.rank()} of "
-                f"{self._sync._group.size()}: rank {failed[0]} has failed"
+                f"{self._sync._group.size()}: {reason}",
+                ranks=failed,
+                step=self._sync._engine.num_steps() - 1,
+                reason=reason,
             )
 
     def _gather(

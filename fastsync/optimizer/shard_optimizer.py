@@ -7,7 +7,6 @@ from weakref import WeakSet
 from torch.optim import Optimizer
 
 from .._checks import check_bool
-from ..elastic.elastic import check_no_elastic
 from ..sync.attach import GradientSynchronizer, is_in_join
 from ..sync.optimizer_steps import from_outside_in
 from ..sync.outer_in_use import check_no_outer
@@ -75,7 +74,8 @@ def shard_optimizer(
         check_masters(inner, named)
     if sync._group.size() > 1 or has_masters:
         check_no_outer(named.values(), "sync", f"ranks that step shards cannot each change weights. {WAY_OUT}")
-        check_no_elastic(named.values(), "sync", f"A lost rank would take its shard with it. {WAY_OUT}")
+        if sync._is_in_elastic():
+            raise ValueError(f"sync: an Elastic trains with it, and a lost rank would take its shard along. {WAY_OUT}")
         shards = OptimizerShards(sync, inner, master_weights, parameter_wire, from_outside_in(optimizer)[:-1])
         shards.begin()
         sync._optimizer_shards = shards

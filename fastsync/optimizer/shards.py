@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -14,9 +15,9 @@ from .. import _C
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Auto, Compression
 from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
-from ..sync.optimizer_steps import innermost, is_training_step
+from ..sync.optimizer_steps import innermost, is_training_step, watch_calls
 from .agreement import agree_on_step, comparable
-from .checks import WAY_OUT, check_compression
+from .checks import OR_ELSE, WAY_OUT, check_compression
 from .groups import ShardedGroups
 from .home import ShardHome
 from .host_memory import HostMemory
@@ -91,6 +92,7 @@ class OptimizerShards:
         self._wide_state.begin()
         if not self._home.are_pieces_alone:
             self._wrapper_watch.begin(self._wrappers, self._note_failure)
+        watch_calls()
         self._hooks = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -108,7 +110,8 @@ class OptimizerShards:
     def _warn_of(self, error: ValueError) -> None:
         """Tells once why ranks do not share memory, unless nobody would expect it."""
         why = str(error).partition(". Leave")[0]
-        is_expected = "no two are on one host" in why or "FASTSYNC_SHARED_MEMORY=0" in why
+        none_could = getattr(error, "reason", None) == ""  # else it tells which rank has tried in vain, and why
+        is_expected = none_could or os.environ.get("FASTSYNC_SHARED_MEMORY") == "0"
         if self._sync._group.rank() == 0 and not is_expected:
             warnings.warn(
                 f"fastsync.shard_optimizer: {why}. So each rank has its own parameters and the state of its shard, and "
@@ -237,7 +240,7 @@ class OptimizerShards:
                 "fastsync: with shard_optimizer a step takes the means that backward() has made, and "
                 "GradScaler.unscale_ has divided this rank's own gradients alone. A GradScaler calls it by itself for "
                 "an optimizer that is not fused. Make the optimizer with fused=True, and leave out unscale_(). "
-                f"{WAY_OUT}"
+                f"{OR_ELSE}"
             )
 
     def _stepped(self) -> list[int]:
@@ -259,7 +262,7 @@ class OptimizerShards:
                     "fastsync: with shard_optimizer a step takes the means that backward() has made, and the "
                     f"gradient of {self._names[index]} was changed since, as torch.nn.utils.clip_grad_norm_ and "
                     "GradScaler.unscale_ do. Call fastsync.clip_grad_norm_(sync, ...) alone, and make the optimizer "
-                    f"with fused=True for a GradScaler. {WAY_OUT}"
+                    f"with fused=True for a GradScaler. {OR_ELSE}"
                 )
             stepped.append(index)
         return stepped

@@ -29,6 +29,7 @@ from torch.optim import SGD, Optimizer
 
 from .. import _C
 from .._checks import resolve_group, without_compiler
+from .._torch_compat import known_ranks
 from ..elastic.elastic import check_no_elastic
 from ..elastic.loop import MOST_FAILURES
 from ..sync.attach import GradientSynchronizer, is_in_join
@@ -127,11 +128,7 @@ class DiLoCo:
         group = resolve_group(process_group)
         tensors.ranks_that_train_together()  # or an error, before anything is sent
         check_not_left_to_each_rank(model, group, type(self).__name__)
-        own = type(self).__name__
-        check_no_elastic(
-            named.values(), "model", f"A lost or new rank would be one of Elastic's and none of the {own}'s. Leave "
-            f"Elastic out, as {own} goes on without lost sites",
-        )  # fmt: skip
+        check_no_elastic(named.values(), "model", type(self).__name__)
         _check_number("sync_every", sync_every, 1, sys.maxsize)
         _check_number("fragments", fragments, 1, min(len(named), sync_every))
         _check_number("fragment_sync_delay", fragment_sync_delay, 0, sync_every - 1)
@@ -154,6 +151,7 @@ class DiLoCo:
         self._num_final = 0  # how many fragments were averaged in a row after all loops had ended
         self._is_resumed = False
         self._knows_masters = on_merge is not None
+        self._unchecked_ranks = frozenset(known_ranks(group))  # until the first mean
         self._block: BlockSteps | None = None
         self._background = BackgroundCalls()
         atexit.register(_end_background_calls, weakref.ref(self))
@@ -362,6 +360,7 @@ class DiLoCo:
                 self._send(fragment)
 
     def _send(self, fragment: Fragment, *, has_ended: bool = False) -> None:
+        self._warn_of_one_site()
         with _on_the_host():
             change = fragment.take_change(has_ended=has_ended)
         self._num_sent += 1
@@ -371,6 +370,16 @@ class DiLoCo:
         else:
             arrival = self._background.start(partial(self._average, fragment, change, self._num_sent, self._step))
             fragment.under_way = UnderWay(self._step + self._delay, arrival)
+
+    def _warn_of_one_site(self) -> None:
+        ranks, self._unchecked_ranks = self._unchecked_ranks, frozenset()
+        if len(ranks) > 1 and self._sites.own == min(ranks) and ranks <= self._trains_with:
+            warnings.warn(
+                f"fastsync: the gradients of ranks {sorted(ranks)} are averaged at each step already, so a "
+                f"{type(self).__name__} over the same ranks adds nothing. Average gradients inside each site only, as "
+                "by attach(model, process_group=mesh['ranks']), or leave one of the two out",
+                stacklevel=2,
+            )
 
     def _receive(self, fragment: Fragment) -> None:
         """Merges a fragment that is under way. Waits for it no longer than the group does, and raises its error."""
@@ -427,8 +436,13 @@ class DiLoCo:
     @cached_property
     def _site(self) -> set[int]:
         """The ranks of this site, with which this one trains. Only this one if all of them average in one group."""
-        site = self._tensors.ranks_that_train_together()
+        site = self._trains_with
         return {self.rank} if self._sites.joins or len(site & {*self._sites.ranks}) != 1 else site
+
+    @cached_property
+    def _trains_with(self) -> set[int]:
+        """The ranks that average their gradients with this one at each step."""
+        return self._tensors.ranks_that_train_together()
 
     def stats(self) -> list[SyncStats]:
         """Returns statistics of each fragment's synchronisations since the newest loss of a site. ``TopK`` has none."""

@@ -143,7 +143,9 @@ class Fragment:
         self._num_ranks = group.size()
         if isinstance(self._compression, TopK):
             return TopKAverager(self.outer, self._compression, group)
-        return GradientSynchronizer(self.outer, self._compression, group, overlap=False)
+        averager = GradientSynchronizer(self.outer, self._compression, group, overlap=False)
+        averager._engine.expect_same_data()  # the ranks of a site move alike
+        return averager
 
     @torch.no_grad()
     def take_over(self) -> None:

@@ -22,6 +22,7 @@ from .._torch_compat import default_store
 from ..elastic.elastic import JOINS, STORE, members_store
 from ..elastic.loop import MembershipLoop
 from ..elastic.membership import Membership, another_connection
+from ..errors import SyncError
 
 MOST_SILENCES = 2  # checks in a row without a heartbeat after which a rank is given up; each takes some seconds
 PATIENCE_SECONDS = 1.0  # before the first check
@@ -32,7 +33,7 @@ Progress = Mapping[int, int]
 """How far each rank has come, by its number; -1 for one that is new."""
 
 
-class RankJoinsError(RuntimeError):
+class RankJoinsError(SyncError):
     """A rank waits to join. The members break off what they do, and go on with it."""
 
 
@@ -89,10 +90,14 @@ class SurvivingGroup:
         if group is None:
             dead = sorted(self._membership.watch.dead())
             unreachable = {each: self._members.now.addresses[each] for each in dead}
-            raise RuntimeError(
-                f"fastsync: rank {self.own} could not connect to all of ranks {self.ranks}; these did not answer: "
-                f"{unreachable}. If these addresses are not those of the link between sites, set GLOO_SOCKET_IFNAME to "
-                "its interface, on every host"
+            reason = (
+                f"rank {self.own} could not connect to all of ranks {self.ranks}; these did not answer: {unreachable}"
+            )
+            raise SyncError(
+                f"fastsync: {reason}. If these addresses are not those of the link between sites, set "
+                "GLOO_SOCKET_IFNAME to its interface, on every host",
+                ranks=unreachable,
+                reason=reason,
             )
         self._use(group)
 
@@ -160,10 +165,12 @@ class SurvivingGroup:
         try:
             return self._members.agree(progress, has_ended=False, takes_new=takes_new, silent=self._silences())
         except dist.DistError as unreachable:
-            raise RuntimeError(
-                f"fastsync: rank {self.own} has lost some of ranks {self.ranks} ({error}), and the store that would "
-                f"tell which does not answer ({unreachable}); it has to live on a host that is not lost"
-            ) from error
+            reason = (
+                f"rank {self.own} has lost some of ranks {self.ranks} ({error}), and the store that would tell which "
+                f"does not answer ({unreachable})"
+            )
+            text = f"fastsync: {reason}; it has to live on a host that is not lost"
+            raise SyncError(text, step=progress, reason=reason) from error
 
     def check_same_sites(self, number: int, sites: Sequence[int], own_site: Sequence[int]) -> None:
         """Checks that the ranks of this site have averaged the same sites in a mean, before they move their weights.
@@ -179,10 +186,16 @@ class SurvivingGroup:
         theirs = self._common_store.compare_set(key.format(number), "", mine).decode()
         if theirs != mine:
             self._members.leave()
-            raise RuntimeError(
-                f"fastsync: a rank was lost amid a mean of the sites. Rank {self.own} has averaged the sites of ranks "
-                f"{mine}, and another rank of its site {[*own_site]} those of ranks {theirs}, so the weights in this "
-                "site would part. The training cannot go on; start it again from the checkpoints of all ranks"
+            reason = (
+                f"Rank {self.own} has averaged the sites of ranks {mine}, and another rank of its site {[*own_site]} "
+                f"those of ranks {theirs}"
+            )
+            raise SyncError(
+                f"fastsync: a rank was lost amid a mean of the sites. {reason}, so the weights in this site would "
+                "part. The training cannot go on; start it again from the checkpoints of all ranks",
+                ranks={*sites} ^ {*json.loads(theirs)},
+                step=number,
+                reason=reason,
             )
         with suppress(RuntimeError, NotImplementedError):
             self._common_store.delete_key(key.format(number - KEPT_MEANS))

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed import Heartbeats, dist_sum, resolve_group
+from ..errors import SyncError
 
 ROW = 512
 """How many numbers the first collective of ``all_gather`` takes from each rank."""
 
 
-class MissingRankError(RuntimeError):
-    """A collective has failed, because a rank is lost or late."""
+class MissingRankError(SyncError):
+    """A collective has failed, because a rank is lost or late. ``ranks`` are those that do not answer, if asked."""
 
 
 class Exchange:
@@ -80,16 +81,11 @@ class Exchange:
         try:
             self.group.allgather(gathered, mine).wait()
         except RuntimeError as error:
-            missing = "" if self._heartbeats is None else f", {_who_is_missing(self._heartbeats)}"
-            raise MissingRankError(
-                f"fastsync train: rank {self.rank} of {self.world_size} waited for the others in vain{missing} "
-                f"({error})"
-            ) from error
+            silent: list[int] = []
+            reason = f"rank {self.rank} of {self.world_size} waited for the others in vain"
+            if self._heartbeats is not None:
+                with suppress(RuntimeError):  # the store does not answer
+                    silent = self._heartbeats.silent_ranks()
+                reason += f", and ranks {silent} do not answer" if silent else ", and no rank is known to be lost"
+            raise MissingRankError(f"fastsync train: {reason} ({error})", ranks=silent, reason=reason) from error
         return gathered
-
-
-def _who_is_missing(heartbeats: Heartbeats) -> str:
-    silent: list[int] = []
-    with suppress(RuntimeError):  # the store does not answer
-        silent = heartbeats.silent_ranks()
-    return f"and ranks {silent} do not answer" if silent else "and no rank is known to be lost"

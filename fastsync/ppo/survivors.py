@@ -96,9 +96,11 @@ class Survivors:
             lost = sorted({*before} - {*left})
             if not lost:
                 raise
+            reason = f"ranks {lost} were lost before the training had begun"
             raise RankLostError(
-                f"fastsync train: ranks {lost} were lost before the training had begun, so ranks {left} end, too. "
-                "Nothing was learned yet: start the run again"
+                f"fastsync train: {reason}, so ranks {left} end, too. Nothing was learned yet: start the run again",
+                ranks=lost,
+                reason=reason,
             ) from error
 
     def serve(self, use_group: Callable[[], None], has_failed: Callable[[], bool]) -> None:
@@ -153,7 +155,7 @@ class Survivors:
             self.group = group
             try:
                 if self._members.has_lost():  # before anybody knew of the new group
-                    raise RuntimeError("fastsync train: another rank is lost")
+                    raise RankLostError("fastsync train: another rank is lost", reason="another rank is lost")
                 if self._num_done == number == max(decided.progress.values()):
                     put_back()
                 self._use_group()

@@ -53,6 +53,7 @@ class GradientSynchronizer(WatchedHandle):
     """
 
     _claimed_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
+    _made_by = "fastsync.attach"
     _late_reason = (
         "it came into the model after attach(), or could not be averaged then. Call detach() of the handle and attach "
         "the model again, on every rank. If each rank is to have its own, name it in ignored_states. A step that is "
@@ -216,9 +217,13 @@ class GradientSynchronizer(WatchedHandle):
         finally:
             self._shared = before
 
-    def _refuse_join_with_elastic(self) -> None:
+    def _is_in_elastic(self) -> bool:
+        """Tells whether an ``Elastic`` whose steps have not ended was made with this handle."""
         elastic = None if self._elastic is None else self._elastic()
-        if elastic is not None and not elastic.has_ended:
+        return elastic is not None and not elastic.has_ended
+
+    def _refuse_join_with_elastic(self) -> None:
+        if self._is_in_elastic():
             raise RuntimeError(
                 "fastsync: join() was called where an Elastic trains these weights, whose steps() tell each rank how "
                 "many there are; leave join() out"
@@ -487,7 +492,7 @@ class GradientSynchronizer(WatchedHandle):
         if optimizer not in self._examined and any(True for _ in self._stepped_by(optimizer)):
             check_not_in_ddp(self._named, "fastsync.attach")
             self._examined.add(optimizer)
-        if not self._is_enabled:
+        if not self._averages():
             return
         if self._shared is not None and any(True for _ in self._stepped_by(optimizer)):
             self._shared.check_step(optimizer)
@@ -495,17 +500,22 @@ class GradientSynchronizer(WatchedHandle):
         # An engine's lock is held while it waits for other ranks. So a step asks only the engines that it belongs to.
         if next(self._stepped_by(optimizer), None) is None:
             return
-        way_out = (
+        self._check_was_averaged(optimizer)
+        stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
+        if stepped is not None:
+            self._check_not_made_of_samples(stepped, optimizer)
+
+    def _averages(self) -> bool:
+        return self._is_enabled
+
+    def _way_to_average(self) -> str:
+        return (
             "run the last backward() outside no_sync(), or, with a schedule of torch.distributed.pipelining that "
             "computes gradients past all hooks, as zero-bubble ones do, use attach(overlap=False), and call "
             "synchronize() after schedule.step()"
             if self._overlaps
             else "call synchronize() before it"
         )
-        self._check_was_averaged(optimizer, "fastsync.attach", way_out)
-        stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
-        if stepped is not None:
-            self._check_not_made_of_samples(stepped, optimizer)
 
     def _check_not_made_of_samples(self, parameter: Tensor, optimizer: Optimizer) -> None:
         """Raises RuntimeError if .grad was made of per-sample gradients after the sync, as Opacus does in its step."""

@@ -74,10 +74,12 @@ def clip_grad_norm_(
         )
     for handle in handles:
         if handle._deferred_clip_step == handle._engine.num_steps() and not handle._engine.is_captured():
+            or_else = "" if handle._optimizer_shards is not None else ", or leave optimizer out both times"
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step; clip "
-                "once after each synchronised backward, or leave optimizer out both times"
+                f"once after each synchronised backward{or_else}"
             )
+        handle._check_may_be_clipped()
     known_to_scaler = optimizer
     if optimizer is not None:
         all_of_it = from_outside_in(_checked(optimizer))
@@ -233,7 +235,8 @@ def _known_norm(sync: WatchedHandle) -> Tensor | None:
 
     They are if Python has read no ``.grad`` since backward, and no later backward has added to one.
     """
-    is_known = sync._engine.num_steps() == 0 or sync._engine.gradients_are_unchanged()
+    has_none = sync._engine.num_steps() == 0 and all(parameter.grad is None for parameter in sync.parameters())
+    is_known = has_none or sync._engine.gradients_are_unchanged()
     return sync.grad_stats().grad_norm if is_known else None
 
 

@@ -55,6 +55,7 @@ class CommHook(HookState, WatchedHandle):
         "by register_comm_hook on a DistributedDataParallel that has it; leave one of the two out. To attach a model "
         "that was wrapped, drop the wrapper first"
     )
+    _made_by = "fastsync.register_comm_hook"
     _late_reason = (
         "it was frozen, or not there, when DistributedDataParallel took the model, and DDP decides then what it "
         "averages. Wrap the model again, and call register_comm_hook anew. If each rank is to have its own, name it in "
@@ -147,16 +148,20 @@ class CommHook(HookState, WatchedHandle):
         It raises as well if the optimizer steps a parameter of the model that DDP does not serve.
         """
         super()._check_before_step(optimizer)
-        ddp_model = self._ddp_model()
-        if ddp_model is not None and ddp_model.require_backward_grad_sync:  # false inside no_sync()
+        if self._averages():
             self._check_nothing_is_late(optimizer)
             if any(True for _ in self._stepped_by(optimizer)):
-                self._check_was_averaged(
-                    optimizer,
-                    "fastsync.register_comm_hook",
-                    "call the DistributedDataParallel model itself and not its .module, and give the model its device "
-                    "and dtype before you wrap it",
-                )
+                self._check_was_averaged(optimizer)
+
+    def _averages(self) -> bool:
+        ddp_model = self._ddp_model()
+        return ddp_model is not None and ddp_model.require_backward_grad_sync  # false inside no_sync()
+
+    def _way_to_average(self) -> str:
+        return (
+            "call the DistributedDataParallel model itself and not its .module, and give the model its device and "
+            "dtype before you wrap it"
+        )
 
     def _claimed_parameters(self) -> list[nn.Parameter]:
         return [] if self._ddp_model() is None else self._parameters

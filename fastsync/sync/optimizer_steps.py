@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import threading
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-# The code of the function that PyTorch puts around ``step`` of each optimizer class. It calls the hooks.
-_CALLS_HOOKS = Optimizer.profile_hook_step(lambda self: None).__code__
+from .. import _C
+
 _MOST_WRAPPERS = 8  # around one another; one that is in its own .optimizer has no end
 
 
@@ -46,20 +50,63 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+class _Call(NamedTuple):
+    """A call of an optimizer's ``step`` that is under way."""
+
+    optimizer: int
+    """The optimizer's id."""
+    is_outermost: bool
+    """Whether no other call of the same optimizer's ``step`` has called it."""
+    makes_state: bool
+    """Whether it can only make state, or is inside a call that can."""
+
+
+class _Calls(threading.local):
+    """What is known of the calls that a thread is inside, by their numbers."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, _Call] = {}
+
+
+_calls = _Calls()
+
+
+@cache  # The hook stays for the rest of the process.
+def watch_calls() -> None:
+    """Lets ``is_training_step`` know each call. Call it before hooks are registered that ask."""
+    register_optimizer_step_pre_hook(_note_call)
+
+
 def is_training_step(optimizer: Optimizer) -> bool:
     """Tells, in a step hook, whether the outermost ``step`` of a training step has called it.
 
     Two other calls reach the hooks: a step that calls ``super().step()``, and ``torch.distributed.checkpoint``, which
-    steps a new optimizer with zeros to make its state. PyTorch calls the hooks with the same arguments then, so the
-    call stack is the only difference. A counter of nested calls would be wrong after a step that has failed.
+    steps a new optimizer with zeros to make its state. PyTorch calls the hooks with the same arguments then. A counter
+    of nested calls would be wrong after a step that has failed, so the extension tells which calls are under way.
     """
-    checkpoint = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    makes_state = getattr(getattr(checkpoint, "_init_optim_state", None), "__code__", None)
-    num_calls = 0
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        if frame.f_code is makes_state:
-            return False
-        num_calls += frame.f_code is _CALLS_HOOKS and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return num_calls <= 1
+    numbers = _C.optimizer_calls()
+    call = _calls.known.get(numbers[-1]) if numbers else None  # compiled code tells of none
+    return call is None or (call.is_outermost and not call.makes_state)
+
+
+def _note_call(optimizer: Optimizer, args: object, kwargs: Mapping[str, Any]) -> None:
+    numbers = _C.optimizer_calls()
+    known = {number: call for number, call in _calls.known.items() if number in numbers}
+    if numbers:
+        is_outermost = all(call.optimizer != id(optimizer) for call in known.values())
+        makes_state = any(call.makes_state for call in known.values()) or _makes_state_only(optimizer, kwargs)
+        known[numbers[-1]] = _Call(id(optimizer), is_outermost, makes_state)
+    _calls.known = known
+
+
+def _makes_state_only(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step begins that can only make the optimizer's state: no state yet, no closure, no rate, no gradient.
+
+    Trainers do not name a closure that is None. So nobody waits for a device to tell whether gradients are zero.
+    """
+    if kwargs.get("closure", True) is not None or optimizer.state:
+        return False
+    if any(float(group.get("lr", 0.0)) for group in optimizer.param_groups):
+        return False
+    gradients = (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
+    return not any(bool(gradient.any()) for gradient in gradients)

@@ -18,7 +18,7 @@ from .grad_scaler import forget_scale
 from .handle import GradientHandle
 from .handles_in_use import in_use
 from .late_parameters import LateParameters
-from .optimizer_steps import is_training_step
+from .optimizer_steps import is_training_step, watch_calls
 from .sharded_step import ShardedStep
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -34,6 +34,8 @@ class WatchedHandle(GradientHandle):
     """Lets each rank step a shard of the parameters; None without ``shard_optimizer``."""
     _late_reason: ClassVar[str]
     """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
+    _made_by: ClassVar[str]
+    """The call that the handle is of, for errors."""
     _steps_before: WeakKeyDictionary[Optimizer, int]
     """The number of syncs at each optimizer's newest step."""
     _ids: frozenset[int]
@@ -60,14 +62,16 @@ class WatchedHandle(GradientHandle):
                 "backward() has returned, or do not attach these parameters"
             )
 
-    def _check_was_averaged(self, optimizer: Optimizer, what: str, way_out: str) -> None:
-        """Raises RuntimeError if an optimizer is about to step with a gradient that no rank has averaged.
+    @abstractmethod
+    def _averages(self) -> bool:
+        """Whether this rank's backwards are meant to be averaged: false inside ``no_sync``."""
 
-        Args:
-            optimizer: steps parameters of this handle.
-            what: the call that the handle is of.
-            way_out: how to get an average.
-        """
+    @abstractmethod
+    def _way_to_average(self) -> str:
+        """Returns how to get an average, for errors."""
+
+    def _check_was_averaged(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if an optimizer is about to step with a gradient that no rank has averaged."""
         own = set(map(id, self._engine.with_own_gradients()))  # asked before Python reads any .grad
         num_steps = self._engine.num_steps()
         is_synced = self._steps_before.get(optimizer, 0) != num_steps
@@ -75,16 +79,33 @@ class WatchedHandle(GradientHandle):
             self._steps_before[optimizer] = num_steps
             return
         late = (p for p in self._stepped_by(optimizer) if id(p) in own or not is_synced)
-        # zero_grad(set_to_none=False) leaves zeros to models of the optimizer that had no backward in this step.
-        stepped = next((p for p in late if p.grad is not None and (p.grad.is_sparse or bool(p.grad.any()))), None)
+        stepped = _first_with_gradient(late)
         if stepped is not None and not self._engine.is_captured():
-            name = next(name for name, parameter in self._named_parameters().items() if parameter is stepped)
+            kind, name = type(optimizer).__name__, self._name_of(stepped)
+            what = f"{kind} was about to step with gradients that no rank has averaged, such as that of {name}"
+            if id(stepped) not in own and num_steps > 0:
+                what = (
+                    f"{kind} has stepped with these gradients already, such as that of {name}, or no rank has averaged "
+                    "them: no backward() was averaged since its step before"
+                )
             raise RuntimeError(
-                f"{what}: {type(optimizer).__name__} was about to step with gradients that no rank has averaged, such "
-                f"as that of {name}; {way_out}, on every rank. A step that is meant to be this rank's own belongs "
-                "inside no_sync()"
+                f"{self._made_by}: {what}; {self._way_to_average()}, on every rank. A step that is meant to be this "
+                "rank's own belongs inside no_sync()"
             )
         self._steps_before[optimizer] = num_steps
+
+    def _check_may_be_clipped(self) -> None:
+        """Raises RuntimeError if gradients are about to be clipped, and no rank has averaged any yet."""
+        if not self._averages() or self._engine.num_steps() > 0:
+            return
+        if (clipped := _first_with_gradient(self.parameters())) is not None:
+            raise RuntimeError(
+                "fastsync.clip_grad_norm_: it was about to clip gradients that no rank has averaged, such as that of "
+                f"{self._name_of(clipped)}; {self._way_to_average()}, on every rank"
+            )
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return next(name for name, each in self._named_parameters().items() if each is parameter)
 
     @abstractmethod
     def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
@@ -109,6 +130,14 @@ class WatchedHandle(GradientHandle):
             self._engine.note_update()
 
 
+def _first_with_gradient(parameters: Iterable[Tensor]) -> Tensor | None:
+    """Returns the first parameter whose gradient is not zero.
+
+    ``zero_grad(set_to_none=False)`` leaves zeros to models of an optimizer that had no backward in this step.
+    """
+    return next((p for p in parameters if p.grad is not None and (p.grad.is_sparse or bool(p.grad.any()))), None)
+
+
 def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
     """Raises ValueError if ranks step shards of these parameters, and so cannot change them each on its own."""
     for handle in _watched():
@@ -123,6 +152,7 @@ def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
 @cache  # The hooks stay for the rest of the process. Without handles they do nothing.
 def watch_optimizers() -> None:
     """Lets the handles in use check and note the steps of all optimizers."""
+    watch_calls()
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 

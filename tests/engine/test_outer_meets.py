@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import FileStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,6 +72,49 @@ def test_join_goes_with_a_block_that_it_has_nothing_to_do_with(rank: int, world_
         train_step(other, others, rank, 0)
     assert_sites_are_equal(model, world_size)
     assert_sites_are_equal(other, world_size)
+
+
+# ---- gradients that are averaged at each step ------------------------------------------------------------------------
+
+
+def average_by(entry_point: str, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    if entry_point == "attach":
+        fastsync.attach(model, process_group=group)
+        return model
+    return nn.parallel.DistributedDataParallel(model, process_group=group)
+
+
+@pytest.mark.parametrize("outer", [DiLoCo, LocalSGD])
+@pytest.mark.parametrize("entry_point", ["attach", "DDP"])
+@on_ranks(2)
+def test_it_says_once_that_it_adds_nothing_over_the_ranks_of_attach(
+    rank: int, world_size: int, entry_point: str, outer: type[DiLoCo]
+) -> None:
+    model = make_model()
+    wrapped = average_by(entry_point, model, None)
+    optimizer = make_optimizer(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with outer(model, optimizer, sync_every=2):
+            for step in range(6):
+                train_step(wrapped, optimizer, rank, step)
+    assert [str(each.message)[:39] for each in said] == ["fastsync: the gradients of ranks [0, 1]"] * (rank == 0)
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "DDP"])
+@pytest.mark.parametrize("is_one_group", [False, True])
+@on_ranks(4)
+def test_sites_of_several_ranks_are_told_nothing(
+    rank: int, world_size: int, is_one_group: bool, entry_point: str
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
+    model = make_model()
+    wrapped = average_by(entry_point, model, mesh["ranks"].get_group())
+    optimizer = make_optimizer(model)
+    warnings.simplefilter("error", UserWarning)
+    with LocalSGD(model, optimizer, sync_every=2, process_group=None if is_one_group else mesh["sites"]):
+        for step in range(3):
+            train_step(wrapped, optimizer, rank, step)
 
 
 # ---- Elastic --------------------------------------------------------------------------------------------------------
