@@ -36,7 +36,7 @@ class Before:
     def put_back(self) -> None:
         """Puts it back. What averaging still waits for ends first."""
         ppo = self._ppo
-        ppo.sync._end_interrupted()
+        ppo.sync.end_interrupted()
         for name, tensor in self._named_tensors():
             tensor.copy_(self._tensors[name])
         *_, averaging = states = copy.deepcopy(self._states)

@@ -392,7 +392,7 @@ class PPO:
                 self.policy, self.optimizer, sync_every=1, compression=settings.compression, timeout=settings.timeout
             )
         if settings.on_lost_rank == "continue":
-            self.sync._engine.make_revocable()  # averaging then fails as soon as a rank is lost
+            self.sync.make_revocable()  # averaging then fails as soon as a rank is lost
         self.scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
         self.learning_rate = LearningRate(settings, dist.get_world_size(), self.optimizer)
         self.shuffler = Shuffler(settings.num_minibatches, self.streams)
@@ -454,7 +454,7 @@ class PPO:
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Goes on with the ranks of another group, in which all have learnt the same so far."""
         self.sync.use_group(group, init_sync=False)
-        self.sync._engine.make_revocable()
+        self.sync.make_revocable()
         self.exchange.use_group(group)
         self.learning_rate.scale_to(group.size())
 

@@ -341,7 +341,7 @@ class GradientSynchronizer(WatchedHandle):
 
     def _move_to(self, group: dist.ProcessGroup, root: int) -> None:
         """Averages over another group from now on. Step, scales and factors become those of its rank ``root``."""
-        self._end_interrupted()
+        self.end_interrupted()
         state, num_before = self.state_dict(), self._group.size()
         before = self._engine, self._group
         try:
@@ -379,8 +379,17 @@ class GradientSynchronizer(WatchedHandle):
         if self._optimizer_shards is not None:
             raise RuntimeError(f"fastsync: {call} does not work with shard_optimizer. {way_out}")
 
-    def _end_interrupted(self) -> None:
-        """Ends a step that failed on the old group. Errors are ignored, because the group is replaced.
+    def make_revocable(self) -> None:
+        """Averages for a training that goes on without lost ranks, from the next step on.
+
+        An error then comes at once, and does not say where the other ranks are. Each step keeps a copy of its residuals
+        until the next. ``Elastic`` calls it, and so may a loop of your own that hands groups to ``use_group``. It lasts
+        until then. Call it on every rank, before the same step.
+        """
+        self._engine.make_revocable()
+
+    def end_interrupted(self) -> None:
+        """Ends a step that has failed because a rank is lost. ``use_group`` calls it, too. It raises no errors.
 
         Other ranks may have left that step after an error. If the step waits for a lost rank, this closes the
         connections.

@@ -182,7 +182,7 @@ class ShardedHandle(Handle):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if it had not stopped. See ``GradientHandle.state_dict``.
 
-        Names of what travels between replicas begin with ``replicas: ``.
+        Names of what travels between replicas begin with ``replicas:``, and a space.
         """
         state: dict[str, Any] = {"step": 0, "scales": {}, "residuals": {}}
         for part in self._sent():

@@ -165,6 +165,8 @@ def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ValueError, match=r"rank 0: compression bf16, fp32 sums; rank 1: compression none, fp32 sums"):
         fastsync.register_fsdp(sharded(mesh), gradients="none" if rank % 2 else "bf16")
+    with pytest.raises(ValueError, match=r"do not agree on .*rank 1: all-gather, compression none"):
+        fastsync.register_fsdp(sharded(mesh), gradients="pytorch" if rank % 2 else "none")
     model = sharded(mesh["shard"])
     handle = fastsync.register_fsdp(model, gradients="bf16")
     handle.compression.gradients = "int8" if rank % 2 else "none"

@@ -59,6 +59,7 @@ def test_a_reduce_scatter_that_took_its_place_stays(rank: int, world_size: int) 
     handle.detach()
     assert first._reduce_scatter_comm is foreign
     assert type(second._reduce_scatter_comm).__name__ == "DefaultReduceScatter"
+    assert {type(each._all_gather_comm).__name__ for each in (first, second)} == {"DefaultAllGather"}
 
 
 # ---- clipping and statistics -----------------------------------------------------------------------------------------
