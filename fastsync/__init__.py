@@ -72,6 +72,7 @@ else:
     from .attach import GradientSynchronizer, attach
     from .autotune.choose import Candidate, GroupProfile
     from .autotune.measure import measure_group
+    from .backend import register as _register_backend
     from .check_consistency import check_consistency
     from .clip import clip_grad_norm_
     from .compression import Algorithm, AnyCompression, Auto, Compression, Reduce, Wire
@@ -84,3 +85,5 @@ else:
     from .stats import BucketStats, GradStats, SyncStats, Transport
     from .sync_weights import sync_weights
     from .topk import TopK
+
+    _register_backend()
