@@ -27,7 +27,7 @@ help:
 	@echo 'make test-gpu    run the tests that need a GPU, and fail where there is none'
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
-	@echo 'make test-trainers  run the tests with Ray, PufferLib, skrl, RSL-RL, SkyPilot and the baselines, each in an environment of its own'
+	@echo 'make test-trainers  run the tests with Lightning, transformers, Ray, PufferLib and others, each in an environment of its own'
 	@echo 'make baselines   install what python -m benchmarks ppo --until and recovery compare, each in an environment of its own'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
@@ -86,9 +86,12 @@ test-asan: venv
 test-ubsan: venv
 	$(call test_sanitized,undefined,libubsan.so,UBSAN_OPTIONS=print_stacktrace=1)
 
-# Ray takes minutes, skrl and RSL-RL some time; PufferLib and SkyPilot contradict what else is installed. An environment of each has
-# what $(VENV) has, and its own packages before that.
-test-trainers: $(foreach package,ray pufferlib skrl rsl-rl skypilot,$(VENV)/with-$(package)/.installed) baselines
+# Ray takes minutes, Lightning, transformers, torchrl and others bring a hundred packages, and PufferLib and SkyPilot contradict what else
+# is installed. An environment of each has what $(VENV) has, and its own packages before that.
+test-trainers: $(foreach package,trainers ray pufferlib skrl rsl-rl skypilot,$(VENV)/with-$(package)/.installed) baselines
+	$(VENV)/with-trainers/bin/python -m pytest tests/engine/test_examples.py -k 'hf_trainer or lightning or rl_games or torchrl' $(PYTEST_ARGS)
+	$(VENV)/with-trainers/bin/python -m pytest tests/engine/test_lightning.py tests/engine/test_transformers.py $(PYTEST_ARGS)
+	$(VENV)/with-trainers/bin/python -m pytest tests/ppo/test_launch_files.py -k kubeflow $(PYTEST_ARGS)
 	$(VENV)/with-ray/bin/python -m pytest tests/ppo/test_launch_ray.py $(PYTEST_ARGS)
 	$(VENV)/with-pufferlib/bin/python -m pytest tests/engine/test_examples.py -k pufferlib $(PYTEST_ARGS)
 	$(VENV)/with-skrl/bin/python -m pytest tests/engine/test_examples.py -k skrl_ppo $(PYTEST_ARGS)
@@ -104,6 +107,7 @@ $(VENV)/with-sbx/.installed: PACKAGES = sbx-rl==0.28.0
 $(VENV)/with-rlox/.installed: PACKAGES = rlox==1.2.0
 $(VENV)/with-rejax/.installed: PACKAGES = rejax==0.1.3 gymnax==1.0.1
 $(VENV)/with-torchft/.installed: PACKAGES = torchft==0.2.0
+$(VENV)/with-trainers/.installed: PACKAGES = -e '.[trainers]' --no-build-isolation
 $(VENV)/with-ray/.installed: PACKAGES = 'ray[default,train]'
 $(VENV)/with-skrl/.installed: PACKAGES = skrl
 $(VENV)/with-rsl-rl/.installed: PACKAGES = rsl-rl-lib

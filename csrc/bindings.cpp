@@ -153,7 +153,7 @@ std::optional<at::Tensor> first_factor_of(const at::Tensor& parameter, int64_t r
                : std::nullopt;
 }
 
-// Returns the fields of BucketStats in fastsync/stats.py. Sums over buckets have no kernels. For them some fields are
+// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields are
 // left out, and keep their defaults.
 py::dict stats_of(const BucketTotals& totals) {
   // On a GPU not all syncs are timed. So times are scaled up to the number of syncs.
@@ -230,7 +230,7 @@ auto between_steps(Result (Part::*method)(Args...)) {
   };
 }
 
-// The methods of fastsync.elastic.Step that each step calls. They call Python to list buffers, and after a failure.
+// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a failure.
 py::object enter_step(py::object self) {
   ElasticStep& step = self.cast<ElasticStep&>();
   std::vector<at::Tensor> buffers;
@@ -275,7 +275,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const HostBackend::StorePtr& store, 
   return gloo(store, rank, size, py::arg("timeout") = timeout).cast<c10::intrusive_ptr<c10d::Backend>>();
 }
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const HostBackend::StorePtr& store, int rank, int size,
+c10::intrusive_ptr<HostBackend> make_backend(const HostBackend::StorePtr& store, int rank, int size,
                                                std::chrono::milliseconds timeout) {
   return c10::make_intrusive<HostBackend>(store, rank, size, timeout, &make_gloo);
 }
@@ -291,7 +291,10 @@ PYBIND11_MODULE(_C, m) {
         [] { return std::map<std::string, std::string>{{"torch", TORCH_VERSION}, {"compiler", __VERSION__}}; });
   m.def("shared_memory_obstacle", &fastsync::Host::obstacle);
   m.def("num_usable_cores", &fastsync::num_usable_cores);
-  m.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), no_gil);
+  py::class_<HostBackend, c10d::Backend, c10::intrusive_ptr<HostBackend>>(m, "HostBackend")
+      .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), no_gil)
+      .def("_set_default_timeout", &HostBackend::setTimeout, py::arg("timeout"), no_gil)
+      .def_property_readonly("shares_memory", &HostBackend::shares_memory);
 
   py::class_<Compression>(m, "Compression")
       .def(py::init(&make_compression), py::arg("wire"), py::arg("sums_in_float32") = false,

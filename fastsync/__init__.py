@@ -66,24 +66,31 @@ except ImportError as error:
         raise AttributeError(f"module 'fastsync' has no attribute {name!r}{why}")
 
 else:
-    from ._handle import GradientHandle, SyncHandle
-    from ._handles_in_use import handle_of
-    from .all_reduce import all_reduce_gradients
-    from .attach import GradientSynchronizer, attach
     from .autotune.choose import Candidate, GroupProfile
     from .autotune.measure import measure_group
     from .backend import register as _register_backend
-    from .check_consistency import check_consistency
-    from .clip import clip_grad_norm_
-    from .compression import Algorithm, AnyCompression, Auto, Compression, Reduce, Wire
-    from .ddp import CommHook, HookState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
-    from .elastic import Elastic
-    from .fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
-    from .fsdp_gather import ShardedParameters, register_all_gather
+    from .elastic.elastic import Elastic
     from .integrations.accelerate import register_prepared
-    from .outer import DiLoCo, LocalSGD
-    from .stats import BucketStats, GradStats, SyncStats, Transport
-    from .sync_weights import sync_weights
-    from .topk import TopK
+    from .outer.diloco import DiLoCo, LocalSGD
+    from .outer.topk import TopK
+    from .sync.all_reduce import all_reduce_gradients
+    from .sync.attach import GradientSynchronizer, attach
+    from .sync.clip import clip_grad_norm_
+    from .sync.compression import Algorithm, AnyCompression, Auto, Compression, Reduce, Wire
+    from .sync.consistency import check_consistency
+    from .sync.ddp import (
+        CommHook,
+        HookState,
+        allreduce_hook,
+        bf16_compress_hook,
+        fp16_compress_hook,
+        register_comm_hook,
+    )
+    from .sync.fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
+    from .sync.fsdp_gather import ShardedParameters, register_all_gather
+    from .sync.handle import GradientHandle, SyncHandle
+    from .sync.handles_in_use import handle_of
+    from .sync.stats import BucketStats, GradStats, SyncStats, Transport
+    from .sync.sync_weights import sync_weights
 
     _register_backend()

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ._torch_compat import COMPILED, is_flat, kind_of_stages, parameters_of_ddp
+
 
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """Returns the process group itself, that of a one-dimensional mesh, or for None the default group.
@@ -30,7 +32,8 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
                 "`with fastsync.distributed.process_group(timeout=60) as device:`, or call "
                 "torch.distributed.init_process_group first, on every rank"
             )
-        return dist.distributed_c10d._get_default_group()
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
     if isinstance(process_group, dist.ProcessGroup):
         return process_group
     if not isinstance(process_group, DeviceMesh):
@@ -44,11 +47,6 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
             "name the one to average over, as in mesh['dp']"
         )
     return process_group.get_group()
-
-
-def known_ranks(group: dist.ProcessGroup) -> set[int]:
-    """Returns the group's ranks, as the default group numbers them; none for a group that torch does not list."""
-    return set(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
 
 
 def trainable_parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor, argument: str) -> dict[str, Tensor]:
@@ -91,7 +89,7 @@ def check_strided(named: Mapping[str, Tensor]) -> None:
 
 def without_compiler(name: str) -> str:
     """Returns a parameter's name without what torch.compile's wrapper adds. Checkpoints come from both."""
-    return name.replace("_orig_mod.", "")
+    return name.replace(f"{COMPILED}.", "")
 
 
 def _in_place_of(given: object) -> str:
@@ -232,9 +230,7 @@ def check_not_sharded(named: Mapping[str, Tensor], argument: str, way_out: str =
 
 def is_sharded(tensor: Tensor) -> bool:
     """Tells whether this rank may hold only a shard of the tensor."""
-    # FullyShardedDataParallel replaces parameters by a flat one, or by views of it.
-    is_fsdp1 = getattr(tensor, "_fsdp_flattened", False) or getattr(tensor, "_is_flat_param", False)
-    return is_fsdp1 or any(map(_is_dtensor, plain_parts({"": tensor}).values()))
+    return is_flat(tensor) or any(map(_is_dtensor, plain_parts({"": tensor}).values()))
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -281,12 +277,12 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 def have_a_stage(parameters: Iterable[Tensor]) -> bool:
     """Tells whether a stage of ``torch.distributed.pipelining`` has one of the parameters. It searches all objects."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    if module is None:
+    kind = kind_of_stages()
+    if kind is None:
         return False
     parameters = list(parameters)
     ours = {id(parameter) for parameter in parameters}
-    stages = instances_of(module._PipelineStageBase, parameters)
+    stages = instances_of(kind, parameters)
     return any(id(parameter) in ours for stage in stages for parameter in stage.submod.parameters())
 
 
@@ -299,10 +295,8 @@ def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[
     names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
 
     def found() -> list[str]:
-        wrappers = [
-            each for each in instances_of(DistributedDataParallel, named.values()) if "_module_parameters" in vars(each)
-        ]
-        return [names[id(p)] for ddp in wrappers if not but(ddp) for p in ddp._module_parameters if id(p) in names]
+        wrappers = [each for each in instances_of(DistributedDataParallel, named.values()) if parameters_of_ddp(each)]
+        return [names[id(p)] for ddp in wrappers if not but(ddp) for p in parameters_of_ddp(ddp) if id(p) in names]
 
     if not found():
         return

@@ -14,5 +14,5 @@ def register() -> None:
 
     ``import fastsync`` calls it. From torch 2.14 on torch calls it by itself, by its entry point.
     """
-    if dist.is_available() and dist.is_gloo_available() and NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _C.make_backend, devices=["cpu"])
+    if dist.is_available() and dist.is_gloo_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _C.HostBackend, devices=["cpu"])

@@ -73,7 +73,7 @@ def _doctor() -> Callable[[Sequence[str]], int]:
 
 
 def _train() -> Callable[[Sequence[str]], int]:
-    from .train import require_extra
+    from .ppo.__main__ import require_extra
 
     require_extra()
     from .launch.environment import this_rank
@@ -84,7 +84,7 @@ def _train() -> Callable[[Sequence[str]], int]:
         if options.launcher == "torchrun" and this.world_size > 1:
             raise ValueError(
                 f"{this.launcher} has started {this.world_size} of these commands, and each would start ranks of its "
-                "own; start one, or let that launcher start ranks: python -m fastsync.train"
+                "own; start one, or let that launcher start ranks: python -m fastsync.ppo"
             )
         return cli.launch(options)
 
@@ -92,7 +92,7 @@ def _train() -> Callable[[Sequence[str]], int]:
 
 
 def _eval() -> Callable[[Sequence[str]], int]:
-    from .train import require_extra
+    from .ppo.__main__ import require_extra
 
     require_extra()
     from .ppo import evaluate
@@ -101,7 +101,7 @@ def _eval() -> Callable[[Sequence[str]], int]:
 
 
 def _plot() -> Callable[[Sequence[str]], int]:
-    from .train import require_extra
+    from .ppo.__main__ import require_extra
 
     require_extra()
     from .ppo import plot

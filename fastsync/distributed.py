@@ -20,6 +20,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from . import _C
 from ._checks import resolve_group
+from ._torch_compat import (
+    abort_default_group,
+    add_backend,
+    backend_from_plugin,
+    broadcast_coalesced,
+    name_group,
+    set_default_backend,
+)
 from .launch.environment import Rank, this_rank
 
 _BROADCAST_BYTES = 250 * 2**20  # the size of the buffers that tensors are broadcast in
@@ -86,7 +94,7 @@ def _end_left_open() -> None:
     global _left_open
     _left_open = None
     if "nccl" in dist.get_backend_config():  # ending it would wait for what others may never send
-        dist.distributed_c10d._abort_process_group()
+        abort_default_group()
     else:
         dist.destroy_process_group()
     gc.collect()
@@ -205,15 +213,15 @@ def group_of_this_rank(device: torch.device) -> dist.ProcessGroup:
 def _serve(group: dist.ProcessGroup, device: torch.device) -> None:
     """Adds the device's backend to a group that torch does not list. Attaching raises an error if there is none."""
     name = dist.Backend.default_device_backend_map.get(device.type, "")
-    store, limit = HashStore(), timedelta(minutes=1)
+    store = HashStore()
     if name == "nccl":  # the class that torch 2.15 calls nccl-legacy, which takes the device of what it is given
         kind = dist.ProcessGroup.BackendType.NCCL
         backend = dist.ProcessGroupNCCL(store, 0, 1, dist.ProcessGroupNCCL.Options())
-    elif (plugin := dist.Backend._plugins.get(name.upper())) is not None and not plugin.extended_api:
-        kind, backend = dist.ProcessGroup.BackendType.CUSTOM, plugin.creator_fn(store, 0, 1, limit)
     else:
-        return
-    group._register_backend(torch.device(device.type), kind, backend)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        backend = backend_from_plugin(name, store, timedelta(minutes=1))
+    if backend is not None:
+        add_backend(group, torch.device(device.type), kind, backend)
 
 
 def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, name: str) -> dist.ProcessGroup:
@@ -226,9 +234,9 @@ def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, nam
     """
     kind = dist.ProcessGroup.BackendType.GLOO
     group = dist.ProcessGroup(store, rank, world_size)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, world_size, timeout))
-    group._set_group_name(dist.GroupName(name))
+    set_default_backend(group, kind)
+    add_backend(group, torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, world_size, timeout))
+    name_group(group, name)
     return group
 
 
@@ -250,7 +258,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, root:
     """Gives all ranks of the group the tensors of rank ``root``, in place. All ranks must have the same ones."""
     tensors = [tensor.detach() for tensor in tensors]
     flat = [as_bytes(tensor) for tensor in tensors]  # Gloo supports few dtypes
-    dist._broadcast_coalesced(group, flat, _BROADCAST_BYTES, root)  # type: ignore[attr-defined]  # as DDP does
+    broadcast_coalesced(group, flat, _BROADCAST_BYTES, root)
     for tensor, values in zip(tensors, flat, strict=True):
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))

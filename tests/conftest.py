@@ -7,12 +7,15 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from datetime import date
 from multiprocessing import forkserver
 
 import pytest
 
 # torch 2.13's profiler writes to stderr, whenever it begins or ends, what is for tracing tools: lines of level 5.
 QUIET = "6"
+# Processes that run tests get it from the one that has started them.
+SEED = os.environ.setdefault("TESTS_SAMPLE", os.environ.get("TESTS_SEED") or f"{date.today():%Y%m%d}")
 
 # A process that only hands out tests to others imports this file too, and would need seconds for torch: so what imports
 # torch is imported where it is used.
@@ -36,11 +39,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         forkserver.ensure_running()
 
 
+def pytest_report_header() -> str:
+    """What repeats this choice of cases."""
+    return f"TESTS_SAMPLE={SEED} TESTS_SEED={os.environ.get('TESTS_SEED', '0')}"
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves one in n cases of a sampled test, and makes the others slow.
 
-    They are the same each time, and mixed: of two parameters, every second case would be all of one's values.
+    They are other ones each day, and mixed: of two parameters, every second case would be all of one's values.
     """
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
@@ -48,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_test in cases.values():
         (n,) = of_test[0].get_closest_marker("sampled").args
-        mixed = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        mixed = sorted(of_test, key=lambda item: zlib.crc32(f"{SEED} {item.nodeid}".encode()))
         for item in mixed[-(-len(mixed) // n) :]:
             item.add_marker("slow")
 

@@ -1,7 +1,8 @@
 """Writes the tables of options into docs/reference, from the sources: ``python -m tools.reference``.
 
 A table is between two comments, of which the first one names the file and the class. The text of an option is the
-comment or the string behind its field. A test compares the pages with the sources.
+comment or the string behind its field. The table of pairs is that of tests/engine/pairs.py. A test compares the pages
+with the sources.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
+from tests.engine import pairs
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 TABLE = re.compile(r"(<!-- options: (?P<file>\S+) (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAIRS = re.compile(r"(<!-- pairs -->\n).*?(<!-- end -->)", re.DOTALL)
 NO_OPTIONS = ("config", "settings")
 """Fields that are described in the text."""
 
@@ -52,7 +56,8 @@ def _default(file: str, field: ast.AnnAssign) -> str:
 
 def written(text: str) -> str:
     """Returns a page with its tables as the sources have them."""
-    return TABLE.sub(lambda match: f"{match[1]}{options_of(match['file'], match['name'])}\n{match[4]}", text)
+    text = TABLE.sub(lambda match: f"{match[1]}{options_of(match['file'], match['name'])}\n{match[4]}", text)
+    return PAIRS.sub(lambda match: f"{match[1]}{pairs.table()}\n{match[2]}", text)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from benchmarks.baselines.gradients import Gradients, Rounding, Step
 from benchmarks.baselines.optimizer_steps import BareCopy, by_attach, by_torch
 from benchmarks.baselines.shared_memory import BareSum
 from fastsync import SyncStats
-from fastsync.compression import parse_compression
+from fastsync.sync.compression import parse_compression
 
 MIN_WARMUP = 2
 """Steps before a method does what it goes on to do: DDP regroups its buckets once, PowerSGD starts at its third."""

@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 import fastsync
 from benchmarks.baselines.gradients import Gradients, Step
 from fastsync import SyncStats
-from fastsync.clip import clip_grad_norm_
+from fastsync.sync.clip import clip_grad_norm_
 
 MAX_NORM = 1e9
 """So large that gradients stay what they are, and can be checked. Clipping does the same work."""

@@ -30,7 +30,7 @@ from benchmarks.harness.timing import rounds
 from benchmarks.report.table import grouped_by, number, print_tables, spread
 from benchmarks.units import parse_bytes
 from fastsync._checks import check_at_least
-from fastsync.stopwatch import Stopwatch
+from fastsync.ppo.stopwatch import Stopwatch
 
 NOTHING = "nothing"
 """The method that does nothing: what is measured of it is the harness."""

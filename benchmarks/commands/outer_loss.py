@@ -34,8 +34,8 @@ from benchmarks.report.looks import looks
 from benchmarks.report.pictures import DPI, SOFT, STYLE, WIDTH
 from benchmarks.report.table import Columns, number, print_tables
 from benchmarks.units import format_rate
-from fastsync.compression import parse_compression
 from fastsync.distributed import dist_mean, process_group
+from fastsync.sync.compression import parse_compression
 
 CONTEXT, VALIDATED_BATCHES = 64, 16
 TIMEOUT = 600.0

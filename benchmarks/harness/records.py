@@ -15,7 +15,7 @@ import torch
 
 import fastsync
 from fastsync import _C
-from fastsync.files import write_whole
+from fastsync.ppo.files import write_whole
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 

@@ -11,7 +11,7 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.baselines.shared_memory import barrier
-from fastsync.stopwatch import Stopwatch
+from fastsync.ppo.stopwatch import Stopwatch
 
 TIMEOUT = 120.0
 """Seconds that a rank waits for the others; a step that takes longer ends the rank, with a traceback of where it is."""

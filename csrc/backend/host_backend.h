@@ -46,6 +46,9 @@ class HostBackend final : public c10d::Backend {
   c10::intrusive_ptr<Backend> merge(const StorePtr& store, const c10::intrusive_ptr<Options>& options, const int& rank,
                                     const int& size) override;
 
+  // Whether collectives run in shared memory, and not over Gloo.
+  bool shares_memory() const { return rounds_ != nullptr; }
+
   // Has everything that waits in this group fail, now and from now on. On the other ranks it fails too.
   void abort() override;
   // Returns when the collectives that were called have ended.

@@ -20,8 +20,9 @@ constexpr uint64_t kRoundMask = 0xFFFF;
 
 using Letters = std::array<uint64_t, 5>;
 
-constexpr int64_t kFailed = 1;
-constexpr int64_t kGone = 2;
+// What has become of a rank. One that has gone may have done its part in all that others still do.
+constexpr int64_t kGone = 1;
+constexpr int64_t kFailed = 2;
 
 double seconds_of(std::chrono::milliseconds time) { return std::chrono::duration<double>(time).count(); }
 
@@ -30,7 +31,7 @@ double seconds_of(std::chrono::milliseconds time) { return std::chrono::duration
 // What a rank tells the others beside what it writes.
 struct alignas(128) Rounds::Told {
   SharedNumber round;                              // the newest round that it has come to
-  SharedNumber state;                              // 0, kFailed or kGone
+  SharedNumber state;                              // 0, kGone or kFailed
   std::array<std::atomic<uint64_t>, 2> agreement;  // of its two newest rounds
   std::atomic<int64_t> number;                     // of its newest collective
   std::array<std::atomic<uint64_t>, std::tuple_size_v<Letters>> name;  // of that: its letters, then zeros
@@ -68,6 +69,10 @@ void Rounds::begin(const Collective& collective, bool beside_caller) {
                      ": this process group can do no more: ", failure_, "; make a new one");
   }
   TORCH_CHECK_WITH(DistBackendError, !is_aborted_, "fastsync: ", collective.name, ": this process group was aborted");
+  for (int64_t rank = 0; rank < size_; ++rank) {
+    TORCH_CHECK_WITH(DistBackendError, rank == rank_ || !told_by(rank).state.has_reached(kFailed),
+                     "fastsync: ", collective.name, ": rank ", rank, " has failed, ", where_is(rank));
+  }
   collective_ = collective;
   beside_caller_ = beside_caller;
   Told& own = told_by(rank_);
@@ -146,13 +151,13 @@ void Rounds::look(int64_t round) const {
       continue;
     }
     const bool has_ended = host_->has_ended(rank);
-    const bool has_gone = told.state.has_reached(kGone);
     const bool has_failed = told.state.has_reached(kFailed);
-    TORCH_CHECK_WITH(DistBackendError, told.round.has_reached(round) || !(has_ended || has_gone || has_failed),
+    TORCH_CHECK_WITH(DistBackendError,
+                     told.round.has_reached(round) || !(has_ended || told.state.has_reached(kGone)),
                      "fastsync: ", collective_.name, ": rank ", rank,
-                     has_ended  ? "'s process has ended"
-                     : has_gone ? " has left the process group"
-                                : " has failed",
+                     has_ended    ? "'s process has ended"
+                     : has_failed ? " has failed"
+                                  : " has left the process group",
                      ", ", where_is(rank));
   }
 }
@@ -178,7 +183,7 @@ std::string Rounds::where_is(int64_t rank) const {
       name.empty() ? "which has begun no collective"
                    : c10::str("whose newest collective is number ", told.number.load(std::memory_order_relaxed), ", ",
                               name);
-  return c10::str(newest, "; this one is number ", collective_.number);
+  return c10::str(newest, " (here it is number ", collective_.number, ")");
 }
 
 }  // namespace fastsync

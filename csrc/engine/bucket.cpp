@@ -143,7 +143,7 @@ Bucket::Bucket(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& 
       device_(device),
       teams_(std::move(group), device_),
       failure_(c10::str("fastsync: averaging ", name, " failed on rank ", teams_.all()->rank(), " of ",
-                        teams_.all()->size(), ": ")),
+                        teams_.all()->size())),
       liveness_(std::move(liveness)),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device_))),
       workspace_(std::make_shared<Workspace>(device_)) {
@@ -158,9 +158,9 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   auto sum = grads.front().is_sparse() ? make_sparse_sum(grads.front(), options, *stopwatch, side_values)
                                        : make_dense_sum(std::move(grads), options, *stopwatch, side_values, stand_in);
   totals_->num_syncs += 1;
+  TORCH_CHECK(!is_half_sent_, failure_, ": it has failed before, while it was sent, so the ranks no longer meet in one ",
+              "message: begin anew with another process group");
   guard([&] {
-    TORCH_CHECK(!is_half_sent_, "it has failed before, while it was sent, so the ranks no longer meet in one message: ",
-                "begin anew with another process group");
     is_half_sent_ = !sum->may_be_sent_again();
     sum->send();
     is_half_sent_ = false;

@@ -80,8 +80,8 @@ void EngineState::give_up() const {
 
 void EngineState::wait_for_ranks(const std::string& what, const std::function<void()>& call) {
   try {
-    guard(c10::str("fastsync: ", what, " failed on rank ", group_->getRank(), " of ", group_->getSize(), ": "),
-          *liveness_, call);
+    guard(c10::str("fastsync: ", what, " failed on rank ", group_->getRank(), " of ", group_->getSize()), *liveness_,
+          call);
   } catch (const c10::ValueError&) {
     liveness_->note_rest();
     throw;

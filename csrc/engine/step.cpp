@@ -199,7 +199,7 @@ void Step::send_next() {
     Gradient& gradient = gradients_[index];
     const bool is_new = has_failed() || gradient.is_new();
     context_.side_values.flags.set(layout().flag_of(index), is_new, gradient.is_here());
-    grads.push_back(has_failed() ? gradient.poison() : gradient.to_send());
+    grads.push_back(has_failed() ? gradient.poison() : gradient.to_send(claimed_));
     stand_in.push_back(!is_new);
   }
   const c10::Device device = bucket.device();

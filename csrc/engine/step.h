@@ -118,6 +118,7 @@ class Step {
   const int64_t number_;
   State state_ = State::kCollecting;
   std::vector<Gradient> gradients_;                 // by parameter
+  ClaimedMemory claimed_;
   std::vector<size_t> order_;                       // indices, as gradients got ready; kept while there is no layout
   std::vector<size_t> num_waiting_;                 // by bucket: how many gradients are not final
   std::vector<std::shared_ptr<BucketWork>> works_;  // the works of the buckets that were sent

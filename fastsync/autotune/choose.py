@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _C
-from ..compression import LOSSIER, Algorithm, Compression, Wire
+from ..sync.compression import LOSSIER, Algorithm, Compression, Wire
 
 TOLERANCE = 1.03
 """Times within this factor of the shortest count as equal, because repetitions differ by as much."""

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _C
 from .._checks import check_carries, resolve_group
-from ..compression import LOSSIER, Auto, Compression
 from ..distributed import device_of
+from ..sync.compression import LOSSIER, Auto, Compression
 from .choose import SIZES, WIRES, Candidate, GroupProfile, compressions, in_engine, volume
 
 BUDGET = 0.7

@@ -7,12 +7,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._handle import GradientHandle
-from ..attach import attach
-from ..compression import AnyCompression
-from ..ddp import register_comm_hook
+from .._torch_compat import COMPILED, is_fully_sharded
 from ..distributed import group_of_this_rank
-from ..fsdp import register_reduce_scatter
+from ..sync.attach import attach
+from ..sync.compression import AnyCompression
+from ..sync.ddp import register_comm_hook
+from ..sync.fsdp import register_reduce_scatter
+from ..sync.handle import GradientHandle
 
 
 def register_prepared(model: nn.Module, compression: AnyCompression = "none") -> GradientHandle:
@@ -33,11 +34,11 @@ def register_prepared(model: nn.Module, compression: AnyCompression = "none") ->
     Raises:
         ValueError: there are several ranks and the model is not wrapped, or as these functions do.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = getattr(model, COMPILED, model)
     if isinstance(model, DistributedDataParallel):
         return register_comm_hook(model, compression)
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if is_alone and not any(hasattr(module, "_get_fsdp_state") for module in model.modules()):
+    if is_alone and not any(map(is_fully_sharded, model.modules())):
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return attach(model, compression, process_group=group_of_this_rank(device))
     return register_reduce_scatter(model, compression)

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from .._handle import GradientHandle
-from ..attach import GradientSynchronizer
-from ..compression import AnyCompression
+from ..sync.attach import GradientSynchronizer
+from ..sync.compression import AnyCompression
+from ..sync.handle import GradientHandle
 from .accelerate import register_prepared
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from .._handle import GradientHandle
-from ..compression import AnyCompression
+from ..sync.compression import AnyCompression
+from ..sync.handle import GradientHandle
 from .accelerate import register_prepared
 
 

@@ -128,7 +128,7 @@ class Trainer:
 
         asked = self.settings
         settings = replace(asked, run_name=asked.run_name or run_name, runs_dir=runs_dir or asked.runs_dir)
-        return ["-m", "fastsync.train", *option_words(settings, "resume"), "--resume", "auto"]
+        return ["-m", "fastsync.ppo", *option_words(settings, "resume"), "--resume", "auto"]
 
     def check_file(self) -> None:
         """Does nothing, because the trainer is installed."""
@@ -313,7 +313,7 @@ def read(name: str, words: Sequence[str]) -> tuple[Slurm | Kubernetes | SkyPilot
             raise ValueError("tyro is missing, which reads options: pip install tyro") from None
         _check_options(prog, kind, own, _names(kind))
         return tyro.cli(kind, prog=prog, args=own), work
-    from ..train import require_extra
+    from ..ppo.__main__ import require_extra
 
     require_extra()
     try:

@@ -1,4 +1,4 @@
-"""The trainer's command line: ``fastsync train``, and ``python -m fastsync.train`` on one rank.
+"""The trainer's command line: ``fastsync train``, and ``python -m fastsync.ppo`` on one rank.
 
 Settings come from a YAML file or a preset. Options on the command line override them.
 """
@@ -68,7 +68,7 @@ ELSEWHERE = {
 """What to use in place of options that a training does not have."""
 ONE_RANK = (
     "this command is one rank; `fastsync train --nproc N` starts N, and so does "
-    "`torchrun --nproc-per-node N -m fastsync.train`"
+    "`torchrun --nproc-per-node N -m fastsync.ppo`"
 )
 """What to use in place of --nproc where it starts nothing."""
 

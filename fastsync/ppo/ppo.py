@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
 from .._checks import resolve_group
-from ..stopwatch import Stopwatch
-from ..sync_weights import broadcast_named
+from ..sync.sync_weights import broadcast_named
 from . import fused
 from .adam import Adam
 from .batches import Batch, Rows, Shuffler, blank_unused, check_rewards
@@ -38,6 +37,7 @@ from .random_streams import RandomStreams
 from .runs.metrics import TrainResult, add_infos, mean, mean_of_steps
 from .session import open_session
 from .settings import RunSettings
+from .stopwatch import Stopwatch
 
 ADAPTIVE_LIMITS = (1e-5, 1e-2)  # of the adaptive learning rate, as in RSL-RL
 ADAPTIVE_FACTOR = 1.5

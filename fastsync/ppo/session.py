@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
-from ..check_consistency import check_consistency
-from ..compression import Auto
+from .._torch_compat import tree_map_only
 from ..distributed import process_group
 from ..launch.environment import threads_of_rank
 from ..launch.signals import StopSignals
 from ..printable import printing_what_can_be
-from ..stats import SyncStats
+from ..sync.compression import Auto
+from ..sync.consistency import check_consistency
+from ..sync.stats import SyncStats
 from .envs.interface import Environments, Episode
 from .envs.make import make_environments
 from .evaluation import Evaluator, kept_generators

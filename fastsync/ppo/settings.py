@@ -17,7 +17,7 @@ import tyro
 import yaml
 
 from .._checks import did_you_mean
-from ..compression import parse_compression
+from ..sync.compression import parse_compression
 from .json_objects import JSON_OBJECT
 from .whole_numbers import WHOLE_NUMBERS
 

@@ -16,9 +16,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from .. import _C
 from .._checks import resolve_group
-from .._membership import Members, host_of
-from .._peer_watch import PeerWatch
-from ..elastic import JOINS, MOST_FAILURES, RankLostError, members_store
+from ..elastic.elastic import JOINS, MOST_FAILURES, RankLostError, members_store
+from ..elastic.membership import Members, host_of
+from ..elastic.peer_watch import PeerWatch
 from .exchange import MissingRankError
 from .settings import RunSettings
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastsync.compression import parse_compression
+from fastsync.sync.compression import parse_compression
 from tests.models import Fails
 
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 import fastsync
 from benchmarks.network.namespaces import Network
-from fastsync.elastic import JOINS, STORE
+from fastsync.elastic.elastic import JOINS, STORE
 from tests.engine import test_elastic
 from tests.engine.hosts import entered
 from tests.engine.sites import make_model, make_optimizer, train_step
@@ -60,17 +60,17 @@ def moment_of(frame: FrameType | None) -> str:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if name == "_engine_run_backward":
             return "averaging" if Watched.has_all_gradients else "mid-backward"
-        if file.endswith("fastsync/surviving_group.py"):
+        if file.endswith("fastsync/outer/surviving_group.py"):
             return "agreeing"
-        if file.endswith("fastsync/outer_fragment.py"):
+        if file.endswith("fastsync/outer/fragment.py"):
             return "averaging"
         if "torch/optim" in file:
             return "in the optimizer"
         if file.endswith("torch/nn/modules/module.py"):
             return "in forward"
-        if file.endswith("fastsync/elastic.py") and name in ("_begin", "_agree", "_move"):
+        if file.endswith("fastsync/elastic/elastic.py") and name in ("_begin", "_agree", "_move"):
             return "agreeing"
-        if name in ("attach", "__init__") and file.endswith(("fastsync/attach.py", "fastsync/elastic.py")):
+        if name in ("attach", "__init__") and file.endswith(("fastsync/sync/attach.py", "fastsync/elastic/elastic.py")):
             return "attaching"
         frame = frame.f_back
     return "between"

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.compression import AnyCompression
+from fastsync.sync.compression import AnyCompression
 from tests.models import SMALL_BUCKETS
 
 AVERAGING = ("hook", "drop-in hook", "attach", "synchronize", "all_reduce")

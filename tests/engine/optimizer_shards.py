@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 import fastsync
-from fastsync import clip
+from fastsync.sync import clip
 from tests.reference import SUM_TOLERANCE
 
 OPTIMIZERS: dict[str, Any] = {

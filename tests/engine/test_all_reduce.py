@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.all_reduce import MAX_ENGINES
+from fastsync.sync.all_reduce import MAX_ENGINES
 from tests.bitwise import assert_bitwise_equal
 from tests.models import Mlp, batch
 from tests.ranks import on_ranks

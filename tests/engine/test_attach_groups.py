@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fastsync
 from fastsync import _C
-from fastsync.compression import parse_compression
+from fastsync.sync.compression import parse_compression
 from tests.engine.attached import Fallible, attach, loss_of
 from tests.models import SMALL_BUCKETS, Given, assert_same_on_all_ranks, grads_of, random_grads
 from tests.ranks import on_ranks, run_ranks

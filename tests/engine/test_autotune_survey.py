@@ -11,7 +11,7 @@ import pytest
 
 from fastsync.autotune.choose import choose, compressions, volume
 from fastsync.autotune.measure import BUDGET, FACTOR, LARGEST, MAX_TURNS, SMALLEST, Survey, lower_quartile
-from fastsync.compression import Compression
+from fastsync.sync.compression import Compression
 
 EVERYTHING = compressions(["none", "fp16", "bf16", "int8"], world_size=4)
 BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 132 / 128}

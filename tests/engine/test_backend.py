@@ -331,12 +331,13 @@ def test_what_gloo_takes(rank: int, world_size: int) -> None:
     """Messages, in any order of their tags and from any rank; sparse tensors; monitored barriers; objects."""
     tensor = torch.full((4,), float(rank))
     if rank == 0:
-        dist.send(tensor, 1, tag=1)
-        dist.isend(tensor + 5, 1, tag=2).wait()
+        sent = [dist.isend(tensor + 5 * tag, 1, tag=tag) for tag in (0, 1)]
+        for work in sent:
+            work.wait()
     else:
         second, first = torch.zeros(4), torch.zeros(4)
-        dist.recv(second, 0, tag=2)
-        assert dist.recv(first, tag=1) == 0
+        dist.recv(second, 0, tag=1)
+        assert dist.recv(first, tag=0) == 0
         assert (first.tolist(), second.tolist()) == ([0.0] * 4, [5.0] * 4)
     sparse = torch.eye(3).to_sparse()
     dist.all_reduce(sparse)
@@ -361,7 +362,7 @@ REFUSALS: dict[str, Callable[[], object]] = {
     ),
     "all_gather: expected a list of 2 tensors": lambda: dist.all_gather([torch.ones(2)], torch.ones(2)),
     "all_gather: .*size": lambda: dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(2)),
-    "root rank": lambda: dist.group.WORLD._get_backend(torch.device("cpu")).broadcast(
+    "root rank": lambda: backend_of(dist.group.WORLD).broadcast(
         [torch.ones(2)], broadcast_options(7)
     ),
 }
@@ -384,6 +385,10 @@ def test_what_is_refused_harms_nothing(rank: int, world_size: int) -> None:
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
+def backend_of(group: Group) -> Any:
+    return group._get_backend(torch.device("cpu"))
+
+
 def sum_in(group: Group) -> float:
     tensor = torch.ones(5)
     dist.all_reduce(tensor, group=group)
@@ -398,9 +403,15 @@ def test_groups_of_some_ranks(rank: int, world_size: int) -> None:
         call_at_random(pair, 1, 20)
     else:
         assert sum_in(alone) == 1.0
-        call_at_random(alone, 1, 20)
-    half = dist.split_group(split_ranks=[[0, 1], [2]])
-    assert half is not None and sum_in(half) == (1.0 if rank == 2 else 2.0)
+        for name in COLLECTIVES:
+            case = Case(name, torch.float32, 1000, Op.SUM, 0, False, 1)
+            check(case, COLLECTIVES[name](case, alone, True))
+    options = backend_of(dist.group.WORLD).options
+    half = dist.group.WORLD.split_group([2] if rank == 2 else [0, 1], opts=options, group_name=f"half {rank // 2}")
+    tensor = torch.ones(5)
+    half.allreduce([tensor]).wait()
+    assert tensor[0] == (1.0 if rank == 2 else 2.0)
+    assert backend_of(half).name() == "fastsync"
 
 
 @on_ranks(4, backend="fastsync")
@@ -408,7 +419,7 @@ def test_meshes_of_two_dimensions(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     for index, dimension in enumerate(("rows", "columns")):
         group = mesh.get_group(dimension)
-        assert group._get_backend(torch.device("cpu")).name() == "fastsync"
+        assert backend_of(group).shares_memory
         assert sum_in(group) == 2.0
         call_at_random(group, index, 5)
 
@@ -421,6 +432,7 @@ def test_named_for_a_device(rank: int, world_size: int) -> None:
 @on_ranks(2, backend="fastsync", shared_memory=False)
 def test_gloo_takes_what_ranks_without_shared_memory_call(rank: int, world_size: int) -> None:
     case = Case("all_reduce", torch.float32, 1000, Op.SUM, 0, False, 1)
+    assert not backend_of(dist.group.WORLD).shares_memory
     for name in ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
         check(case, COLLECTIVES[name](case, dist.group.WORLD, True))
 
@@ -487,7 +499,7 @@ def test_a_late_rank_is_named_after_the_time_out(rank: int, world_size: int) -> 
 @on_ranks(2, backend="fastsync")
 def test_a_time_out_may_be_set_later(rank: int, world_size: int) -> None:
     group = dist.new_group()
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=0.2))
+    backend_of(group)._set_default_timeout(timedelta(seconds=0.2))
     if rank == 0:
         assert "Timed out waiting 0.2 s" in error_of(lambda: dist.barrier(group))
     dist.barrier()

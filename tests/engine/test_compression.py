@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.compression import as_compression, parse_compression
+from fastsync.sync.compression import as_compression, parse_compression
 from tests.models import (
     SMALL_BUCKETS,
     Mlp,

@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import fastsync
 from fastsync import Compression
-from fastsync.compression import AnyCompression
+from fastsync.sync.compression import AnyCompression
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import average, mean_of, whole_numbers

@@ -29,9 +29,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 import fastsync
-from fastsync import _checks, training_state
-from fastsync.elastic import JOINS, STORE, Elastic, RankLostError
-from fastsync.training_state import TrainingState
+from fastsync import _checks
+from fastsync.elastic.elastic import JOINS, STORE, Elastic, RankLostError
+from fastsync.sync import training_state
+from fastsync.sync.training_state import TrainingState
 from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import run_ranks
 
@@ -995,7 +996,7 @@ def test_bad_arguments_are_refused(alone: Training, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_store_that_does_not_answer_is_named(alone: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastsync.elastic.STORE_LIMIT", timedelta(seconds=1))
+    monkeypatch.setattr("fastsync.elastic.elastic.STORE_LIMIT", timedelta(seconds=1))
     for place, error, said in (
         ("localhost", ValueError, "FASTSYNC_STORE='localhost': expected HOST:PORT"),
         ("127.0.0.1:1", RuntimeError, "no store answers at 127.0.0.1:1 within 1 s, .* MASTER_ADDR:MASTER_PORT"),

@@ -86,7 +86,10 @@ def test_the_image_classifier_learns_and_goes_on_bitwise(tmp_path: Path):
 
 def needs_its_package(name: str) -> None:
     """Skips the examples whose packages `make test-trainers` has environments for."""
-    package = {"pufferlib_ppo": "pufferlib", "rsl_rl_ppo": "rsl_rl", "skrl_ppo": "skrl"}.get(name)
+    package = {
+        "hf_trainer": "transformers", "lightning_ddp": "lightning", "pufferlib_ppo": "pufferlib",
+        "rl_games_ppo": "rl_games", "rsl_rl_ppo": "rsl_rl", "skrl_ppo": "skrl", "torchrl_ppo": "torchrl",
+    }.get(name)  # fmt: skip
     if package:
         pytest.importorskip(package, reason=f"make test-trainers has an environment with {package}")
 
@@ -168,6 +171,7 @@ def test_experts_are_trained_the_same_on_any_number_of_ranks():
     ],
 )
 def test_learns_with_two_bytes_a_gradient(name: str, factor: float, steps: float, elements: float | None):
+    needs_its_package(name)
     said = after_it_has_learnt(on_two_ranks(name), factor)
     num_steps, num_elements, num_bytes = numbers(r"(\d+) steps of (\d+) gradients in (\d+) bytes", said)
     assert (num_steps, num_elements) == (steps, elements or num_elements)
@@ -235,6 +239,7 @@ def test_one_process_is_enough(name: str):
 
 @pytest.mark.parametrize("name", ["cleanrl_sac", "torchrl_ppo"])
 def test_what_learns_slowly_runs_on_two_ranks(name: str):
+    needs_its_package(name)
     assert "2 ranks" in on_two_ranks(name, *ALONE[name][0].split())
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import fastsync
 from fastsync import Compression
-from fastsync.compression import Wire
+from fastsync.sync.compression import Wire
 from tests import reference
 from tests.engine.hosts import entered, host_of, hosts
 from tests.models import assert_same_on_all_ranks, random_grads

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 from torch.distributed import PrefixStore
 
-from fastsync._membership import Membership
-from fastsync.elastic import KEYS_OF_FIRST
+from fastsync.elastic.elastic import KEYS_OF_FIRST
+from fastsync.elastic.membership import Membership
 from fastsync.launch.supervisor import Supervisor
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
-from fastsync.compression import parse_compression
+from fastsync.sync.compression import parse_compression
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import average, whole_numbers

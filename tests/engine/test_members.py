@@ -7,8 +7,8 @@ import time
 
 from torch.distributed import TCPStore
 
-from fastsync._membership import Members, another_connection
-from fastsync._peer_watch import PeerWatch
+from fastsync.elastic.membership import Members, another_connection
+from fastsync.elastic.peer_watch import PeerWatch
 
 
 def test_a_rank_that_was_given_up_does_not_seem_to_wait(store: TCPStore) -> None:

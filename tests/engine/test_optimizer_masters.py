@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import AdamW, Optimizer
 
 import fastsync
-from fastsync._optimizer_masters import PARAMETER_WIRES
+from fastsync.optimizer.masters import PARAMETER_WIRES
 from tests.engine.optimizer_shards import OPTIMIZERS, SHAPES, WIRES, Weights
 from tests.engine.test_hosts import PAIRS, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks

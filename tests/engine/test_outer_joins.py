@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.optim import SGD
 
-from fastsync import DiLoCo, TopK, surviving_group
+from fastsync import DiLoCo, TopK
 from fastsync._checks import resolve_group
-from fastsync.elastic import JOINS, STORE
-from fastsync.surviving_group import SurvivingGroup
+from fastsync.elastic.elastic import JOINS, STORE
+from fastsync.outer import surviving_group
+from fastsync.outer.surviving_group import SurvivingGroup
 from tests.engine.sites import make_model, make_optimizer, train_step, weights
 from tests.engine.test_launch_local import launch
 from tests.ranks import run_ranks

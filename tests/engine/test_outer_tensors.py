@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 from fastsync import DiLoCo, LocalSGD, TopK
-from fastsync.master_weights import masters_of
+from fastsync.outer.master_weights import masters_of
 from tests.engine.same_data import same_data_is_meant
 from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step, weights
 from tests.engine.wrappers import OptimizerWrapper, Quantised

@@ -23,7 +23,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.surviving_group import SurvivingGroup
+from fastsync.outer.surviving_group import SurvivingGroup
 from tests.engine.entry_points import ALL, average
 from tests.models import SMALL_BUCKETS, Given, Mlp, backward_of, given_ddp, random_grads
 from tests.ranks import on_ranks, run_ranks

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fastsync
 from fastsync import _C, Compression
 from fastsync.autotune.choose import Candidate, in_engine
-from fastsync.compression import Wire
+from fastsync.sync.compression import Wire
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.sharded import (

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import fastsync
 from fastsync import _C, Compression
 from fastsync.autotune.choose import Candidate, in_engine
-from fastsync.compression import Wire
+from fastsync.sync.compression import Wire
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.sharded import Tied, batch_of, full, loss_of, sharded, step_of

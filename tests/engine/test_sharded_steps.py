@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import fastsync
 from fastsync import _C, Compression
 from fastsync.autotune.choose import Candidate, in_engine
-from fastsync.stats import SUM_OF_SQUARES
+from fastsync.sync.stats import SUM_OF_SQUARES
 from tests.ranks import on_ranks
 
 STEPS = 4

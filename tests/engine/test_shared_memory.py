@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fastsync
 from fastsync import Compression
-from fastsync.compression import Wire
 from fastsync.distributed import gloo_group
+from fastsync.sync.compression import Wire
 from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at, refuse
 from tests.ranks import RankError, on_ranks, run_ranks
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fastsync
 from fastsync import Compression
-from fastsync.compression import parse_compression
+from fastsync.sync.compression import parse_compression
 from tests import reference
 from tests.engine.entry_points import whole_numbers
 from tests.engine.same_data import same_data_is_meant

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.compression import AnyCompression
+from fastsync.sync.compression import AnyCompression
 from tests.engine.entry_points import Averaged, average
 from tests.engine.same_data import same_data_is_meant
 from tests.engine.stderr import NOTHING_UNUSED, expected_on_stderr

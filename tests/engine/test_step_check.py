@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.compression import AnyCompression
+from fastsync.sync.compression import AnyCompression
 from tests.models import SMALL_BUCKETS, Mlp, assert_same_on_all_ranks, batch
 from tests.ranks import on_ranks, run_ranks
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fastsync
 from fastsync import _C, Compression
-from fastsync.compression import BLOCKS, Algorithm, Wire
+from fastsync.sync.compression import BLOCKS, Algorithm, Wire
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import Averaged, average

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fastsync
-from fastsync.stats import BucketStats
+from fastsync.sync.stats import BucketStats
 from tests.engine.entry_points import ALL, average
 from tests.models import (
     SMALL_BUCKETS,

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.distributed import as_bytes
+from fastsync.sync.handles_in_use import groups_of
 from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks
 from tests.ranks import on_ranks
 
@@ -39,7 +40,7 @@ class Model(nn.Module):
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
     optimizer.zero_grad()
     model(torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * number + rank))).backward()
-    if not isinstance(model, DistributedDataParallel) and not fastsync._handles_in_use.groups_of(model.parameters()):
+    if not isinstance(model, DistributedDataParallel) and not groups_of(model.parameters()):
         fastsync.all_reduce_gradients(model, "int8+ef")
     optimizer.step()
 

@@ -139,7 +139,7 @@ def test_what_is_edited_in_the_files_runs(tmp_path: Path):
         edited_file = folder / "fastsync" / "ppo" / file
         assert old in edited_file.read_text()
         edited_file.write_text(edited_file.read_text().replace(old, new))
-        command = [sys.executable, "-m", "fastsync.train", "--total-steps", "3000", "--run-name", "run 0"]
+        command = [sys.executable, "-m", "fastsync.ppo", "--total-steps", "3000", "--run-name", "run 0"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=os.environ)
         assert done.returncode == 0, done.stderr
         said[name] = done.stdout
@@ -335,7 +335,7 @@ def test_a_script_is_found_by_its_file_and_told_if_it_trains_when_it_is_imported
     script.parent.mkdir()
     script.write_text(SCRIPT, encoding="utf-8")
     assert run("scripts/once.py") == (0, "")
-    resume = ("-m", "fastsync.train", "--config", "runs/mine/settings.yaml", "--resume", "auto", "--total-steps", "300")
+    resume = ("-m", "fastsync.ppo", "--config", "runs/mine/settings.yaml", "--resume", "auto", "--total-steps", "300")
     status, said = run(*resume)
     assert status == 2
     assert "loss='scripts/once.py:mine' cannot be imported: RuntimeError: the module once calls" in said

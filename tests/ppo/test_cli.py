@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from fastsync.cli import main
+from fastsync.ppo.__main__ import main as train_main
 from fastsync.ppo.evaluate import find_checkpoint
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings
-from fastsync.train import main as train_main
 from tests.forked import Command, until
 
 pytestmark = pytest.mark.end_to_end
@@ -131,7 +131,7 @@ def test_a_rank_that_is_started_by_others_refuses_with_one_sentence(
     with pytest.raises(SystemExit, match=r"^2$"):
         train_main(["--resume", "nowhere"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("python -m fastsync.train: resume='nowhere' is neither 'auto' nor a checkpoint")
+    assert line.startswith("python -m fastsync.ppo: resume='nowhere' is neither 'auto' nor a checkpoint")
     assert not trained
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(SystemExit, match=r"^2$"):

@@ -18,6 +18,7 @@ import torch
 
 from fastsync.cli import main
 from fastsync.ppo import Policy, load_policy
+from fastsync.ppo.__main__ import main as train_main
 from fastsync.ppo.cli import Arguments, Launch, check_environment, parse
 from fastsync.ppo.envs.make import make_one
 from fastsync.ppo.evaluate import find_checkpoint
@@ -26,7 +27,6 @@ from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from fastsync.ppo.runs.console import hints
 from fastsync.ppo.runs.folder import CHECKPOINTS
-from fastsync.train import main as train_main
 from tests.ppo.test_runs_checkpoints import make_checkpoint
 from tests.toy_envs import Payout
 

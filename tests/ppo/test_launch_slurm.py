@@ -125,7 +125,7 @@ def test_each_machine_gets_its_launcher(run_name: str | None, expected: str, tmp
         assert (asked.nnodes, asked.node_rank, asked.nproc_per_node, asked.max_restarts) == ("2", node, "4", 2)
         assert (asked.master_addr, asked.master_port) == ("first", 25234)
         assert asked.signals_to_handle.endswith(",SIGUSR1")
-        assert (asked.module, asked.training_script) == (True, "fastsync.train")
+        assert (asked.module, asked.training_script) == (True, "fastsync.ppo")
         settings = parse(Arguments, "test", asked.training_script_args).settings
         assert settings == replace(ODD, run_name=expected, resume="auto")
 

@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fastsync.distributed import dist_sum, process_group
 from fastsync.launch.torchrun import launch_ranks, run_rank
+from fastsync.ppo.__main__ import main as train_main
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
-from fastsync.train import main as train_main
 from tests.forked import Command, forked_ranks, state_of, until
 from tests.ppo.launched import main
 from tests.ranks import fresh_process_context

@@ -253,7 +253,7 @@ def read_torchrun(words: list[str]) -> None:
 
     read = get_args_parser().parse_args(words)
     if read.module:
-        assert read.training_script == "fastsync.train"
+        assert read.training_script == "fastsync.ppo"
         fastsync_command(["train", *read.training_script_args])
 
 
@@ -271,7 +271,7 @@ def python_command(words: list[str]) -> None:
     if module == "benchmarks":
         help_of = [] if any(word.startswith("-") for word in rest) else ["--help"]
         read_by(import_module("benchmarks.__main__").main, [*rest, *help_of])
-    elif module == "fastsync.train":
+    elif module == "fastsync.ppo":
         fastsync_command(["train", *rest])
     elif module.split(".")[0] in ("tests", "tools"):
         assert find_spec(module)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
-from torch.utils._pytree import tree_map_only
 
+from ..._torch_compat import tree_map_only
 from .spaces import action_translator
 
 Array = NDArray[Any]

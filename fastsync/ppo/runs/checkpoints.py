@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from gymnasium import Space, spaces
 
-from ...files import write_whole
+from ..files import write_whole
 from ..settings import Kind
 
 BEST = "best.pt"

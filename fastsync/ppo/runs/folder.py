@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from gymnasium import Space
 
-from ...files import write_whole
+from ..files import write_whole
 from ..settings import RunSettings, dump_settings
 from .checkpoints import Checkpoint, CheckpointFolder, is_checkpoint_file, load_checkpoint
 

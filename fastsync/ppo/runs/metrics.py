@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...stats import SyncStats
+from ...sync.stats import SyncStats
 from ..envs.interface import Episode, Step
 from ..exchange import Exchange
 from .usage import NO_USAGE, Usage

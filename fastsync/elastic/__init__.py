@@ -1,0 +1,1 @@
+"""Who is left, and how a training goes on."""

@@ -1,0 +1,577 @@
+"""``Elastic``: a training goes on when a rank is lost, in the same step, and new ranks join between two steps."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+from .. import _C
+from .._checks import check_at_least
+from .._torch_compat import own_buffers
+from ..optimizer.steps import innermost
+from ..outer.in_use import check_no_outer
+from ..sync.attach import GradientSynchronizer
+from ..sync.grad_scaler import forget_step
+from ..sync.handles_in_use import handles_of
+from ..sync.sync_weights import replace_inference_buffers
+from ..sync.training_state import TrainingState, averages_beside, scalers_in_use
+from .membership import Members, Membership, another_connection, host_of
+from .peer_watch import PeerWatch, host_and_port
+from .schedules import Schedules
+
+STORE, JOINS = "FASTSYNC_STORE", "FASTSYNC_JOINS"
+"""Environment variables: HOST:PORT of a store outside of all ranks, and whether this process joins a running training.
+``fastsync launch local`` sets them."""
+_NO_STORE = (
+    "store: the ranks that are left agree in a store that no rank holds, and there is none. Start the ranks with "
+    "`fastsync launch local -n 4 train.py`, with one torchrun for each rank, or pass a store of your own, such as "
+    "torch.distributed.FileStore on a disk that all hosts share"
+)
+STORE_LIMIT = timedelta(seconds=60)
+"""How long the store is waited for, and at the start the other ranks."""
+MOST_FAILURES = 3
+"""A new group may fail so often, and once for each rank that may be lost meanwhile."""
+_KEYS = "fastsync/elastic{}/{}"
+KEYS_OF_FIRST = _KEYS.format(1, 0)
+"""Begins that store's keys for the first Elastic or DiLoCo of a training that was never started again."""
+_num_made = 0
+
+
+class RankLostError(RuntimeError):
+    """A rank was lost in this step. ``Elastic`` catches it, and the step runs again.
+
+    ``fastsync.ppo.train`` raises it if a rank is lost before the training has begun.
+    """
+
+
+@dataclass(frozen=True)
+class _Undone:
+    """What a failed step had changed before it was taken back. It holds again if another rank has finished the step."""
+
+    random_state: Tensor
+    residuals: dict[str, Tensor]
+    num_ranks: int
+
+
+class Elastic:
+    """Lets a training go on with the ranks that are left when one is lost, and takes in new ones.
+
+    Put each step into a block::
+
+        elastic = fastsync.Elastic(model, optimizer, sync)
+        for step in elastic.steps(10_000):
+            with step:
+                loss = loss_of(model, batches[step.index, elastic.rank, elastic.num_ranks])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    If a rank is lost inside the block, the others leave it, agree on who is left, and run the same step again. So no
+    step is dropped, and each mean is over one and the same ranks. Where some have finished the step already, the others
+    take over their state. New ranks come in between two steps, and take over the state of another. That is: parameters
+    and buffers, the states of the optimizers of these parameters, of their schedulers and of GradScalers. Nothing else
+    is shared, such as an average of weights beside the model. Make it a part of the module that you attach, frozen.
+
+    Before a step runs again, gradients are dropped. Buffers, torch's random state on the CPU, and the residuals of
+    error feedback become what they were. So do the optimizer's settings, such as learning rates, and the schedulers
+    that it had when the loop began. A GradScaler takes the new gradients as if it had not seen the first. Other state
+    that the block changes, such as a data loader's, is not put back: let ``step.index`` choose the data.
+
+    Args:
+        model: the model that ``sync`` was attached to. Its gradients have to be on the CPU.
+        optimizer: steps once in each block, or not at all. What follows it in the block must not need other ranks.
+        sync: what ``attach`` has returned.
+        min_ranks: with fewer ranks the training ends. Before, it waits for new ones for ``timeout``.
+        max_ranks: with that many ranks, others that want to join wait until one is lost.
+        timeout: how long a rank that is silent, but not dead, is waited for, in seconds.
+        on_change: is called on every rank with ``members`` after each change, before the step runs again.
+        store: a store that outlives every rank. By default that of ``fastsync launch local``, or of torchrun's agent.
+            Other hosts reach this one by the interface that GLOO_SOCKET_IFNAME names, or that leads to the store.
+
+    Raises:
+        ValueError: an argument is refused, or there is no store that outlives the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sync: GradientSynchronizer,
+        *,
+        min_ranks: int = 1,
+        max_ranks: int | None = None,
+        timeout: float = 60.0,
+        on_change: Callable[[Sequence[int]], object] | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self._check(model, optimizer, sync, timeout)
+        self.min_ranks, self.max_ranks = min_ranks, max_ranks
+        check_at_least(self, min_ranks=1, max_ranks=max(1, min_ranks))
+        self._model, self._sync = model, sync
+        self._step = Step(self)
+        self._on_change = on_change
+        store = members_store(dist.get_process_group_ranks(sync._group), store)
+        if store is None:
+            raise ValueError(_NO_STORE)
+        look_store = another_connection(store)
+        on_death, look = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._look)
+        self._watch = PeerWatch(
+            host_of(store),
+            on_death=lambda lost: known(lost) if (known := on_death()) else None,
+            look=lambda: known(look_store) if (known := look()) else None,
+        )
+        weakref.finalize(self, self._watch.close)
+        own = dist.get_rank(sync._group)
+        self._members = Members(store, own, self._watch, timeout, min_ranks, max_ranks)
+        self._joins = os.environ.get(JOINS) == "1"
+        if not self._joins:
+            self._check_number(sync._group.size())
+        self._has_begun = self._has_ended = self._has_failed = False
+        self._undone: _Undone | None = None
+        self._newest_failure: Exception | None = None
+        self._num_failed = 0
+        self._failed_at: tuple[int, ...] = ()  # the step, and the members
+        inner = innermost(optimizer)
+        self._optimizers = (optimizer, inner)
+        self._schedules: Schedules | None = None
+        inner.register_step_pre_hook(self._step.before_optimizer)
+        inner.register_step_post_hook(self._step.after_optimizer)
+        _made.add(self)
+        if not self._joins:
+            self._members.begin(list(range(sync._group.size())))
+
+    def _check(self, model: nn.Module, optimizer: Optimizer, sync: GradientSynchronizer, timeout: float) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model: expected a module, got {type(model).__name__}")
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if not isinstance(sync, GradientSynchronizer):
+            raise ValueError(
+                f"sync: expected what fastsync.attach() returns, got {type(sync).__name__}; DDP and FSDP2 bind the "
+                "model to one process group, so a lost rank ends them: see docs/guides/losing_ranks.md"
+            )
+        if sync._optimizer_shards is not None:
+            raise ValueError(
+                "sync: with attach(optimizer=) a lost rank takes its shard of the optimizer's state with it; leave "
+                "optimizer= out of attach(), on every rank"
+            )
+        check_no_outer(
+            model.parameters(), "model", "a lost or new rank would be one of Elastic's and none of that one's. "
+            "Leave Elastic out, as that one goes on without lost sites; or delete that object first",
+        )  # fmt: skip
+        if sync not in handles_of(model):
+            raise ValueError(
+                "model: expected the module that attach() was given, because new ranks take its parameters and buffers"
+            )
+        if not {*map(id, sync.parameters())} <= {*map(id, sync._stepped_by(optimizer))}:
+            raise ValueError(
+                f"optimizer: this {type(optimizer).__name__} does not step all trained parameters of the model. "
+                "Elastic knows of one optimizer alone; give it all parameters, in groups"
+            )
+        if not timeout > 0:
+            raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+        device = next(iter(sync._named.values())).device
+        if device.type != "cpu":
+            raise ValueError(
+                f"model: it is on {device}, and a group of GPUs cannot go on without a rank yet; let the launcher "
+                "start all ranks again from a checkpoint, as torchrun --max-restarts does"
+            )
+
+    def _check_number(self, num_ranks: int) -> None:
+        if num_ranks < self.min_ranks or (self.max_ranks is not None and num_ranks > self.max_ranks):
+            raise ValueError(
+                f"min_ranks={self.min_ranks}, max_ranks={self.max_ranks}: {num_ranks} ranks have made this Elastic"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(step {self._step.num_finished} of rank {self._members.own}, members {self.members})"
+        )
+
+    # ---- what a training asks ---------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[int]:
+        """The numbers of the ranks that train together. A rank keeps its number, and a new one gets a new number."""
+        return self._members.now.members
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the members."""
+        if self._members.own not in self.members:
+            raise RuntimeError("fastsync.Elastic: this process joins when the loop over steps() begins; ask then")
+        return self.members.index(self._members.own)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of members."""
+        return len(self.members)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The members' process group, for collectives of your own inside a step. It is another one after a change."""
+        return self._sync._group
+
+    # ---- the steps --------------------------------------------------------------------------------------------------
+
+    def steps(self, num_steps: int) -> Iterator[Step]:
+        """Yields each step up to ``num_steps``, to put a ``with`` block on. One that has failed comes again.
+
+        A process that joins first waits until the others take it in. A rank that breaks out of the loop leaves the
+        training, and the others go on without it. If it does so inside the block, before the optimizer has stepped, the
+        step is the others' alone. If all break out after the same step, the training ends there.
+
+        Raises:
+            SystemExit: the training was over before this process could join it.
+            RuntimeError: the others have gone on without this rank. Or fewer than ``min_ranks`` are left.
+        """
+        if self._has_ended:
+            raise RuntimeError("fastsync.Elastic: steps() has ended; put all steps of a training into one loop")
+        self._begin()
+        try:
+            yield from self._loop(num_steps)
+        finally:
+            self._step.is_in_loop = False
+
+    def _loop(self, num_steps: int) -> Iterator[Step]:
+        step = self._step
+        schedules = self._schedules = Schedules(self._optimizers)
+        self._warn_of_averages()
+        step.is_in_loop = True
+        while True:
+            while step.goes_on(num_steps):
+                schedules.keep()
+                try:
+                    yield step
+                except GeneratorExit:
+                    if step.was_entered and step.has_idled:  # amid the block: the others take the step without it
+                        step.num_finished -= 1
+                    self._break_off()
+                    raise
+                if self._has_ended:
+                    raise RuntimeError(
+                        f"fastsync.Elastic: an error has left the block of step {step.num_finished}, so this rank is "
+                        "out, and the others go on without it; let the error end this process, and start it again to "
+                        "join them"
+                    )
+                if step.is_smooth:
+                    continue
+                if not step.was_entered:
+                    raise RuntimeError("fastsync.Elastic: a step was not entered; write `with step:` around its code")
+                self._agree(has_ended=False)
+            self._has_ended = True
+            if self._agree(has_ended=True).is_over:
+                return
+            self._has_ended = False
+
+    def _warn_of_averages(self) -> None:
+        """Warns on the first rank of averages of weights that no other rank takes over."""
+        if self.rank == 0 and averages_beside(self._model):
+            warnings.warn(
+                "fastsync.Elastic: there is an AveragedModel of this model's weights, which is not shared where a rank "
+                "is lost or joins, so ranks may hold other averages from then on. Make it a part of what is shared: "
+                "fastsync.attach(module), with module = nn.ModuleList([model, averaged.requires_grad_(False)]), and "
+                "Elastic(module, ...)",
+                stacklevel=4,
+            )
+
+    def _begin(self) -> None:
+        """Goes over to a group that ends with a rank, once."""
+        if self._has_begun:
+            return
+        if self._joins:
+            if self._members.join() is None:
+                print("fastsync.Elastic: the training was over before this process could join it", file=sys.stderr)
+                sys.exit()
+            self._step.num_finished = -1
+        if not self._move(self._members.now):
+            self._agree(has_ended=False)
+        self._has_begun = True
+
+    def _break_off(self) -> None:
+        """Ends the training on this rank, and leaves the others its state if they lack it."""
+        if self._has_ended or sys.is_finalizing():  # the others know, or will know at once
+            return
+        self._has_ended = True
+        self._sync._engine.give_up()  # in shared memory; whoever waits for messages looks
+        self._members.break_off(self._step.num_finished)
+        self._agree(has_ended=True)
+        self._members.leave()
+
+    def _fail(self, error: BaseException | None) -> bool:
+        """Ends a step that has failed. Returns whether the error is dealt with: the ranks agree before the next step.
+
+        Args:
+            error: what has left the block. None if the block has caught it.
+        """
+        step = self._step
+        step.is_inside = False
+        error = error or RankLostError("fastsync.Elastic: a rank has failed in this step")
+        if not self._is_of_lost_rank(error) or self._fails_again():
+            self._has_ended = True
+            self._members.leave()
+            return False
+        signals = step.signals()
+        step.must_agree = True
+        self._sync._engine.give_up()
+        self._close_group()
+        self._has_failed = not step.has_stepped
+        if signals is not None:  # else no scaler has seen means of this step; the search takes long
+            for scaler in scalers_in_use(self._sync.parameters()):
+                forget_step(scaler, self._optimizers)
+        if step.has_stepped:
+            step.num_finished += 1
+            warnings.warn(
+                f"fastsync.Elastic: step {step.num_finished - 1} has failed after its optimizer had stepped, so it "
+                f"does not run again, and what followed in the block was left out ({error})",
+                stacklevel=3,
+            )
+        return True
+
+    def _is_of_lost_rank(self, error: BaseException) -> bool:
+        """Whether an error comes from a group that has lost a rank."""
+        if not isinstance(error, Exception):
+            return False
+        is_known = isinstance(error, RankLostError) or self._sync._engine.take_failure()
+        return is_known or self._members.may_have_caused(error)
+
+    def _fails_again(self) -> bool:
+        """Whether the same ranks have failed in this step so often that it is not for the loss of one."""
+        place = (self._step.num_finished, *self.members)
+        self._num_failed = self._num_failed + 1 if place == self._failed_at else 1
+        self._failed_at = place
+        return self._num_failed > MOST_FAILURES
+
+    def _take_back(self) -> _Undone:
+        """Puts back what the failed step has changed."""
+        self._has_failed = False
+        engine = self._sync._engine
+        with suppress(RuntimeError):  # what the step still waited for
+            engine.end_interrupted()
+        residuals = self._sync.state_dict()["residuals"]
+        undone = _Undone(torch.get_rng_state(), residuals, self._sync._group.size())
+        if engine.step() != self._step.engine_step:
+            engine.take_back_step()
+        self._step.put_back()
+        if self._schedules is not None:
+            self._schedules.put_back()
+        return undone
+
+    def _redo(self, undone: _Undone) -> None:
+        """Makes a step count again that another rank has finished. Buffers and the rest have come from that rank."""
+        torch.set_rng_state(undone.random_state)
+        growth = self._sync._growth_from(undone.num_ranks)
+        residuals = {name: residual * growth for name, residual in undone.residuals.items()}
+        self._sync.load_state_dict(self._sync.state_dict() | {"residuals": residuals})
+
+    # ---- from one membership to the next ----------------------------------------------------------------------------
+
+    def _agree(self, has_ended: bool) -> Membership:
+        """Agrees on the members, and makes all of them equal."""
+        self._step.must_agree = False
+        num_failures = 0
+        try:
+            while True:
+                decided = self._members.agree(self._step.num_finished, has_ended)
+                are_equal = len({*decided.progress.values()}) == 1
+                if (decided.is_over and are_equal) or self._move(decided):
+                    return decided
+                num_failures += 1
+                if num_failures > len(decided.members) + MOST_FAILURES:
+                    raise RuntimeError(
+                        f"fastsync.Elastic: ranks {decided.members} could not go on together, {num_failures} times"
+                    ) from self._newest_failure
+        except BaseException:
+            self._members.leave()
+            raise
+
+    def _move(self, decided: Membership) -> bool:
+        """Goes on in a group of these members. Returns false if one of them is lost meanwhile."""
+        if not self._members.wait_until_ready():
+            return False
+        group = self._members.form_group()
+        if group is None:
+            return False
+        furthest = max(decided.progress.values())
+        if furthest < 0:
+            raise RuntimeError("fastsync.Elastic: all ranks are lost that had the training's state; start it again")
+        if self._has_failed:  # before anything is shared, because the ranks that have finished the step may be lost
+            self._undone = self._take_back()
+        steps = list(decided.progress.values())
+        root = steps.index(furthest)
+        own = self._sync.state_dict()
+        try:
+            self._sync._move_to(group, root)
+            self._sync._engine.make_revocable()
+            if min(steps) < furthest:
+                self._share(root)
+            if self._undone is not None and self._step.num_finished < furthest:
+                self._redo(self._undone)
+        except (RuntimeError, ValueError) as error:  # torch raises the latter for a group that it does not list
+            if self._step.num_finished < 0 and isinstance(error, ValueError) and not self._members.has_lost():
+                raise  # this rank is new, and has other settings: the others go on without it
+            self._newest_failure = error
+            self._close_group()
+            # What has come from a rank that is lost by now must not stay, as others may not have got it.
+            kept = {part: own[part] for part in ("step", "scales", "factors") if part in own}
+            self._sync.load_state_dict(self._sync.state_dict() | kept)
+            return False
+        finally:
+            self._step.engine = self._sync._engine
+        if self._undone is not None or self._step.num_finished < furthest:
+            for parameter in (*self._sync.parameters(), *self._sync._left_to_each_rank()):
+                parameter.grad = None
+        self._undone = None
+        self._step.num_finished, self._step.wants_change = furthest, False
+        if decided.epoch > 0 and self._on_change is not None:
+            self._on_change(decided.members)
+        return True
+
+    def _share(self, root: int) -> None:
+        """Gives all ranks the state of one, or leaves it as it is."""
+        is_behind = self._step.num_finished < max(self._members.now.progress.values())
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        before = [each.detach().clone() for each in tensors] if is_behind else []
+        try:
+            self._sync._init_sync(root)
+            TrainingState(self._sync.parameters()).share(self._sync._group, root, "as ranks are lost or join,")
+        except BaseException:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, before, strict=False):
+                    tensor.copy_(value)
+            raise
+
+    def _on_death(self, lost: int) -> None:
+        if lost in self._members.now.progress and not self._has_ended:  # others may be done sooner
+            self._close_group()
+
+    def _close_group(self) -> None:
+        """Ends all waits in the group, on this rank and then on others."""
+        if self._sync._group.size() > 1:
+            _C.close_connections(self._sync._group)
+
+    def _look(self, store: Store) -> None:
+        """Looks whether a rank has broken off, and on the first member, whether one waits to join."""
+        now = self._members.now
+        with suppress(RuntimeError):
+            if self._step.is_inside and self._members.is_missed(self._step.num_finished, store):
+                self._close_group()
+            if now.progress and now.members[0] == self._members.own:
+                self._step.wants_change = self._members.wants_to_change(store)
+
+
+_made: weakref.WeakSet[Elastic] = weakref.WeakSet()
+
+
+def check_no_elastic(weights: Iterable[Tensor], argument: str, kind: str) -> None:
+    """Raises ValueError if an ``Elastic`` whose steps have not ended trains one of these weights."""
+    ids = frozenset(map(id, weights))
+
+    def found() -> bool:
+        return any(not each._has_ended and not ids.isdisjoint(each._sync._ids) for each in list(_made))
+
+    if not found():
+        return
+    gc.collect()  # it is in reference cycles, so it may be garbage that was not collected yet
+    if found():
+        raise ValueError(
+            f"{argument}: an Elastic trains these weights, and its steps have not ended. A lost or new rank would "
+            f"be one of Elastic's and none of the {kind}'s. Leave Elastic out, as {kind} goes on without lost sites"
+        )
+
+
+class Step(_C.ElasticStep):
+    """One step of a training, as a context. See ``Elastic``. ``index`` is its number, from 0."""
+
+    def __init__(self, elastic: Elastic) -> None:
+        super().__init__()
+        self._elastic = elastic
+        self.engine = elastic._sync._engine
+        self._with_buffers = [module for module in elastic._model.modules() if own_buffers(module)]
+        self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
+        self.has_buffers = bool(self._with_buffers)
+
+    def _keep_buffers(self) -> list[Tensor]:
+        replace_inference_buffers(self._with_buffers)
+        self._buffers = [own_buffers(module).copy() for module in self._with_buffers]
+        return [buffer for each in self._buffers for buffer in each.values() if buffer is not None]
+
+    def put_back(self) -> None:
+        """Puts back buffers, and the random state."""
+        super().put_back()
+        for module, buffers in zip(self._with_buffers, self._buffers, strict=True):
+            own_buffers(module).update(buffers)  # a forward may have put others there
+
+    def _fail(self, error: BaseException | None) -> bool:
+        return self._elastic._fail(error)
+
+    def _refuse_optimizer(self) -> None:
+        if not self.is_inside:
+            raise ValueError(
+                "fastsync.Elastic: the optimizer stepped outside the block of a step, where a step that has failed "
+                "would step, too; put it into the block, behind the backward"
+            )
+        if self.has_stepped:
+            raise ValueError(
+                "fastsync.Elastic: the optimizer steps twice in one step, which could not be taken back; give each of "
+                "its steps a block of its own"
+            )
+        if self.signals() is None:
+            raise ValueError(
+                "fastsync.Elastic: the optimizer was about to step, and no backward of this block has averaged "
+                "gradients; put the backward into the block, and let its errors leave the block"
+            )
+        raise RankLostError("fastsync.Elastic: this rank's backward has failed, so the step runs again")
+
+
+def members_store(ranks: Sequence[int], given: Store | None = None) -> Store | None:
+    """Returns the part of a store in which the ranks of one training agree. The store outlives every rank.
+
+    All of them have to call it in the same order. If no store is given, it is the launcher's; None if there is none
+    either. Groups that train apart have a part each. A process that joins gets the part of the group with rank 0.
+
+    Args:
+        ranks: the ranks that begin together, by their numbers in the default group.
+        given: the user's store.
+
+    Raises:
+        ValueError: FASTSYNC_STORE is no address.
+        RuntimeError: no store answers there.
+    """
+    global _num_made
+    attempt = "0"
+    if given is None:
+        if place := os.environ.get(STORE):
+            if not place.rpartition(":")[2].isdigit():
+                raise ValueError(f"{STORE}={place!r}: expected HOST:PORT, the address of a TCPStore")
+            host, port = host_and_port(place)
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]  # torchrun keeps the store when it starts all anew
+        else:
+            return None
+        try:
+            given = TCPStore(host, port, is_master=False, timeout=STORE_LIMIT)
+        except dist.DistNetworkError as error:
+            raise RuntimeError(
+                f"fastsync: no store answers at {host}:{port} within {STORE_LIMIT.total_seconds():g} s, where the "
+                f"ranks agree; {STORE} has to be the address of a TCPStore, which under torchrun is "
+                "MASTER_ADDR:MASTER_PORT of the ranks that train"
+            ) from error
+    _num_made += 1
+    store = PrefixStore(_KEYS.format(_num_made, attempt), another_connection(given))
+    is_apart = ranks[0] != 0 and os.environ.get(JOINS) != "1"
+    return PrefixStore(f"from rank {ranks[0]}", store) if is_apart else store

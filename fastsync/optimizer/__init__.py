@@ -1,0 +1,1 @@
+"""The optimizer step of attach(optimizer=): each rank steps a shard."""

@@ -1,0 +1,92 @@
+"""Which optimizers and parameters ``attach(optimizer=)`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ..sync.compression import LOW_RANK, Auto, Compression
+from .steps import innermost
+
+WAY_OUT = "Leave optimizer= out of attach(), on every rank: then each rank steps all parameters"
+
+
+def has_count(optimizer: Optimizer) -> bool:
+    """Tells whether the optimizer counts each parameter's steps, in ``state["step"]``."""
+    return isinstance(optimizer, (Adam, AdamW))
+
+
+def state_names(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the state that has a value for each value of a parameter."""
+    if has_count(optimizer):
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+
+def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
+    """Returns the optimizer, out of its wrappers. Raises ValueError if ranks cannot step shards with it."""
+    if not isinstance(given, Optimizer):
+        hint = "; attach the parameters of each optimizer apart" if isinstance(given, (list, tuple)) else ""
+        raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {type(given).__name__}{hint}")
+    optimizer = innermost(given)
+    if type(optimizer) not in (Adam, AdamW, SGD):
+        name = type(optimizer).__name__
+        raise ValueError(f"optimizer: expected torch.optim.AdamW, Adam or SGD, got {name}. {WAY_OUT}")
+    for flag in ("capturable", "differentiable"):
+        if any(group.get(flag) for group in optimizer.param_groups):
+            raise ValueError(f"optimizer: {flag}=True does not go with shards. {WAY_OUT}")
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    spans: dict[int, list[tuple[int, int, str]]] = {}  # the bytes that parameters take, by storage
+    device_of: dict[torch.device, str] = {}
+    for name, parameter in named.items():
+        if parameter.numel() == 0:
+            continue
+        if id(parameter) not in stepped:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"optimizer: it does not have parameter {name}, so nobody would see its mean. Attach the "
+                    "optimizer's parameters in place of their module, or give it all of them"
+                )
+            continue
+        if obstacle := _obstacle(parameter):
+            raise ValueError(f"optimizer: parameter {name} {obstacle}. {WAY_OUT}")
+        device_of.setdefault(parameter.device, name)
+        begin, length = parameter.data_ptr(), parameter.numel() * parameter.element_size()
+        of_storage = spans.setdefault(parameter.untyped_storage().data_ptr(), [])
+        for other_begin, other_end, other in of_storage:
+            # On a device parameters stay where they are, side by side in one tensor as cuDNN's LSTMs have them.
+            if parameter.is_cpu or (begin < other_end and other_begin < begin + length):
+                raise ValueError(f"optimizer: parameters {other} and {name} are views of one tensor. {WAY_OUT}")
+        of_storage.append((begin, begin + length, name))
+    if len(device_of) > 1:
+        where = ", ".join(f"{name} is on {device}" for device, name in device_of.items())
+        raise ValueError(f"optimizer: its parameters have to be on one device, and {where}. {WAY_OUT}")
+    return optimizer
+
+
+def check_compression(compression: Compression | Auto) -> None:
+    """Raises ValueError if ranks cannot keep shards of means that travel with this compression."""
+    if isinstance(compression, Compression) and compression.wire == LOW_RANK:
+        raise ValueError(
+            f"compression: {LOW_RANK!r} needs whole matrices, and with attach(optimizer=) a rank keeps shards of the "
+            f"means; take 'int8+ef'. {WAY_OUT}"
+        )
+
+
+def _obstacle(parameter: Tensor) -> str:
+    """Tells why ranks cannot step pieces of a parameter; empty if they can."""
+    if type(parameter) not in (nn.Parameter, Tensor) or parameter.layout != torch.strided:
+        return f"is a {type(parameter).__name__} of layout {parameter.layout}, and no plain dense tensor"
+    if not parameter.is_floating_point() or parameter.grad_dtype not in (None, parameter.dtype):
+        return f"is of {parameter.dtype}, with gradients of {parameter.grad_dtype}: expected one real dtype"
+    if parameter.is_cpu and parameter.is_shared():
+        return (
+            "is in memory of share_memory(), and attach(optimizer=) would move it to memory of its own, so that other "
+            "processes keep the first weights. Share a copy of the model, and write to it after steps"
+        )
+    is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return "" if is_dense else "is a view with gaps"

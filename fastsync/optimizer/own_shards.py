@@ -1,0 +1,179 @@
+"""All parameters on each rank, and the optimizer's state of its own shard alone: ZeRO-1."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._torch_compat import foreach_copy_
+from ..autotune.choose import Candidate, in_engine
+from ..sync.compression import Compression
+from .home import Piece, ShardHome, StatePart, values_at
+
+if TYPE_CHECKING:
+    from ..sync.attach import GradientSynchronizer
+
+ROW_ALIGNMENT = 64
+"""The alignment of a rank's row, in bytes. Rows then travel without a copy."""
+MOST_UNDER_WAY = 2
+"""How many buckets are gathered at a time. So the rows take no more memory than these buckets."""
+GATHERED = ("the new parameters", "the optimizer's state")
+NEW_PARAMETERS, STATE = range(2)
+Place = tuple[int, int, int]
+"""A parameter's index, the first value, and how many."""
+
+
+class OwnShards(ShardHome):
+    """Leaves all parameters where they are. After a step each rank sends the others the new values of its pieces."""
+
+    are_pieces_alone = True
+
+    def __init__(
+        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], rounding: Mapping[int, torch.dtype]
+    ) -> None:
+        super().__init__(sync, parameters, rounding)
+        sync._engine.set_shards_apart()
+        self._engine = _C.ParameterGather(sync._group, list(GATHERED), "attach(optimizer=)")
+        self._engine.set_compressions(in_engine([Candidate(Compression())]))
+        self._places: list[list[list[Place]]] = []  # by bucket, and by rank
+        self._held: dict[tuple[int, int, str], Tensor] = {}  # by parameter, first value and part
+
+    def ranks(self) -> Sequence[int]:
+        return range(self._sync._group.size())
+
+    def renew(self) -> None:
+        """Takes over the pieces that the engine has now. What it holds is gone."""
+        self._places = self._sync._engine.places()
+        self._held = {}
+
+    def stand_for(self, part: StatePart) -> Tensor:
+        """Returns a tensor of the parameter's shape without memory."""
+        return torch.empty_like(self._parameters[part[0]], dtype=self.dtype(part), device="meta", requires_grad=False)
+
+    def held(self, piece: Piece, part: str) -> Tensor:
+        key = (piece.index, piece.begin, part)
+        if key not in self._held:
+            self._held[key] = torch.empty_like(piece.means, dtype=self.dtype((piece.index, part)))
+        return self._held[key]
+
+    def copies(self, parts: Collection[StatePart]) -> dict[StatePart, Tensor]:
+        """Gathers the state. Ranks first compare what they ask for, so that a rank that asks alone is told."""
+        what = "gathering the optimizer's state, as state_dict() and detach() do on every rank,"
+        told = self._sync._engine.compare([float(zlib.crc32(repr(sorted(parts)).encode()))], what)
+        if any(theirs != told[0] for theirs in told):
+            raise RuntimeError(
+                f"fastsync: {what} found that ranks have state of different parameters: load the same state on every "
+                "rank"
+            )
+        copies = {part: torch.empty_like(self._parameters[part[0]].detach(), dtype=self.dtype(part)) for part in parts}
+        for name in sorted({name for _, name in parts}):
+            whole = {index: copy for (index, part), copy in copies.items() if part == name}
+            self._gather(STATE, lambda index, begin, name=name: self._held[index, begin, name], whole)  # type: ignore[misc]
+        return copies
+
+    def share(self, stepped: Collection[int]) -> None:
+        self._share(stepped, has_failed=False)
+
+    def fail(self, stepped: Collection[int]) -> None:
+        self._share(stepped, has_failed=True)
+
+    def wire_bytes(self) -> int:
+        return int(self._engine.module_stats()[NEW_PARAMETERS]["wire_bytes"])
+
+    def end(self) -> None:
+        pass
+
+    def _share(self, stepped: Collection[int], has_failed: bool) -> None:
+        whole = {index: self._parameters[index].detach() for index in stepped}
+        failed = self._gather(NEW_PARAMETERS, None, whole, has_failed)
+        if failed and not has_failed:
+            raise RuntimeError(
+                f"fastsync: the step of the optimizer failed on rank {self._sync._group.rank()} of "
+                f"{self._sync._group.size()}: rank {failed[0]} has failed"
+            )
+
+    def _gather(
+        self,
+        module: int,
+        own: Callable[[int, int], Tensor] | None,
+        whole: Mapping[int, Tensor],
+        has_failed: bool = False,
+    ) -> list[int]:
+        """Gathers whole tensors of the pieces that each rank has. Returns the ranks that have failed.
+
+        Args:
+            module: what is gathered, for errors.
+            own: returns this rank's values by parameter and first value; None if they are in the whole tensors.
+            whole: the tensors that take the values, by parameter.
+            has_failed: whether this rank has failed.
+        """
+        failed: set[int] = set()
+        under_way: list[_Rows] = []
+        for shards in self._places:
+            chosen = [[place for place in shard if place[0] in whole] for shard in shards]
+            if not any(chosen):
+                continue
+            if len(under_way) == MOST_UNDER_WAY:
+                failed.update(under_way.pop(0).finish(whole))
+            under_way.append(self._begin(module, own, whole, chosen, has_failed))
+        for rows in under_way:
+            failed.update(rows.finish(whole))
+        return sorted(failed)
+
+    def _begin(
+        self,
+        module: int,
+        own: Callable[[int, int], Tensor] | None,
+        whole: Mapping[int, Tensor],
+        shards: list[list[Place]],
+        has_failed: bool,
+    ) -> _Rows:
+        """Begins to gather a bucket. Each rank has a row, with whether it has failed at the end."""
+        first = next(place[0] for shard in shards for place in shard)
+        like = whole[first]
+        dtype = self._rounding.get(first, like.dtype) if module == NEW_PARAMETERS else like.dtype
+        unit = ROW_ALIGNMENT // dtype.itemsize
+        longest = max(sum(numel for _, _, numel in shard) for shard in shards)
+        values = torch.empty(len(shards), longest // unit * unit + unit, dtype=dtype, device=like.device)
+        rank = self._sync._group.rank()
+        row, places = values[rank], shards[rank]
+        row[-1] = has_failed
+        if places:
+            sources = [values_at(whole[i], begin, n) if own is None else own(i, begin) for i, begin, n in places]
+            foreach_copy_(_split(row, places), sources)
+        work = self._engine.all_gather(module, values.view(-1), [values.shape[1]])
+        return _Rows(work, values, shards, None if own is not None else rank)
+
+
+@dataclass
+class _Rows:
+    """A bucket's rows that are on their way."""
+
+    work: _C.GatherWork
+    values: Tensor
+    shards: list[list[Place]]
+    in_place: int | None
+    """The rank whose values are in the whole tensors already."""
+
+    def finish(self, whole: Mapping[int, Tensor]) -> list[int]:
+        """Waits for the rows, and puts them into the whole tensors. Returns the ranks that have failed."""
+        self.work.wait()
+        for rank, places in enumerate(self.shards):
+            if places and rank != self.in_place:
+                targets = [values_at(whole[index], begin, numel) for index, begin, numel in places]
+                foreach_copy_(targets, _split(self.values[rank], places))
+        if self.values.device.type != "cpu":
+            return []  # the host would have to wait; ranks are told before the next step
+        return [rank for rank, has_failed in enumerate(self.values[:, -1].tolist()) if has_failed]
+
+
+def _split(row: Tensor, places: Sequence[Place]) -> list[Tensor]:
+    """Returns the values of each place in a row."""
+    numels = [numel for _, _, numel in places]
+    return list(torch.split(row[: sum(numels)], numels))

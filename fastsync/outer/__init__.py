@@ -1,0 +1,1 @@
+"""Weights, once in many steps: DiLoCo and LocalSGD."""

@@ -1,0 +1,702 @@
+"""``attach``, for trainers without DistributedDataParallel: one line, and every backward averages its gradients."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from .. import _C
+from .._checks import (
+    MEAN_OF_USED,
+    as_weight,
+    check_bool,
+    check_not_in_ddp,
+    check_op,
+    have_a_stage,
+    is_positive,
+    named_parameters,
+    resolve_group,
+    sparse_weights,
+    with_gradients,
+)
+from .._torch_compat import own_buffers, unseen_by_autograd
+from ..distributed import as_bytes
+from ..optimizer.checks import WAY_OUT, check_compression, check_optimizer
+from ..optimizer.masters import PARAMETER_WIRES, check_masters
+from ..optimizer.shards import OptimizerShards
+from ..optimizer.steps import from_outside_in
+from ..outer.in_use import NO_JOIN, check_no_outer, name_of_outer
+from .compression import AnyCompression, Auto, Compression, as_compression
+from .handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
+from .ignored_states import IgnoredStates, States
+from .optimizer_watch import WatchedHandle, watch_optimizers
+from .stats import SyncStats
+from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers
+from .training_state import TrainingState
+
+BUCKET_CAP_MB = 25.0
+LOOK_SECONDS = 1.0
+"""Seconds between checks in use_group() for lost ranks."""
+
+
+class GradientSynchronizer(WatchedHandle):
+    """Averages the gradients of some parameters whenever a backward ends: what ``attach`` returns.
+
+    A copy or a pickle of it is None, so a copied model is not attached.
+    """
+
+    _claimed_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
+    _late_reason = (
+        "it came into the model after attach(), or could not be averaged then. Call detach() of the handle and attach "
+        "the model again, on every rank. If each rank is to have its own, name it in ignored_states. A step that is "
+        "meant to be this rank's own belongs inside no_sync()"
+    )
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        compression: AnyCompression,
+        group: dist.ProcessGroup,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
+        op: str = "mean",
+        overlap: bool = True,
+        sparse: frozenset[int] = frozenset(),
+        check_weights: bool = True,
+    ) -> None:
+        self._checks_weights = check_weights
+        self._named = dict(named)
+        self._sparse = frozenset(name for name, parameter in named.items() if id(parameter) in sparse)
+        self._ids = frozenset(map(id, self._named.values()))
+        self._without_gradients: dict[str, Tensor] = {}
+        self._bucket_cap_bytes = int(bucket_cap_mb * 2**20)
+        self._op = op
+        self._overlaps = overlap
+        self._buffers: _Buffers | None = None
+        self._ignored = IgnoredStates()
+        self._weight: float | None = None
+        self._put: dict[str, tuple[int, Tensor]] = {}  # what piggyback() got, and before which sync
+        self._is_enabled = True
+        self._is_attached = False
+        self._examined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._begin(group, compression)
+
+    def _begin(self, group: dist.ProcessGroup, compression: AnyCompression) -> None:
+        self._group = group
+        self._engine: _C.Synchronizer = _C.Synchronizer(
+            list(self._named.values()),
+            list(self._named),
+            group,
+            self._bucket_cap_bytes,
+            self._op,
+            self._sparse,
+        )
+        if self._checks_weights:
+            self._engine.compare_weights(list(self._named.values()), list(self._named))
+        self._accumulated_step = -1  # the newest step after which no_sync() let gradients accumulate
+        self._deferred_clip_step = -1
+        self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self.compression = compression
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets ``backward()`` accumulate in ``.grad`` on this rank alone. The next backward outside averages the sum.
+
+        Only the call of ``backward()`` has to be inside. All ranks must run the same backwards inside. With
+        ``op="sum"``, ``.grad`` may hold the sum of the previous sync. Inside, it then holds only this rank's gradients
+        since that sync. The next sync adds them to the sum.
+        """
+        before, self._is_enabled = self._is_enabled, False
+        self._engine.set_enabled(False)
+        try:
+            yield
+        finally:
+            self._is_enabled = before
+            self._engine.set_enabled(before)
+            self._accumulated_step = self._engine.num_steps()
+
+    def synchronize(self) -> None:
+        """Averages every ``.grad`` now. Call it with ``overlap=False``, or after ``no_sync``.
+
+        Every rank must call it. A parameter without a gradient on this rank counts as zeros if another rank has one.
+        With ``op="sum"``, a sum stays as it is if nothing was added to it. Values written to ``.grad`` by hand count as
+        this rank's own gradients.
+
+        Raises:
+            ValueError: at the first sync, where the ranks differ in parameters or settings.
+            RuntimeError: another rank did not take part in time, or is lost.
+        """
+        self._engine.synchronize()
+
+    def abandon_step(self) -> None:
+        """Ends the step of a ``backward()`` that raised, so that collectives of your own pair up afterwards.
+
+        Only the rank whose backward raised has to call it; elsewhere it does nothing. The other ranks then get nan for
+        that step. Without this call, a rank with its gradients on a CPU sends what others wait for by itself. A rank
+        with its gradients on a GPU, or with lowrank, sends it with its next ``backward()`` or ``synchronize()``. Call
+        ``zero_grad()`` afterwards: there, some gradients may be means already.
+
+        Raises:
+            RuntimeError: it was called inside a backward, or another rank is lost.
+        """
+        self._engine.abandon_step()
+
+    # ---- ranks that run out of batches at different times -----------------------------------------------------------
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Lets ranks run out of batches at different times: put the training loop inside, on every rank.
+
+        A rank whose loop has ended goes on taking part in the others' syncs until all loops have ended. Its gradients
+        do not count: the mean is over the ranks that still have batches, as with DDP's
+        ``divide_by_initial_world_size=False``. The means of ``piggyback`` are over these ranks, too. Every rank must
+        have sent their names before. ``broadcast_buffers`` takes the buffers of the first of these ranks.
+
+        At the end all ranks take over the state of a rank that took the most steps. That is: parameters and buffers,
+        and the states of these parameters' optimizers, of their schedulers and of GradScalers. Make the same ones on
+        every rank. Other state that counts steps, such as averages of weights, stays each rank's own. If a loop ends
+        with gradients of ``no_sync`` that were not averaged, they count for nothing, and it warns.
+
+        Raises:
+            RuntimeError: it is inside another ``join``; or as ``synchronize()``. No rank waits longer than the process
+                group's time-out.
+        """
+        self._refuse("join()", "Leave optimizer out, on every rank")
+        self._refuse_join_in_outer_block()
+        if getattr(_thread, "joins", False):
+            raise RuntimeError(
+                "fastsync: join() was called inside another join(), so that ranks that have run out of batches would "
+                "wait for each other; attach one nn.ModuleList of all models in place of several engines"
+            )
+        self._engine.set_joining(True)
+        _thread.joins = True
+        try:
+            yield
+            self._warn_of_gradients_not_averaged()
+            self._sync_without_batches()
+            is_last = self._engine.num_active() == 0
+            while self._engine.num_active() != 0:  # nan if a rank has failed, which may still go on
+                self._sync_without_batches()
+        finally:
+            _thread.joins = False  # first, because an error of the next line must not refuse later ones
+            self._engine.set_joining(False)
+        # All ranks take the parameters of the first rank whose loop ended last.
+        size, rank = self._group.size(), self._group.rank()
+        device = next(iter(self._named.values())).device
+        maxima = torch.tensor([size - rank if is_last else 0, not is_last], device=device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._group)
+        first, took_fewer_steps = maxima.tolist()
+        self._init_sync(root=size - first)
+        if took_fewer_steps:
+            TrainingState(list(self._named.values())).share(self._group, size - first, "at the end of join()")
+
+    def _refuse_join_in_outer_block(self) -> None:
+        if self._group.size() > 1 and (name := name_of_outer(self._named.values(), in_block=True)):
+            raise RuntimeError(f"fastsync: join() was called inside a block of a {name} of the same weights. {NO_JOIN}")
+
+    def _warn_of_gradients_not_averaged(self) -> None:
+        has_gradients = any(parameter.grad is not None for parameter in self.parameters())
+        if has_gradients and self._accumulated_step == self._engine.num_steps():
+            warnings.warn(
+                "fastsync: inside join() a rank's loop has ended with gradients of no_sync() that were not averaged, "
+                "so they count for nothing. Run the last backward of the loop outside no_sync()",
+                stacklevel=4,
+            )
+
+    def _sync_without_batches(self) -> None:
+        """Takes part in one sync, with gradients that do not count."""
+        self._engine.run_out()
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.synchronize()
+
+    # ---- beside the gradients ---------------------------------------------------------------------------------------
+
+    def piggyback(self, name: str, tensor: Tensor) -> None:
+        """Sends a small tensor along with the next sync, to be averaged over the ranks in float32, at any compression.
+
+        Ranks can so agree on control flow, such as a stop flag, without another collective. The value is read now. A
+        later value of the same name replaces it. After the sync ``piggybacked()`` has the mean. All ranks must send the
+        same names and shapes.
+
+        Args:
+            name: the key of the mean in ``piggybacked()``.
+            tensor: float32, of any shape, on any device.
+
+        Raises:
+            ValueError: ``tensor`` is not a float32 tensor.
+        """
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"tensor: {name!r} has to be a float32 tensor, got {got}; use tensor.float()")
+        self._engine.piggyback(name, tensor)
+        self._put[name] = self._engine.step(), tensor.detach().clone()
+
+    def piggybacked(self) -> dict[str, Tensor]:
+        """Returns the means that the newest sync carried, by name: float32, on the gradients' device."""
+        return self._engine.piggybacked()
+
+    def set_weight(self, weight: float) -> None:
+        """Weights this rank's gradients from the next sync on: ``.grad`` becomes ``sum(w * g) / sum(w)``.
+
+        Pass the number of tokens or samples if each rank takes the mean loss over its own, and the numbers differ. With
+        ``op="sum"`` the result is ``sum(w * g)``. One small collective a step adds up the weights before the first
+        gradients are sent. Call it before ``backward()``, for the first time on every rank before the same sync. The
+        weight holds until it is set again. A CUDA graph cannot hold it.
+
+        One weight counts for all that a sync averages. With several micro-batches pass the step's number of tokens
+        before the first backward, and multiply each mean loss by its micro-batch's part of them.
+
+        Args:
+            weight: 0 or more. With 0 this rank's gradients do not count, even if they are nan. If all ranks have 0, the
+                result is zeros plus the residuals of error feedback.
+
+        Raises:
+            ValueError: it is not a number from 0 to 1e300.
+            RuntimeError: a backward has made gradients for the next sync already, under ``no_sync`` or since the last
+                call. If only some ranks set their first weight, the next sync raises it on every rank.
+        """
+        self._weight = as_weight(weight)
+        self._engine.set_weight(self._weight)
+
+    def stats(self) -> SyncStats:
+        """Returns what synchronisation has cost so far; on a GPU with an estimate for steps that are under way."""
+        shards = self._optimizer_shards
+        return replace(super().stats(), parameter_wire_bytes=shards.parameter_wire_bytes() if shards else 0)
+
+    def averaged_gradients(self) -> dict[str, Tensor]:
+        """Returns the means over ranks that the newest sync has made, by parameter's name. Every rank must call it.
+
+        It is for looking at the means with ``attach(optimizer=)``, where ``.grad`` stays this rank's own. What is
+        changed here changes no step.
+        """
+        if self._optimizer_shards is not None:
+            return self._optimizer_shards.averaged_gradients()
+        return {name: p.grad.clone() for name, p in self._named.items() if p.grad is not None}
+
+    # ---- from one group to another, and the end ---------------------------------------------------------------------
+
+    def use_group(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, init_sync: bool = True) -> None:
+        """Averages over another process group from now on, such as one of the ranks that are left.
+
+        Every rank of the new group must call it, between steps, with a synchronizer of the same parameters. A new rank
+        first attaches to a group of its own, such as ``dist.new_group([rank])``. The step, the fp16 scales and the
+        factors of lowrank become those of the group's rank 0. Residuals of error feedback stay on their rank, and add
+        as much to the mean or the sum as before. What ``piggyback()`` got for the next sync stays, and a new rank takes
+        rank 0's. ``stats()`` begins anew.
+
+        Args:
+            process_group: as in ``attach``.
+            init_sync: first give every rank the parameters and buffers of the group's rank 0.
+
+        Raises:
+            ValueError: the argument is not a group, or its ranks hold different parameters or settings.
+            RuntimeError: ``detach()`` was called.
+        """
+        if not self._is_attached:
+            raise RuntimeError("fastsync: use_group() was called after detach(); attach to the new group")
+        self._refuse("use_group()", "Call detach(), and attach to the new group")
+        self._move_to(resolve_group(process_group), root=0)
+        if init_sync:
+            self._init_sync()
+
+    def _move_to(self, group: dist.ProcessGroup, root: int) -> None:
+        """Averages over another group from now on. Step, scales and factors become those of its rank ``root``."""
+        self._end_interrupted()
+        state, num_before = self.state_dict(), self._group.size()
+        before = self._engine, self._group
+        try:
+            self._begin(group, self._compression)
+        except BaseException:  # the group is too small for the compression, or could not be measured
+            self._engine, self._group = before
+            raise
+        if self._weight is not None:
+            self._engine.set_weight(self._weight)
+        self._engine.take_over(before[0])
+        before[0].detach()
+        self._engine.set_enabled(self._is_enabled)
+        self._engine.attach(list(self._named.values()), self._overlaps)
+        self._send_buffers()
+        for residual in state["residuals"].values():
+            residual *= self._growth_from(num_before)
+        self.load_state_dict(state)  # before the broadcast, so that nothing is lost if that rank does not answer
+        factors = {name: factor.cpu() for name, factor in state.get("factors", {}).items()}
+        own = {name: value for name, (step, value) in self._put.items() if step >= state["step"]}
+        waiting = {name: value.cpu() for name, value in own.items()}
+        shared = [{"step": state["step"], "scales": state["scales"], "factors": factors, "waiting": waiting}]
+        dist.broadcast_object_list(shared, group=group, group_src=root)
+        # All ranks send the same names. What this rank has put aside for another step is not meant for the next one.
+        of_root = shared[0].pop("waiting")
+        own = own if shared[0]["step"] == state["step"] else {}
+        # The next sync checks the agreement, and reports names that this rank does not have.
+        for part in ("scales", "factors"):
+            shared[0][part] = {name: each for name, each in shared[0][part].items() if name in self._named}
+        self.load_state_dict(state | shared[0])
+        self._put = {}
+        for name, value in of_root.items():
+            self.piggyback(name, own.get(name, value))
+
+    def _refuse(self, call: str, way_out: str) -> None:
+        if self._optimizer_shards is not None:
+            raise RuntimeError(f"fastsync: {call} does not work with attach(optimizer=). {way_out}")
+
+    def _end_interrupted(self) -> None:
+        """Ends a step that failed on the old group. Errors are ignored, because the group is replaced.
+
+        Other ranks may have left that step after an error. If the step waits for a lost rank, this closes the
+        connections.
+        """
+        is_over = threading.Event()
+
+        def close_where_ranks_are_lost() -> None:
+            with suppress(RuntimeError):  # the store does not answer
+                liveness = _C.Liveness(self._group, "use_group")
+                while not is_over.wait(LOOK_SECONDS):
+                    if liveness.silent_ranks() and not is_over.is_set():
+                        _C.close_connections(self._group)
+
+        watcher = threading.Timer(LOOK_SECONDS, close_where_ranks_are_lost)
+        watcher.start()
+        with suppress(RuntimeError, ValueError):
+            self._engine.end_interrupted()
+        is_over.set()
+        watcher.cancel()
+
+    def detach(self) -> None:
+        """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before.
+
+        With ``attach(optimizer=)`` every rank must call it, because where ranks share no memory they then gather the
+        optimizer's state.
+
+        Raises:
+            RuntimeError: it was called inside a backward. Or the optimizer's state could not be gathered.
+        """
+        self._engine.detach()
+        try:
+            if self._optimizer_shards is not None and self._is_attached:
+                self._optimizer_shards.end()
+        finally:
+            self._is_attached = False
+            end_use(self)
+
+    def _init_sync(self, root: int = 0) -> None:
+        """Gives all ranks of the group the parameters and buffers of one. Every rank must call it."""
+        self._engine.agree(init_sync=True)
+        named = {f"parameter {name}": p for name, p in (self._named | self._without_gradients).items()}
+        if self._buffers is not None:
+            named |= {f"buffer {name}": buffer for name, buffer in self._buffers.named().items()}
+        broadcast_named(named, self._group, root)
+
+    def _keep(self, owner: nn.Module | None) -> None:
+        """Keeps the handle alive while the owner lives; without an owner, until ``detach``."""
+        self._is_attached = True
+        # Each module with parameters keeps the handle, because the owner may be a container made for this call alone.
+        # A module whose parameters are all ignored may have a handle of its own.
+        ignored = self._ignored.ids()
+        modules = [
+            module
+            for module in (() if owner is None else owner.modules())
+            if module is owner
+            or (
+                next(module.parameters(recurse=False), None) is not None
+                and any(id(parameter) not in ignored for parameter in module.parameters())
+            )
+        ]
+        begin_use(self, modules, kept_by=modules or [NOBODY])
+        self._searched = [weakref.ref(module) for module in ([] if owner is None else owner.modules())]
+        watch_optimizers()
+
+    def _follow(self, compression: Compression | Auto) -> None:
+        if self._optimizer_shards is not None:
+            self._optimizer_shards.check_compression(compression)
+        super()._follow(compression)
+
+    def _send_buffers(self) -> None:
+        """Sends the buffers with each sync from now on, if ``broadcast_buffers`` asks for it."""
+        if self._buffers is not None and self._buffers.are_sent and self._buffers.named():
+            self._engine.set_buffers(self._buffers.description, self._buffers.values, self._buffers.arrive)
+
+    # ---- for clipping and optimizers -------------------------------------------------------------------------------
+
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters whose gradients are averaged."""
+        return [parameter for parameter in self._named.values() if parameter.requires_grad]
+
+    def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
+        modules = [module for known in self._searched if (module := known()) is not None]
+        ignored = self._ignored.ids()
+        named = chain.from_iterable(module.named_parameters() for module in modules)  # the owner's names come first
+        return ((name, parameter) for name, parameter in named if id(parameter) not in ignored)
+
+    def _growth_from(self, num_ranks: int) -> float:
+        """Returns what multiplies residuals of a group of so many ranks: they add as much to the mean as there."""
+        return 1.0 if self._op == "sum" else self._group.size() / num_ranks
+
+    def _left_to_each_rank(self) -> list[Tensor]:
+        return self._ignored.tensors()
+
+    def _claimed_parameters(self) -> Iterable[Tensor]:
+        """Returns all parameters, because frozen ones may not stay so."""
+        return self._named.values()
+
+    def _check_before_step(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError, too, if no sync came since the optimizer's previous step.
+
+        It raises as well if a backward has added this rank's own gradients after the sync. The same holds for a
+        parameter that came into the model after ``attach``.
+
+        Raises:
+            ValueError: DDP wraps the parameters by now. Or they belong to a pipeline's stage, which does not work with
+                ``overlap``.
+        """
+        super()._check_before_step(optimizer)
+        if optimizer not in self._examined and any(True for _ in self._stepped_by(optimizer)):
+            check_not_in_ddp(self._named, "fastsync.attach", but=handles_of)
+            # Zero-bubble schedules bypass the hooks of all stages but the first, so the checks below may not notice.
+            if self._overlaps and have_a_stage(self._named.values()):
+                raise ValueError(
+                    "overlap: these are the parameters of a pipeline's stage, whose schedule runs a backward for every "
+                    "micro-batch, or computes gradients past all hooks, as zero-bubble schedules do; use "
+                    "fastsync.attach(..., overlap=False), and call synchronize() after schedule.step()"
+                )
+            self._examined.add(optimizer)
+        if not self._is_enabled:
+            return
+        self._check_nothing_is_late(optimizer)
+        # An engine's lock is held while it waits for other ranks. So a step asks only the engines that it belongs to.
+        if next(self._stepped_by(optimizer), None) is None:
+            return
+        way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
+        self._check_was_averaged(optimizer, "fastsync.attach", way_out)
+        stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
+        if stepped is not None:
+            self._check_not_made_of_samples(stepped, optimizer)
+
+    def _check_not_made_of_samples(self, parameter: Tensor, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if .grad was made of per-sample gradients after the sync, as Opacus does in its step."""
+        if getattr(parameter, "grad_sample", None) is None or self._engine.is_captured():
+            return
+        index = next(index for index, each in enumerate(self._named.values()) if each is parameter)
+        if self._engine.num_writes()[index] < 0:
+            raise RuntimeError(
+                f"fastsync.attach: {type(optimizer).__name__} was about to step with a .grad that was made of "
+                ".grad_sample after the ranks had averaged, as Opacus does, so it is this rank's own. Use Opacus's "
+                "DistributedDPOptimizer without attach; or attach(overlap=False), and synchronize() after that write"
+            )
+
+    def _named_parameters(self) -> Mapping[str, Tensor]:
+        return self._named
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def attach(
+    module_or_params: nn.Module | Iterable[Tensor] | Tensor,
+    compression: AnyCompression = "none",
+    *,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    overlap: bool = True,
+    init_sync: bool = True,
+    op: str = "mean",
+    broadcast_buffers: bool = False,
+    ignored_states: States = (),
+    optimizer: Optimizer | None = None,
+    master_weights: bool = False,
+    parameter_compression: str = "none",
+    check_weights: bool = True,
+) -> GradientSynchronizer:
+    """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
+
+    The model stays as it is. Call it on every rank once the model is on its device. Ranks must make several calls in
+    the same order. Every rank must run the same number of backwards that reach any of the parameters. A parameter
+    without a gradient on this rank counts as zeros if another rank has one; see ``op`` for another mean. It keeps
+    ``grad is None`` if no rank has one. Parameters that the model gets later are not averaged. An optimizer that steps
+    one raises RuntimeError: detach and attach again.
+
+    Gradients of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` stay sparse: each rank sends the rows
+    that it has, and ``.grad`` gets the rows of all ranks, coalesced. They travel at the end of backward. On a GPU the
+    host then waits for them.
+
+    Args:
+        module_or_params: a model, which stays attached as long as it lives, or some parameters, until ``detach()``.
+        compression: a wire (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"lowrank"``), a wire with
+            error feedback (``"int8+ef"``), or ``"auto"``, which measures the group and chooses. See ``AnyCompression``.
+            A single rank rounds as well.
+        bucket_cap_mb: how large a bucket gets, in MiB. Smaller ones start earlier and cost more latency.
+        process_group: the group to average over, or a one-dimensional ``DeviceMesh``; None for the default group. Pass
+            a new group if backward has other collectives, such as SyncBatchNorm's, and ranks may miss gradients.
+        overlap: send during ``backward()``. If false, call ``synchronize()`` after it, or after a pipeline's step.
+        init_sync: first give every rank the parameters and buffers of the group's rank 0.
+        op: ``"mean"``, or ``"sum"`` for a loss that is divided by the number of samples of all ranks. A second backward
+            adds the new gradients of all ranks to the first sum. ``"mean_of_used"`` is the mean over the ranks that
+            have a new gradient of the parameter, as with experts that see no token on some ranks.
+        broadcast_buffers: with each sync give all ranks the buffers of rank 0, for modules that had buffers at the
+            start.
+        ignored_states: modules, parameters and buffers of the model that are left to each rank, such as experts. They
+            are not averaged, broadcast, clipped or compared, and ranks may have different ones.
+        optimizer: torch's AdamW, Adam or SGD of these parameters. Each rank then steps its own shard. CPU ranks of a
+            host have one copy of parameters and state: what one rank writes to a parameter, all see. Ranks that share
+            no memory, and those on GPUs, have all parameters, and the state of their own shard. ``.grad`` stays this
+            rank's own; for the means there is ``averaged_gradients()``.
+        master_weights: give each bfloat16 and float16 parameter a float32 master, and its state float32, too. Then
+            ``optimizer`` steps the masters, and the parameters are their roundings. A single rank does so as well.
+        parameter_compression: how new float32 parameters travel with ``optimizer``: ``"none"``, or ``"bf16"`` for half
+            the bytes. With ``"bf16"`` they have float32 masters, and each step rounds them to what bfloat16 holds, on
+            every rank, also where no bytes travel.
+        check_weights: compare samples of the parameters over the ranks now and then, beside the gradients: in the step
+            after the first update, and once in 50 steps. Where they differ, ``backward()`` raises RuntimeError on every
+            rank, and names the first parameter. Pass False if weights are meant to differ.
+
+    Raises:
+        ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
+            averaged already, or of a kind that fastsync does not handle.
+    """
+    if not is_positive(bucket_cap_mb):
+        raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
+    check_op(op, MEAN_OF_USED)
+    check_bool(broadcast_buffers, "broadcast_buffers")
+    check_bool(check_weights, "check_weights")
+    if broadcast_buffers and not isinstance(module_or_params, nn.Module):
+        raise ValueError("broadcast_buffers: loose parameters have no buffers; pass their module")
+    owner = module_or_params if isinstance(module_or_params, nn.Module) else None
+    ignored = IgnoredStates(ignored_states, owner)
+    given = named_parameters(module_or_params, "module_or_params", but=ignored.ids())
+    named = with_gradients(given, "module_or_params")
+    trained = {f"module_or_params: parameter {name}": p for name, p in named.items() if p.requires_grad}
+    check_can_be_written(trained)
+    check_free(named, "module_or_params")
+    check_not_in_ddp(named, "module_or_params", but=handles_of)
+    check_bool(master_weights, "master_weights")
+    if master_weights and optimizer is None:
+        raise ValueError("master_weights: it needs optimizer=, which steps the masters; pass it, or leave this out")
+    if not isinstance(parameter_compression, str) or parameter_compression not in PARAMETER_WIRES:
+        raise ValueError(f"parameter_compression: expected 'none' or 'bf16', got {parameter_compression!r}")
+    parameter_wire = PARAMETER_WIRES[parameter_compression]
+    if parameter_wire is not None and optimizer is None:
+        raise ValueError(
+            "parameter_compression: without optimizer= no parameters travel after a step; pass it, or leave this out"
+        )
+    checked = None if optimizer is None else check_optimizer(optimizer, named)
+    if checked is not None and op != "mean":
+        raise ValueError(f"op: expected 'mean' with optimizer=, whose ranks keep means of the gradients, got {op!r}")
+    if checked is not None:
+        check_compression(as_compression(compression))
+    has_masters = master_weights or parameter_wire is not None
+    if checked is not None and has_masters:
+        check_masters(checked, named)
+    group = resolve_group(process_group)
+    has_shards = checked is not None and (group.size() > 1 or has_masters)
+    if has_shards:
+        check_no_outer(named.values(), "optimizer", f"ranks that step shards cannot each change weights. {WAY_OUT}")
+    sparse = sparse_weights(module_or_params)
+    _check_sparse([name for name, p in named.items() if p.requires_grad and id(p) in sparse], op, optimizer)
+    if op != "mean" or optimizer is not None:
+        sparse = frozenset()  # they are frozen, and what they get once they are not is refused
+    sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap, sparse, check_weights)
+    sync._ignored = ignored
+    sync._without_gradients = {name: p for name, p in given.items() if name not in named}
+    sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)
+    sync._send_buffers()
+    shards: OptimizerShards | None = None
+    if checked is not None and has_shards:
+        wrappers = [] if optimizer is None else from_outside_in(optimizer)[:-1]
+        shards = OptimizerShards(sync, checked, master_weights, parameter_wire, wrappers)
+    if shards is not None:
+        sync._engine.set_optimizer(shards.description())
+    if init_sync:
+        sync._init_sync()
+    elif shards is not None:
+        sync._engine.agree(init_sync=False)
+    if shards is not None:
+        shards.begin()
+        sync._optimizer_shards = shards
+    sync._engine.attach(list(named.values()), overlap)
+    sync._keep(owner)
+    return sync
+
+
+def _check_sparse(names: Sequence[str], op: str, optimizer: Optimizer | None) -> None:
+    """Raises ValueError if an argument does not go with the sparse gradients of these parameters."""
+    if names and op != "mean":
+        way_out = "op='mean' and multiply the loss by the number of ranks, or use " if op == "sum" else ""
+        raise ValueError(
+            f"op: {op!r} does not go with sparse gradients, such as those of parameter {names[0]}; use {way_out}"
+            "sparse=False in the embedding"
+        )
+    if names and optimizer is not None:
+        raise ValueError(
+            "optimizer: ranks that share an optimizer step shards of dense gradients, and those of parameter "
+            f"{names[0]} are sparse; leave optimizer= out, or use sparse=False in the embedding"
+        )
+
+
+_thread = threading.local()
+"""``joins`` is true inside a ``join()`` of this thread."""
+
+
+def is_in_join() -> bool:
+    """Whether this thread is inside a ``join()``."""
+    return bool(getattr(_thread, "joins", False))
+
+
+class _Buffers:
+    """The buffers of a module, which are sent as bytes beside the gradients. It does not keep the module alive.
+
+    The buffers are looked up in each step, because a module may replace them. All ranks take those of rank 0. Inside
+    ``join`` they take those of the first rank that still has batches.
+    """
+
+    def __init__(self, owner: nn.Module, are_sent: bool, ignored: IgnoredStates) -> None:
+        self.are_sent = are_sent
+        self._ignored = ignored
+        self._sent: list[Tensor] = []
+        self._modules = [
+            (prefix, weakref.ref(module)) for prefix, module in owner.named_modules() if own_buffers(module)
+        ]
+
+    def named(self) -> dict[str, Tensor]:
+        """Returns the buffers that the module has now, by name. A shared buffer has its first name."""
+        alive = [(prefix, module) for prefix, known in self._modules if (module := known()) is not None]
+        replace_inference_buffers((module for _, module in alive), but=self._ignored.ids())
+        named = [each for prefix, module in alive for each in module.named_buffers(prefix, recurse=False)]
+        first_name = {id(buffer): name for name, buffer in reversed(named)}
+        ignored = self._ignored.ids()
+        return {n: buffer for n, buffer in named if n == first_name[id(buffer)] and id(buffer) not in ignored}
+
+    def description(self) -> str:
+        """Returns the text that has to be equal on all ranks."""
+        lines = [f"buffer of shape {list(buffer.shape)}, {buffer.dtype}" for buffer in self.named().values()]
+        return "\n".join(["broadcast_buffers True", *lines, ""])
+
+    def values(self, is_first: Tensor) -> Tensor:
+        """Returns the bytes to send, as float32, and a 1 at the end. All ranks except the first send zeros."""
+        self._sent = list(self.named().values())
+        all_bytes = torch.cat([as_bytes(buffer).to(is_first.device, non_blocking=True) for buffer in self._sent])
+        return torch.cat(
+            [torch.where(is_first, all_bytes.float(), 0.0), torch.ones(1, dtype=torch.float32, device=is_first.device)]
+        )
+
+    def arrive(self, sums: Tensor) -> None:
+        """Writes the buffers. They stay as they are if a rank has failed, or if no rank has batches.
+
+        Autograd does not see it, as with DDP: another forward, whose backward is to come, may have used them.
+        """
+        have_come = sums[-1] > 0
+        parts = sums[:-1].to(torch.uint8).split([buffer.nbytes for buffer in self._sent])
+        with unseen_by_autograd(self._sent):
+            for buffer, part in zip(self._sent, parts, strict=True):
+                values = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone begins at an even address
+                buffer.copy_(torch.where(have_come, values, buffer.to(values.device)))
+        self._sent = []

@@ -1,0 +1,101 @@
+"""Asks a GradScaler about gradients, without waiting for the device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from ..optimizer.steps import innermost
+
+
+def loss_scale(scaler: GradScaler) -> Tensor:
+    """Returns the tensor that ``update()`` writes the scale to, on its own device.
+
+    Raises:
+        RuntimeError: the scaler has scaled no loss yet.
+    """
+    scale: Tensor | None = scaler._scale
+    if scale is None:
+        raise RuntimeError(
+            "scaler: it has scaled no loss yet, so these gradients are not its; call scaler.scale(loss).backward(), "
+            "or leave scaler out"
+        )
+    return scale
+
+
+def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Tells whether ``unscale_`` has divided the optimizer's gradients by the scale.
+
+    Raises:
+        RuntimeError: the optimizer has stepped since the scaler's last ``update()``.
+    """
+    states: Mapping[int, dict[str, Any]] = scaler._per_optimizer_states
+    stage = states[id(optimizer)]["stage"] if id(optimizer) in states else OptState.READY
+    if stage is OptState.STEPPED:
+        raise RuntimeError(
+            "scaler: it has stepped with these gradients already; clip between backward() and scaler.step(optimizer)"
+        )
+    return stage is OptState.UNSCALED
+
+
+def skip_unless_finite(scaler: GradScaler, optimizer: Optimizer, norm: Tensor) -> None:
+    """Has the scaler skip the optimizer's step if the norm is not finite, where ``unscale_`` has looked already."""
+    if has_unscaled(scaler, optimizer):
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            is_bad = norm.isfinite().logical_not().to(found.device, found.dtype)
+            found.copy_(torch.maximum(found, is_bad))  # fused optimizers skip where it is exactly 1
+
+
+def scaler_of_step(optimizer: Optimizer) -> tuple[GradScaler, Optimizer] | None:
+    """Returns the enabled GradScaler that takes this optimizer's step, and what it was given; None without one.
+
+    Call it inside the step. The optimizer itself, or a wrapper around it, was given.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            scaler, given = frame.f_locals["self"], frame.f_locals["optimizer"]
+            if not scaler.is_enabled():
+                return None
+            if given is optimizer or (isinstance(given, Optimizer) and innermost(given) is innermost(optimizer)):
+                return scaler, given
+        frame = frame.f_back
+    return None
+
+
+def scale_of_step(optimizer: Optimizer) -> Tensor | None:
+    """Returns the scale of the GradScaler that takes this optimizer's step; None after ``unscale_``.
+
+    Raises:
+        RuntimeError: no GradScaler takes it.
+    """
+    found = scaler_of_step(optimizer)
+    if found is None:
+        forget_scale(optimizer)
+        raise RuntimeError(
+            f"fastsync: {type(optimizer).__name__} has found_inf, and no GradScaler takes this step. So the loss scale "
+            "cannot be told from the clip of an earlier step that was left out. Step by scaler.step(optimizer); or "
+            "call fastsync.clip_grad_norm_ without optimizer="
+        )
+    return None if has_unscaled(*found) else loss_scale(found[0])
+
+
+def forget_step(scaler: GradScaler, optimizers: Iterable[Optimizer]) -> None:
+    """Lets the scaler take new gradients of these optimizers, in place of those of a step that has failed."""
+    for optimizer in optimizers:
+        scaler._per_optimizer_states.pop(id(optimizer), None)
+        forget_scale(optimizer)
+
+
+def forget_scale(optimizer: Optimizer) -> None:
+    """Takes a scaler's attributes off a fused optimizer whose step has failed: the next step would multiply by them."""
+    if vars(optimizer).pop("found_inf", None) is not None:
+        vars(optimizer).pop("grad_scale", None)
