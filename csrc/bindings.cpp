@@ -153,8 +153,8 @@ std::optional<at::Tensor> first_factor_of(const at::Tensor& parameter, int64_t r
                : std::nullopt;
 }
 
-// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields are
-// left out, and keep their defaults.
+// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields
+// are left out, and keep their defaults.
 py::dict stats_of(const BucketTotals& totals) {
   // On a GPU not all syncs are timed. So times are scaled up to the number of syncs.
   const double scale = totals.num_timed > 0 ? static_cast<double>(totals.num_syncs) / totals.num_timed : 0.0;
@@ -230,7 +230,8 @@ auto between_steps(Result (Part::*method)(Args...)) {
   };
 }
 
-// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a failure.
+// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a
+// failure.
 py::object enter_step(py::object self) {
   ElasticStep& step = self.cast<ElasticStep&>();
   std::vector<at::Tensor> buffers;
@@ -276,7 +277,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const HostBackend::StorePtr& store, 
 }
 
 c10::intrusive_ptr<HostBackend> make_backend(const HostBackend::StorePtr& store, int rank, int size,
-                                               std::chrono::milliseconds timeout) {
+                                             std::chrono::milliseconds timeout) {
   return c10::make_intrusive<HostBackend>(store, rank, size, timeout, &make_gloo);
 }
 

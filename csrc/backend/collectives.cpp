@@ -35,9 +35,7 @@ int64_t share_of_place(int64_t count) { return Rounds::kBytes / count / kAlignme
 // ranks.
 void reduce_places(Rounds& rounds, int64_t offset, const std::byte* own, std::byte* output, int64_t bytes,
                    Reduction reduction) {
-  const auto values_of = [&](int64_t rank) {
-    return rank == rounds.rank() ? own : rounds.readable(rank) + offset;
-  };
+  const auto values_of = [&](int64_t rank) { return rank == rounds.rank() ? own : rounds.readable(rank) + offset; };
   const std::byte* so_far = values_of(0);
   for (int64_t rank = 1; rank < rounds.size(); ++rank) {
     reduction(so_far, values_of(rank), output, bytes);

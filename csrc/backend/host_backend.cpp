@@ -428,8 +428,7 @@ HostBackend::WorkPtr HostBackend::gather(Lists& outputs, Tensors& inputs, const 
   }
   const uint64_t agreement = hash_of({static_cast<int64_t>(c10d::OpType::GATHER), num_bytes(inputs[0]), root});
   return post({c10d::OpType::GATHER, name, "fastsync:gather", options.timeout, options.asyncOp, agreement}, inputs,
-              outputs,
-              [list = outputs.empty() ? Tensors() : outputs[0], input = inputs[0], root](Rounds& rounds) {
+              outputs, [list = outputs.empty() ? Tensors() : outputs[0], input = inputs[0], root](Rounds& rounds) {
                 const at::Tensor read = to_read(input);
                 const Tensors written = to_write(list);
                 fastsync::gather(rounds, bytes_of(read), pieces_of(written), num_bytes(read), root);
@@ -491,8 +490,7 @@ HostBackend::WorkPtr HostBackend::reduce_scatter(Tensors& outputs, Lists& inputs
   const auto type = c10d::OpType::REDUCE_SCATTER;
   const uint64_t agreement = hash_of({static_cast<int64_t>(type), are_equal ? bytes[0] : -1, reducing.number});
   return post({type, name, "fastsync:reduce_scatter", options.timeout, options.asyncOp, agreement}, inputs[0],
-              {outputs},
-              [list = inputs[0], output = outputs[0], bytes, are_equal, reducing](Rounds& rounds) {
+              {outputs}, [list = inputs[0], output = outputs[0], bytes, are_equal, reducing](Rounds& rounds) {
                 Tensors read;
                 for (const at::Tensor& tensor : list) {
                   read.push_back(to_read(tensor));
@@ -555,8 +553,7 @@ HostBackend::WorkPtr HostBackend::reduce_scatter_tensor_coalesced(Tensors& outpu
 }
 
 HostBackend::WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                                std::vector<int64_t>& output_splits,
-                                                std::vector<int64_t>& input_splits,
+                                                std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
                                                 const c10d::AllToAllOptions& options) {
   if (!rounds_) {
     return gloo_->alltoall_base(output, input, output_splits, input_splits, options);
@@ -578,25 +575,25 @@ HostBackend::WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& 
     return bytes;
   };
   const auto type = c10d::OpType::ALLTOALL_BASE;
-  return post({type, name, "fastsync:all_to_all", options.timeout, options.asyncOp,
-               hash_of({static_cast<int64_t>(type)})},
-              {input}, {{output}},
-              [output, input, input_bytes = bytes_of_splits(input, input_splits),
-               output_bytes = bytes_of_splits(output, output_splits)](Rounds& rounds) {
-                const auto pieces = [](const at::Tensor& tensor, const std::vector<int64_t>& bytes) {
-                  Pieces all;
-                  int64_t offset = 0;
-                  for (const int64_t each : bytes) {
-                    all.push_back(bytes_of(tensor) + offset);
-                    offset += each;
-                  }
-                  return all;
-                };
-                const at::Tensor read = to_read(input);
-                const at::Tensor written = to_write(output);
-                all_to_all(rounds, pieces(read, input_bytes), input_bytes, pieces(written, output_bytes), output_bytes);
-                put_back(output, written);
-              });
+  return post(
+      {type, name, "fastsync:all_to_all", options.timeout, options.asyncOp, hash_of({static_cast<int64_t>(type)})},
+      {input}, {{output}},
+      [output, input, input_bytes = bytes_of_splits(input, input_splits),
+       output_bytes = bytes_of_splits(output, output_splits)](Rounds& rounds) {
+        const auto pieces = [](const at::Tensor& tensor, const std::vector<int64_t>& bytes) {
+          Pieces all;
+          int64_t offset = 0;
+          for (const int64_t each : bytes) {
+            all.push_back(bytes_of(tensor) + offset);
+            offset += each;
+          }
+          return all;
+        };
+        const at::Tensor read = to_read(input);
+        const at::Tensor written = to_write(output);
+        all_to_all(rounds, pieces(read, input_bytes), input_bytes, pieces(written, output_bytes), output_bytes);
+        put_back(output, written);
+      });
 }
 
 HostBackend::WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
@@ -610,21 +607,21 @@ HostBackend::WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs, co
     check_dense(name, *tensors);
   }
   const auto type = c10d::OpType::ALLTOALL;
-  return post({type, name, "fastsync:all_to_all", options.timeout, options.asyncOp,
-               hash_of({static_cast<int64_t>(type)})},
-              inputs, {outputs}, [outputs, inputs](Rounds& rounds) {
-                Tensors read;
-                std::vector<int64_t> input_bytes;
-                std::vector<int64_t> output_bytes;
-                for (size_t rank = 0; rank < inputs.size(); ++rank) {
-                  read.push_back(to_read(inputs[rank]));
-                  input_bytes.push_back(num_bytes(inputs[rank]));
-                  output_bytes.push_back(num_bytes(outputs[rank]));
-                }
-                const Tensors written = to_write(outputs);
-                all_to_all(rounds, pieces_of(read), input_bytes, pieces_of(written), output_bytes);
-                put_back(outputs, written);
-              });
+  return post(
+      {type, name, "fastsync:all_to_all", options.timeout, options.asyncOp, hash_of({static_cast<int64_t>(type)})},
+      inputs, {outputs}, [outputs, inputs](Rounds& rounds) {
+        Tensors read;
+        std::vector<int64_t> input_bytes;
+        std::vector<int64_t> output_bytes;
+        for (size_t rank = 0; rank < inputs.size(); ++rank) {
+          read.push_back(to_read(inputs[rank]));
+          input_bytes.push_back(num_bytes(inputs[rank]));
+          output_bytes.push_back(num_bytes(outputs[rank]));
+        }
+        const Tensors written = to_write(outputs);
+        all_to_all(rounds, pieces_of(read), input_bytes, pieces_of(written), output_bytes);
+        put_back(outputs, written);
+      });
 }
 
 HostBackend::WorkPtr HostBackend::barrier(const c10d::BarrierOptions& options) {
@@ -632,9 +629,9 @@ HostBackend::WorkPtr HostBackend::barrier(const c10d::BarrierOptions& options) {
     return gloo_->barrier(options);
   }
   const auto type = c10d::OpType::BARRIER;
-  return post({type, "barrier", "fastsync:barrier", options.timeout, options.asyncOp,
-               hash_of({static_cast<int64_t>(type)})},
-              {}, {}, [](Rounds& rounds) { fastsync::barrier(rounds); });
+  return post(
+      {type, "barrier", "fastsync:barrier", options.timeout, options.asyncOp, hash_of({static_cast<int64_t>(type)})},
+      {}, {}, [](Rounds& rounds) { fastsync::barrier(rounds); });
 }
 
 void HostBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
@@ -645,6 +642,8 @@ HostBackend::WorkPtr HostBackend::send(Tensors& tensors, int to, int tag) { retu
 
 HostBackend::WorkPtr HostBackend::recv(Tensors& tensors, int from, int tag) { return gloo_->recv(tensors, from, tag); }
 
-HostBackend::WorkPtr HostBackend::recvAnysource(Tensors& tensors, int tag) { return gloo_->recvAnysource(tensors, tag); }
+HostBackend::WorkPtr HostBackend::recvAnysource(Tensors& tensors, int tag) {
+  return gloo_->recvAnysource(tensors, tag);
+}
 
 }  // namespace fastsync

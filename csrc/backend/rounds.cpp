@@ -30,10 +30,10 @@ double seconds_of(std::chrono::milliseconds time) { return std::chrono::duration
 
 // What a rank tells the others beside what it writes.
 struct alignas(128) Rounds::Told {
-  SharedNumber round;                              // the newest round that it has come to
-  SharedNumber state;                              // 0, kGone or kFailed
-  std::array<std::atomic<uint64_t>, 2> agreement;  // of its two newest rounds
-  std::atomic<int64_t> number;                     // of its newest collective
+  SharedNumber round;                                                  // the newest round that it has come to
+  SharedNumber state;                                                  // 0, kGone or kFailed
+  std::array<std::atomic<uint64_t>, 2> agreement;                      // of its two newest rounds
+  std::atomic<int64_t> number;                                         // of its newest collective
   std::array<std::atomic<uint64_t>, std::tuple_size_v<Letters>> name;  // of that: its letters, then zeros
 };
 
@@ -152,8 +152,7 @@ void Rounds::look(int64_t round) const {
     }
     const bool has_ended = host_->has_ended(rank);
     const bool has_failed = told.state.has_reached(kFailed);
-    TORCH_CHECK_WITH(DistBackendError,
-                     told.round.has_reached(round) || !(has_ended || told.state.has_reached(kGone)),
+    TORCH_CHECK_WITH(DistBackendError, told.round.has_reached(round) || !(has_ended || told.state.has_reached(kGone)),
                      "fastsync: ", collective_.name, ": rank ", rank,
                      has_ended    ? "'s process has ended"
                      : has_failed ? " has failed"
@@ -179,10 +178,9 @@ std::string Rounds::where_is(int64_t rank) const {
     letters[i] = told.name[i].load(std::memory_order_relaxed);
   }
   const std::string name(reinterpret_cast<const char*>(letters.data()));
-  const std::string newest =
-      name.empty() ? "which has begun no collective"
-                   : c10::str("whose newest collective is number ", told.number.load(std::memory_order_relaxed), ", ",
-                              name);
+  const std::string newest = name.empty() ? "which has begun no collective"
+                                          : c10::str("whose newest collective is number ",
+                                                     told.number.load(std::memory_order_relaxed), ", ", name);
   return c10::str(newest, " (here it is number ", collective_.number, ")");
 }
 

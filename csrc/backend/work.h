@@ -74,7 +74,7 @@ class CollectiveWork final : public c10d::Work {
   std::function<void(bool)> run_;
   bool has_begun_ = false;  // guarded by the queue's mutex
 
-  std::mutex future_mutex_;  // guards the next
+  std::mutex future_mutex_;                         // guards the next
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // null until somebody asks for it
   bool is_settled_ = false;
   std::exception_ptr error_;

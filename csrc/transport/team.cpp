@@ -259,8 +259,8 @@ void check_device(c10d::ProcessGroup& group, c10::Device device) {
   const std::vector<c10::Device> served = group.getDeviceTypes();
   const bool is_served =
       std::any_of(served.begin(), served.end(), [&](c10::Device each) { return each.type() == device.type(); });
-  TORCH_CHECK_VALUE(is_served && (device.is_cpu() || !sends_by_gloo(group, device)),
-                    "process_group: gradients are on ", device, ", where it does not work; use a group whose backend ",
+  TORCH_CHECK_VALUE(is_served && (device.is_cpu() || !sends_by_gloo(group, device)), "process_group: gradients are on ",
+                    device, ", where it does not work; use a group whose backend ",
                     "does (Gloo for cpu, NCCL for cuda), as init_process_group('cpu:gloo,cuda:nccl') makes");
 }
 
