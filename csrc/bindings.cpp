@@ -1,6 +1,7 @@
 // This file lists all that Python can call, as a table of contents. Functions that only tests and benchmarks call are
 // in testing_bindings.cpp and testing_ops.cpp.
 #include <c10/util/intrusive_ptr.h>
+#include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -19,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/host_backend.h"
 #include "engine/bucket.h"
 #include "engine/ddp_hook.h"
 #include "engine/elastic_step.h"
@@ -50,6 +52,7 @@ using fastsync::EngineState;
 using fastsync::GatherWork;
 using fastsync::HookPlace;
 using fastsync::HookState;
+using fastsync::HostBackend;
 using fastsync::ModelBuffers;
 using fastsync::NoSharedTensors;
 using fastsync::Op;
@@ -269,6 +272,19 @@ void before_optimizer(const py::object& self, py::handle /*optimizer*/, py::hand
   }
 }
 
+// Gloo's class is Python's alone: torch's packages lack its headers.
+c10::intrusive_ptr<c10d::Backend> make_gloo(const HostBackend::StorePtr& store, int rank, int size,
+                                            std::chrono::milliseconds timeout) {
+  const py::gil_scoped_acquire gil;
+  const auto gloo = py::module_::import("torch.distributed").attr("ProcessGroupGloo");
+  return gloo(store, rank, size, py::arg("timeout") = timeout).cast<c10::intrusive_ptr<c10d::Backend>>();
+}
+
+c10::intrusive_ptr<HostBackend> make_backend(const HostBackend::StorePtr& store, int rank, int size,
+                                             std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<HostBackend>(store, rank, size, timeout, &make_gloo);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -280,6 +296,10 @@ PYBIND11_MODULE(_C, m) {
         [] { return std::map<std::string, std::string>{{"torch", TORCH_VERSION}, {"compiler", __VERSION__}}; });
   m.def("shared_memory_obstacle", &fastsync::Host::obstacle);
   m.def("num_usable_cores", &fastsync::num_usable_cores);
+  py::class_<HostBackend, c10d::Backend, c10::intrusive_ptr<HostBackend>>(m, "HostBackend")
+      .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), no_gil)
+      .def("_set_default_timeout", &HostBackend::setTimeout, py::arg("timeout"), no_gil)
+      .def_property_readonly("shares_memory", &HostBackend::shares_memory);
 
   py::class_<Compression>(m, "Compression")
       .def(py::init(&make_compression), py::arg("wire"), py::arg("sums_in_float32") = false,

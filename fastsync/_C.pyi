@@ -1,13 +1,20 @@
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket, ProcessGroup, ReduceOp, Reducer
+from torch._C._distributed_c10d import Backend, GradBucket, ProcessGroup, ReduceOp, Reducer, Store
 
 def num_usable_cores() -> int: ...
+
+class HostBackend(Backend):
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None: ...
+    def _set_default_timeout(self, timeout: timedelta) -> None: ...
+    @property
+    def shares_memory(self) -> bool: ...
 
 class Compression:
     def __init__(

@@ -49,6 +49,7 @@ except ImportError as error:
 
 else:
     from . import distributed
+    from .backend import register as _register_backend
     from .elastic.elastic import Elastic, RankLostError
     from .integrations.accelerate import register_prepared
     from .optimizer.shard_optimizer import shard_optimizer
@@ -63,3 +64,5 @@ else:
     from .sync.fsdp import register_fsdp
     from .sync.handles_in_use import handle_of
     from .sync.sync_weights import sync_weights
+
+    _register_backend()

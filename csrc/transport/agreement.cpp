@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "passes/graph_memory.h"
+#include "transport/backend_name.h"
 #include "transport/without_python_objects.h"
 
 namespace fastsync {
@@ -53,7 +54,7 @@ at::Tensor all_gather(const Group& group, const at::Tensor& mine, c10::Device de
   const at::Tensor all = at::empty({group->getSize(), mine.numel()}, input.front().options());
   std::vector<std::vector<at::Tensor>> output{all.unbind()};
   const auto work = group->allgather(output, input);
-  if (look && device.is_cpu() && group->getBackend(device.type())->getBackendName() == "gloo") {
+  if (look && device.is_cpu() && sends_by_gloo(*group, device)) {
     look_while_waiting(*group, *work, look);
   }
   work->wait();
@@ -90,6 +91,7 @@ void close_connections(c10d::ProcessGroup& group) {
     } catch (const std::exception&) {
     }
   }
+  group.getBackend(c10::kCPU)->abort();  // of a backend that has other ways than connections
 }
 
 // FNV-1a, 64 bits (Fowler, Noll, Vo); std::hash may differ from machine to machine.

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "transport/agreement.h"
+#include "transport/backend_name.h"
 #include "transport/per_group.h"
 
 namespace fastsync {
@@ -194,7 +195,7 @@ bool Host::has_ended(int64_t rank) const {
 }
 
 std::vector<Host::Ranks> hosts_of(const Group& group) {
-  if (group->getSize() == 1 || group->getBackend(c10::kCPU)->getBackendName() != "gloo") {
+  if (group->getSize() == 1 || !sends_by_gloo(*group, c10::kCPU)) {
     return {};
   }
   const auto host = Host::of(group);

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "passes/graph_memory.h"
+#include "transport/backend_name.h"
 #include "transport/progress_thread.h"
 #include "transport/without_python_objects.h"
 
@@ -20,10 +21,6 @@ namespace fastsync {
 namespace {
 
 using Work = c10::intrusive_ptr<c10d::Work>;
-
-std::string backend_name(c10d::ProcessGroup& group, c10::Device device) {
-  return group.getBackend(device.type())->getBackendName();
-}
 
 bool is_nccl(const std::string& name) { return name == "nccl" || name == "nccl2"; }
 
@@ -204,7 +201,7 @@ Team::Team(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, std
       device_(device),
       ranks_(std::move(ranks)),
       rank_(std::find(ranks_.begin(), ranks_.end(), group_->getRank()) - ranks_.begin()),
-      messages_are_fast_(device.is_cpu() && backend_name(*group_, device) == "gloo"),
+      messages_are_fast_(device.is_cpu() && sends_by_gloo(*group_, device)),
       averages_by_factors_(!device.is_cpu() && is_nccl(backend_name(*group_, device))),
       has_collectives_(!device.is_cpu() && size() > 1 && size() == group_->getSize()) {
   TORCH_INTERNAL_ASSERT(rank_ < size(), "rank ", group_->getRank(), " is not in its team");
@@ -262,8 +259,8 @@ void check_device(c10d::ProcessGroup& group, c10::Device device) {
   const std::vector<c10::Device> served = group.getDeviceTypes();
   const bool is_served =
       std::any_of(served.begin(), served.end(), [&](c10::Device each) { return each.type() == device.type(); });
-  TORCH_CHECK_VALUE(is_served && (device.is_cpu() || backend_name(group, device) != "gloo"),
-                    "process_group: gradients are on ", device, ", where it does not work; use a group whose backend ",
+  TORCH_CHECK_VALUE(is_served && (device.is_cpu() || !sends_by_gloo(group, device)), "process_group: gradients are on ",
+                    device, ", where it does not work; use a group whose backend ",
                     "does (Gloo for cpu, NCCL for cuda), as init_process_group('cpu:gloo,cuda:nccl') makes");
 }
 
