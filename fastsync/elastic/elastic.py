@@ -144,7 +144,7 @@ class Elastic:
             self._check_number(sync._group.size())
             with every_rank_calls("fastsync.Elastic", sync._group):
                 self._state.agree(sync._group, torch.device("cpu"))
-        self._has_begun = self._has_ended = self._has_failed = False
+        self._is_in_use = self._has_begun = self._has_ended = self._has_failed = False
         self._undone: _Undone | None = None
         self._num_failed = 0
         self._failed_at: tuple[int, ...] = ()  # the step, and the members
@@ -310,6 +310,7 @@ class Elastic:
         """Goes over to a group that ends with a rank, once."""
         if self._has_begun:
             return
+        self._is_in_use = True
         if self._joins:
             if self._members.join() is None:
                 print("fastsync.Elastic: the training was over before this process could join it", file=sys.stderr)
@@ -452,7 +453,8 @@ class Elastic:
             raise
 
     def _on_death(self, lost: int) -> None:
-        if lost in self._members.now.progress and not self._has_ended:  # others may be done sooner
+        # Others may be done sooner. Before the loop nobody waits in a step, and the group may have other users.
+        if lost in self._members.now.progress and self._is_in_use and not self._has_ended:
             self._close_group()
 
     def _close_group(self) -> None:

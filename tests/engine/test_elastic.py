@@ -1114,3 +1114,18 @@ def test_a_store_that_does_not_answer_is_named(alone: Training, monkeypatch: pyt
         monkeypatch.setenv(STORE, place)
         with pytest.raises(error, match=said):
             Elastic(alone.model, alone.optimizer, alone.sync, state=[alone.scheduler])
+
+
+def test_an_elastic_that_is_dropped_before_its_loop_leaves_the_group_alone(store: TCPStore) -> None:
+    run_ranks(drop_before_the_loop, 2, store.port)
+
+
+def drop_before_the_loop(rank: int, world_size: int, store: int) -> None:
+    training = Training(range(world_size))
+    elastic, _ = training.elastic(store=TCPStore("localhost", store, is_master=False))
+    if rank == 0:
+        elastic._membership.watch.close()  # as garbage collection does
+    time.sleep(1.0)  # in which the other rank learns of it
+    total = torch.ones(1)
+    dist.all_reduce(total, group=training.sync._group)
+    assert total == world_size
