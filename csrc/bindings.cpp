@@ -447,7 +447,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "check_agreement",
       [](const Group& group, const std::string& lines, c10::Device device, const std::string& what) {
-        return fastsync::check_agreement(group, lines, device, what);
+        return fastsync::check_agreement(group, lines, device, what).number;
       },
       py::arg("process_group"), py::arg("description"), py::arg("device"), py::arg("what") = "what to synchronise",
       no_gil);

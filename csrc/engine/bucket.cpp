@@ -121,7 +121,12 @@ void BucketWork::receive() {
 }
 
 void BucketWork::finish() {
-  bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
+  try {
+    bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
+  } catch (...) {
+    bucket_->agreement->is_broken = true;
+    throw;
+  }
   bucket_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
 }

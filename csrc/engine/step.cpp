@@ -32,6 +32,12 @@ Step::Step(StepContext& context, std::vector<Gradient> gradients)
   engine().begin_step();
 }
 
+Step::~Step() {
+  if (has_begun_to_send_ && !has_received_) {
+    context_.agreement->is_broken = true;
+  }
+}
+
 // ---- collecting -----------------------------------------------------------------------------------------------------
 
 void Step::mark_ready(size_t index) {
@@ -183,6 +189,9 @@ void Step::wait_for_gradients(const LayoutBucket& bucket) const {
 }
 
 void Step::send_next() {
+  if (!std::exchange(has_begun_to_send_, true)) {
+    engine().pass_agreement(*context_.agreement, number_);  // now, because in memory that ranks share sending may wait
+  }
   const size_t number = works_.size();
   const LayoutBucket& next = layout().buckets[number];
   Bucket& bucket = *next.bucket;
@@ -262,6 +271,7 @@ void Step::receive() {
   if (!has_sent_all()) {
     return;
   }
+  has_received_ = true;
   context_.side_values.arrive(works_.back()->side_values(), engine().is_captured());
   if (!has_failed()) {
     take_signals();
