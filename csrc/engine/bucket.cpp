@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <system_error>
 #include <utility>
 
 #include "passes/aten/passes.h"
@@ -66,14 +67,18 @@ BucketWork::~BucketWork() {
 // The task does nothing if the work is gone by then. It takes this thread's state along, so that a profiler sees what
 // happens on the other thread.
 void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress) {
-  if (work->sum_->needs_driving()) {
-    const WithoutPythonObjects without_python;
-    progress.post(work->bucket_->device(), at::wrapPropagateTLSState([weak = std::weak_ptr(work)] {
-                    if (const auto driven = weak.lock()) {
-                      driven->sum_->drive();
-                    }
-                  }),
-                  /*is_urgent=*/true);
+  if (!work->sum_->needs_driving()) {
+    return;
+  }
+  const WithoutPythonObjects without_python;
+  auto drive = at::wrapPropagateTLSState([weak = std::weak_ptr(work)] {
+    if (const auto driven = weak.lock()) {
+      driven->sum_->drive();
+    }
+  });
+  try {
+    progress.post(work->bucket_->device(), std::move(drive), /*is_urgent=*/true);
+  } catch (const std::system_error&) {  // there is no thread: receive does it
   }
 }
 
