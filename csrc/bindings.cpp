@@ -67,8 +67,8 @@ bool built_with_cuda() {
 
 c10::DeviceType device_type(const std::string& name) { return c10::Device(name).type(); }
 
-// Makes an engine that is deleted without the GIL. The last owner of a Gloo group waits for the group's threads to end,
-// and those may be waiting for the GIL.
+// Makes an engine without the GIL, because it connects to the store, and has it deleted without the GIL. The last owner
+// of a Gloo group waits for the group's threads to end, and those may be waiting for the GIL.
 template <class Engine, class... Args>
 std::shared_ptr<Engine> make_shared(Args... args) {
   const auto delete_without_gil = [](Engine* engine) {
@@ -78,6 +78,7 @@ std::shared_ptr<Engine> make_shared(Args... args) {
     }
     delete engine;
   };
+  const py::gil_scoped_release no_gil;
   return {new Engine(std::move(args)...), delete_without_gil};
 }
 
@@ -289,13 +290,12 @@ PYBIND11_MODULE(_C, m) {
            py::arg("rows"), py::arg("description"));
 
   py::class_<fastsync::Liveness, std::shared_ptr<fastsync::Liveness>>(m, "Liveness")
-      .def(py::init<const Group&, const std::string&>(), py::arg("process_group"), py::arg("engine"),
-           no_gil)  // it connects to the store
+      .def(py::init(&make_shared<fastsync::Liveness, Group, std::string>), py::arg("process_group"), py::arg("engine"))
       .def("silent_ranks", &fastsync::Liveness::silent_ranks, no_gil);
 
   py::class_<SharedTensors, std::shared_ptr<SharedTensors>>(m, "SharedTensors")
       .def(py::init(&make_shared<SharedTensors, Group, int64_t, int64_t>), py::arg("process_group"), py::arg("bytes"),
-           py::arg("num_numbers"), no_gil)
+           py::arg("num_numbers"))
       .def("tensor", &SharedTensors::tensor, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"))
       .def("ranks", &SharedTensors::ranks)
       .def("give_up", &SharedTensors::give_up, no_gil);
