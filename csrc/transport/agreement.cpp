@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <exception>
 #include <map>
 #include <sstream>
@@ -105,7 +106,8 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& tex
   std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
   std::vector<std::string> texts;
   for (const at::Tensor& row : all_gather(group, padded, device).unbind()) {
-    texts.emplace_back(reinterpret_cast<const char*>(row.data_ptr<uint8_t>()));
+    const auto* const theirs = reinterpret_cast<const char*>(row.const_data_ptr<uint8_t>());
+    texts.emplace_back(theirs, strnlen(theirs, size));  // a peer may have ended its text or not
   }
   return texts;
 }
@@ -138,7 +140,10 @@ Agreed check_agreement(const Group& group, const std::string& lines, c10::Device
     }
     return {number, has_one_failed};
   }
-  const auto texts = gather_texts(group, description, largest[1].item<int64_t>() + 1, device);
+  constexpr int64_t kLongest = 1 << 28;
+  const auto longest = largest[1].item<int64_t>();
+  TORCH_CHECK(longest < kLongest, "a rank told of a description of ", longest, " bytes");
+  const auto texts = gather_texts(group, description, longest + 1, device);
   const std::string difference = first_difference(texts);
   const bool are_versions = difference.find(kProtocolLine) != std::string::npos;
   C10_THROW_ERROR(ValueError, c10::str("fastsync: the ranks do not agree on ", what, ": ", difference, "; ",

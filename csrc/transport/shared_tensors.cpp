@@ -64,8 +64,7 @@ std::vector<std::vector<double>> SharedTensors::hear() {
   team_->wait_for_others(kTelling);
   std::vector<std::vector<double>> all;
   for (int64_t rank = 0; rank < team_->size(); ++rank) {
-    const double* const theirs = numbers_of(rank);
-    all.emplace_back(theirs + 1, theirs + 1 + static_cast<int64_t>(theirs[0]));
+    all.push_back(numbers_in(numbers_of(rank), num_numbers_));
   }
   return all;
 }

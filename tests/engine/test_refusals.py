@@ -23,6 +23,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync import _C
 from fastsync.surviving_group import SurvivingGroup
 from tests.engine.entry_points import ALL, average
 from tests.models import SMALL_BUCKETS, Given, Mlp, backward_of, given_ddp, random_grads
@@ -405,22 +406,32 @@ def test_ranks_of_which_one_alone_takes_over_weights_are_told(rank: int, world_s
         average(entry_point, Given(grads), init_sync=rank == 0).step(grads)
 
 
-def _agrees_as_another_version(version: str, group: dist.ProcessGroup) -> None:
-    """What a build of that version does where it agrees on what it synchronises."""
+def _agrees_as_another_version(lines: str, group: dist.ProcessGroup, end: bytes = b"\0") -> None:
+    """What a build does that has such a description where it agrees on what it synchronises."""
 
     def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
         of_all = [torch.empty_like(mine) for _ in range(group.size())]
         group.allgather(of_all, mine).wait()
         return of_all
 
-    text = f"fastsync's protocol {version}\nsomething".encode()
+    text = lines.encode()
     hashed = 0xCBF29CE484222325
     for byte in text:
         hashed = (hashed ^ byte) * 0x100000001B3 % 2**64
     of_all = all_gather(torch.tensor([hashed - 2**64 * (hashed >> 63), len(text), 0]))
-    padded = torch.zeros(max(int(theirs[1]) for theirs in of_all) + 1, dtype=torch.uint8)
+    padded = torch.full((max(int(theirs[1]) for theirs in of_all) + 1,), end[0], dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     all_gather(padded)
+
+
+@on_ranks(2)
+def test_a_text_that_does_not_end_is_read_no_further(rank: int, world_size: int) -> None:
+    group = dist.distributed_c10d._get_default_group()
+    if rank == 0:
+        _agrees_as_another_version("fastsync's protocol " + "0" * 1000, group, end=b"x")
+        return
+    with pytest.raises(ValueError, match=r"rank 0: fastsync's protocol 0+x; rank 1: fastsync's protocol "):
+        _C.check_agreement(group, "lines", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("entry_point", ["attach", "synchronize", "all_reduce", "DiLoCo"])
@@ -430,7 +441,7 @@ def test_hosts_with_different_versions_are_told(rank: int, world_size: int, entr
     group = dist.distributed_c10d._get_default_group()
     if rank == 1:
         group = SurvivingGroup(group, timedelta(seconds=60)).group if is_outer else group
-        _agrees_as_another_version("0", group)
+        _agrees_as_another_version("fastsync's protocol 0\nsomething", group)
         return
     message = "rank 1: fastsync's protocol 0; rank 0: fastsync's protocol .*; install the same version of fastsync"
     with pytest.raises(ValueError, match=DISAGREE + message):

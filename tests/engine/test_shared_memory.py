@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fastsync
-from fastsync import Compression
+from fastsync import _C, Compression
 from fastsync.compression import Wire
 from fastsync.distributed import gloo_group
 from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at, refuse
@@ -55,6 +55,36 @@ def assert_shared(sync: fastsync.GradientSynchronizer | fastsync.CommHook) -> No
 def assert_mean(parameters: list[nn.Parameter], value: float) -> None:
     for parameter in parameters:
         assert torch.equal(parameter.grad, torch.full_like(parameter, value))
+
+
+# ---- what a peer names ----------------------------------------------------------------------------------------------
+
+TEXT_BYTES = 512
+
+
+def _tell(group: dist.ProcessGroup, text: str) -> list[str]:
+    """What ranks do that find out together whether they can share memory."""
+    mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    mine[: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    of_all = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([of_all], [mine]).wait()
+    return [bytes(theirs.tolist()).split(b"\0")[0].decode() for theirs in of_all]
+
+
+@on_ranks(2)
+def test_only_another_process_memory_is_opened(rank: int, world_size: int, tmp_path: Path) -> None:
+    group = dist.distributed_c10d._get_default_group()
+    if rank == 1:
+        assert _C.hosts(group) == []
+        return
+    file = tmp_path / "file"
+    file.write_bytes(b"1")
+    links = " ".join(os.readlink(f"/proc/thread-self/ns/{each}") for each in ("pid", "net"))
+    host = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {links} user {os.geteuid()}"
+    _tell(group, f"+{host}\n{os.getpid()} 0")
+    _tell(group, f"+{file} {file.stat().st_dev}:{file.stat().st_ino}")
+    told = _tell(group, "+")
+    assert told[1] == f"-another process's memory has no path such as {file}"
 
 
 # ---- at any pace ----------------------------------------------------------------------------------------------------
