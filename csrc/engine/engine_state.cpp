@@ -55,8 +55,8 @@ void EngineState::agree(Agreement& agreement, const std::string& what,
   const bool is_broken = agreement.is_broken;
   const std::string why = agreement.number < 0 ? "it is new" : is_broken ? "its newest sync has failed" : why_agree_;
   liveness_->note_agreeing(step, why, agreement.number);
-  const std::string text =
-      c10::str(compressions->description, "\nstep ", step, "\n", buckets_.description(), "\n", lines);
+  const std::string text = c10::str(compressions->description, "\nstep ", step, "\n", buckets_.description(), "\n",
+                                    compressions->arithmetic(device), lines);
   const auto look = [&] { check_others_come(why); };
   bool has_one_failed = false;
   wait_for_ranks(what, [&] {

@@ -624,6 +624,13 @@ def test_factors_that_differ_are_refused(rank: int, world_size: int) -> None:
         model([exact(rank, 1)]).backward()
 
 
+@on_ranks(2)
+def test_ranks_that_may_not_make_the_same_factors_are_told(rank: int, world_size: int) -> None:
+    torch.set_num_threads(1 + rank)
+    with pytest.raises(ValueError, match=r"rank 0: lowrank by \w+, 1 threads, .*; rank 1: lowrank by \w+, 2 threads"):
+        average("attach", Given(everyones(0, world_size)[rank]), "lowrank")
+
+
 @on_ranks(3)
 def test_a_new_rank_takes_over_the_factors(rank: int, world_size: int) -> None:
     """Two ranks train. Then a third one comes."""
