@@ -132,6 +132,7 @@ void BucketWork::finish() {
     bucket_->agreement->is_broken = true;
     throw;
   }
+  bucket_->note_unmeasured(sum_->unmeasured());
   bucket_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
 }
@@ -257,6 +258,7 @@ FlatGradients Bucket::flatten(std::vector<at::Tensor> grads, const SendOptions& 
     gradients.multiplier = 1.0 / static_cast<double>(teams_.all()->size());
   }
   gradients.stats = stats_;
+  gradients.needs_stats = options.needs_stats || is_capturing(device_);  // a graph's replays have what it captures
   gradients.workspace = workspace_;
   return gradients;
 }
@@ -467,6 +469,32 @@ void Bucket::take_stats(const std::vector<const double*>& all) {
   if (scale_sent_.defined() && has_scale_) {
     scale_.fill_(next_bucket_scale(scale_sent_.item<float>(), stats[kMaxMagnitude] / mean_factor_));
   }
+}
+
+void Bucket::note_unmeasured(const at::Tensor& means) {
+  const std::lock_guard<std::mutex> lock(unmeasured_mutex_);
+  unmeasured_.reset();
+  if (means.defined()) {
+    unmeasured_.emplace(means.getIntrusivePtr(), means._version());
+  }
+}
+
+// It is the pass that the sync has left out, so it gives the same bits.
+void Bucket::take_left_out_stats() {
+  const std::lock_guard<std::mutex> lock(unmeasured_mutex_);
+  if (!unmeasured_) {
+    return;
+  }
+  const at::Tensor means(unmeasured_->first.lock());
+  TORCH_CHECK(
+      means.defined() && means._version() == unmeasured_->second, "fastsync: nobody had asked for grad_stats() ",
+      "before the newest sync, and its gradients have changed since: call grad_stats() before they are clipped, ",
+      "unscaled or set to zero. Once it was called, each sync takes the statistics");
+  FlatGradients gradients({means}, dtype_of(means.scalar_type()), device_);
+  gradients.stats = stats_;
+  gradients.workspace = workspace_;
+  gradients.unpack(gradients.all_values(), means.data_ptr(), /*num_wires=*/1, /*stride=*/0, /*factor=*/1.0, Position());
+  unmeasured_.reset();
 }
 
 void Bucket::measure(const std::vector<at::Tensor>& grads) {

@@ -10,6 +10,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -91,6 +92,7 @@ struct SendOptions {
   bool keeps_shard = false;          // whether the gradients stay what they are, and Bucket::shard takes the means
   bool may_share_memory = true;      // whether ranks of a host may add up in memory that they share
   bool has_failed = false;           // whether this rank sends nan in place of gradients
+  bool needs_stats = true;           // whether somebody may ask for the statistics of the means
 };
 constexpr int kTagsPerBucket = 4;
 
@@ -238,6 +240,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   // has followed it.
   void measure(const std::vector<at::Tensor>& grads);
 
+  // Takes the statistics of the newest sync, if they were left out. Throws c10::Error if its means are no longer there.
+  void take_left_out_stats();
+
   // The statistics of the newest sync: float64 [kNumStats] on the device.
   const at::Tensor& stats() const { return stats_; }
 
@@ -276,6 +281,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options);
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options, SumMemory& memory);
   std::unique_ptr<SumWork> make_low_rank_sum(FlatGradients gradients, SendOptions options);
+  void note_unmeasured(const at::Tensor& means);
   void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
 
   c10::Device device_;
@@ -293,6 +299,8 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   bool has_followed_ = false;     // whether the scale has followed a sum since it was set
   std::optional<Before> before_;  // the newest step that may be taken back
   at::Tensor stats_;
+  std::mutex unmeasured_mutex_;                                 // guards the next
+  std::optional<std::pair<ParameterId, uint32_t>> unmeasured_;  // means without statistics, and their version
   at::Tensor shard_means_;
   std::vector<std::vector<ShardPiece>> shards_;
   int64_t shard_number_ = 0;
