@@ -197,6 +197,7 @@ std::unique_ptr<SumWork> Bucket::make_dense_sum(std::vector<at::Tensor> grads, c
     const at::Tensor scale = this->scale();
     before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.residuals(), low_rank_.factors};
   }
+  take_largest();
   if (needs_scale(options.compression)) {
     agree_on_scale(gradients);
   } else if (options.compression.wire != DType::kFloat16) {
@@ -210,10 +211,12 @@ std::unique_ptr<SumWork> Bucket::make_dense_sum(std::vector<at::Tensor> grads, c
   gradients.scale = has_scale_ ? scale_ : at::Tensor();
   if (options.keeps_shard) {
     gradients.output = shard_means_;
+  }
+  if (options.keeps_shard || options.scatter) {
     scale_sent_ = has_scale_ ? scale_.clone() : at::Tensor();
   }
   totals_->numel = numel_of(gradients.grads);
-  has_followed_ = true;
+  has_followed_ = !options.scatter;  // the statistics of a shard do not tell what all ranks have
   std::unique_ptr<SumWork> sum;
   guard([&] {
     if (options.compression.error_feedback) {
@@ -425,7 +428,38 @@ void Bucket::agree_on_scale(const FlatGradients& gradients) {
   set_scale(at::where(largest > 0, aten::power_of_two(aten::scale_exponent_for(largest)), otherwise));
 }
 
+// In a CUDA graph the ranks agree anew in each sum, because nothing that was sent outside of it may come inside.
+void Bucket::follow_all_shards(double factor) {
+  const WithoutPythonObjects without_python;
+  if (!has_scale_ || is_capturing(device_)) {
+    set_scale({});
+    return;
+  }
+  const double share = factor * static_cast<double>(teams_.all()->size());
+  largest_ = stats_.narrow(0, kMaxMagnitude, 1).div(share);
+  guard([&] { largest_comes_ = all_reduce(*teams_.all()->group(), device_, {{largest_, c10d::ReduceOp::MAX}}); });
+}
+
+void Bucket::take_largest() {
+  if (!largest_comes_) {
+    return;
+  }
+  if (is_capturing(device_)) {
+    set_scale({});
+    return;
+  }
+  const auto transfer = std::move(largest_comes_);
+  guard([&] { transfer->wait_for_rows(); });
+  use_on_current_stream(largest_);
+  if (const double* const largest = readable(largest_)) {
+    scale_.fill_(next_bucket_scale(scale_sent_.item<float>(), *largest));
+  } else {
+    scale_.copy_(aten::next_scale(scale_sent_, largest_));
+  }
+}
+
 void Bucket::set_scale(const at::Tensor& scale) {
+  largest_comes_.reset();
   has_scale_ = scale.defined();
   has_followed_ = false;
   if (has_scale_ && scale_.defined()) {

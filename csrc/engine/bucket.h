@@ -205,8 +205,13 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
 
   // The scale: the power of two that fp16 values are multiplied with, as one float32 element. Undefined if the next
   // fp16 sync has to find it out.
-  at::Tensor scale() const { return has_scale_ && !has_lost_scale() ? scale_ : at::Tensor(); }
+  at::Tensor scale() const { return has_scale_ && !has_lost_scale() && !largest_comes_ ? scale_ : at::Tensor(); }
   void set_scale(const at::Tensor& scale);
+
+  // After a reduce-scatter, whose result was the sum times the factor, a rank knows its shard of the means alone. This
+  // has the ranks tell each other the largest magnitude of all shards. It does not wait: the next sum's scale follows
+  // from what comes.
+  void follow_all_shards(double factor);
 
   ErrorFeedback& feedback() { return feedback_; }
 
@@ -264,6 +269,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
     return compression.wire == DType::kFloat16 && (!has_scale_ || has_lost_scale());
   }
   bool has_lost_scale() const;
+  void take_largest();
   void agree_on_scale(const FlatGradients& gradients);
   FlatGradients flatten(std::vector<at::Tensor> grads, const SendOptions& options, const at::Tensor& side_values);
   PlanKey plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const;
@@ -304,7 +310,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   at::Tensor shard_means_;
   std::vector<std::vector<ShardPiece>> shards_;
   int64_t shard_number_ = 0;
-  at::Tensor scale_sent_;  // the scale of the newest sum, if that keeps a shard and has one
+  at::Tensor scale_sent_;  // the scale of the newest sum, if that keeps a shard or scatters, and has one
+  at::Tensor largest_;     // the largest magnitude of the newest means, on all ranks once largest_comes_ has waited
+  std::unique_ptr<Transfer> largest_comes_;  // null unless follow_all_shards has sent it
   std::shared_ptr<Workspace> workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();
 };
