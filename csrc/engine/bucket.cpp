@@ -132,6 +132,7 @@ void BucketWork::finish() {
     bucket_->agreement->is_broken = true;
     throw;
   }
+  bucket_->note_unmeasured(sum_->unmeasured());
   bucket_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
 }
@@ -196,6 +197,7 @@ std::unique_ptr<SumWork> Bucket::make_dense_sum(std::vector<at::Tensor> grads, c
     const at::Tensor scale = this->scale();
     before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.residuals(), low_rank_.factors};
   }
+  take_largest();
   if (needs_scale(options.compression)) {
     agree_on_scale(gradients);
   } else if (options.compression.wire != DType::kFloat16) {
@@ -209,10 +211,12 @@ std::unique_ptr<SumWork> Bucket::make_dense_sum(std::vector<at::Tensor> grads, c
   gradients.scale = has_scale_ ? scale_ : at::Tensor();
   if (options.keeps_shard) {
     gradients.output = shard_means_;
+  }
+  if (options.keeps_shard || options.scatter) {
     scale_sent_ = has_scale_ ? scale_.clone() : at::Tensor();
   }
   totals_->numel = numel_of(gradients.grads);
-  has_followed_ = true;
+  has_followed_ = !options.scatter;  // the statistics of a shard do not tell what all ranks have
   std::unique_ptr<SumWork> sum;
   guard([&] {
     if (options.compression.error_feedback) {
@@ -257,6 +261,7 @@ FlatGradients Bucket::flatten(std::vector<at::Tensor> grads, const SendOptions& 
     gradients.multiplier = 1.0 / static_cast<double>(teams_.all()->size());
   }
   gradients.stats = stats_;
+  gradients.needs_stats = options.needs_stats || is_capturing(device_);  // a graph's replays have what it captures
   gradients.workspace = workspace_;
   return gradients;
 }
@@ -422,7 +427,38 @@ void Bucket::agree_on_scale(const FlatGradients& gradients) {
   set_scale(at::where(largest > 0, aten::power_of_two(aten::scale_exponent_for(largest)), otherwise));
 }
 
+// In a CUDA graph the ranks agree anew in each sum, because nothing that was sent outside of it may come inside.
+void Bucket::follow_all_shards(double factor) {
+  const WithoutPythonObjects without_python;
+  if (!has_scale_ || is_capturing(device_)) {
+    set_scale({});
+    return;
+  }
+  const double share = factor * static_cast<double>(teams_.all()->size());
+  largest_ = stats_.narrow(0, kMaxMagnitude, 1).div(share);
+  guard([&] { largest_comes_ = all_reduce(*teams_.all()->group(), device_, {{largest_, c10d::ReduceOp::MAX}}); });
+}
+
+void Bucket::take_largest() {
+  if (!largest_comes_) {
+    return;
+  }
+  if (is_capturing(device_)) {
+    set_scale({});
+    return;
+  }
+  const auto transfer = std::move(largest_comes_);
+  guard([&] { transfer->wait_for_rows(); });
+  use_on_current_stream(largest_);
+  if (const double* const largest = readable(largest_)) {
+    scale_.fill_(next_bucket_scale(scale_sent_.item<float>(), *largest));
+  } else {
+    scale_.copy_(aten::next_scale(scale_sent_, largest_));
+  }
+}
+
 void Bucket::set_scale(const at::Tensor& scale) {
+  largest_comes_.reset();
   has_scale_ = scale.defined();
   has_followed_ = false;
   if (has_scale_ && scale_.defined()) {
@@ -466,6 +502,32 @@ void Bucket::take_stats(const std::vector<const double*>& all) {
   if (scale_sent_.defined() && has_scale_) {
     scale_.fill_(next_bucket_scale(scale_sent_.item<float>(), stats[kMaxMagnitude] / mean_factor_));
   }
+}
+
+void Bucket::note_unmeasured(const at::Tensor& means) {
+  const std::lock_guard<std::mutex> lock(unmeasured_mutex_);
+  unmeasured_.reset();
+  if (means.defined()) {
+    unmeasured_.emplace(means.getIntrusivePtr(), means._version());
+  }
+}
+
+// It is the pass that the sync has left out, so it gives the same bits.
+void Bucket::take_left_out_stats() {
+  const std::lock_guard<std::mutex> lock(unmeasured_mutex_);
+  if (!unmeasured_) {
+    return;
+  }
+  const at::Tensor means(unmeasured_->first.lock());
+  TORCH_CHECK(
+      means.defined() && means._version() == unmeasured_->second, "fastsync: nobody had asked for grad_stats() ",
+      "before the newest sync, and its gradients have changed since: call grad_stats() before they are clipped, ",
+      "unscaled or set to zero. Once it was called, each sync takes the statistics");
+  FlatGradients gradients({means}, dtype_of(means.scalar_type()), device_);
+  gradients.stats = stats_;
+  gradients.workspace = workspace_;
+  gradients.unpack(gradients.all_values(), means.data_ptr(), /*num_wires=*/1, /*stride=*/0, /*factor=*/1.0, Position());
+  unmeasured_.reset();
 }
 
 void Bucket::measure(const std::vector<at::Tensor>& grads) {

@@ -50,7 +50,7 @@ std::vector<at::Tensor> gradients_to_send(const c10d::GradBucket& bucket, const 
   const bool is_of_blocks = compression.wire && unit_of(*compression.wire).values > 1;
   return is_of_blocks || compression.error_feedback || bucket.getBuffer().is_sparse()
              ? gradients_of(bucket)
-             : std::vector{bucket.getBuffer().view({-1})};
+             : std::vector{bucket.getBuffer().dim() == 1 ? bucket.getBuffer() : bucket.getBuffer().view({-1})};
 }
 
 }  // namespace
@@ -156,6 +156,7 @@ std::shared_ptr<BucketWork> HookState::send(Bucket& bucket, c10d::GradBucket& gr
   const auto stopwatch = start_bucket(bucket);
   SendOptions options{compression, step_under_way(), first_tag(bucket.agreement->number)};
   options.in_place = true;
+  options.needs_stats = needs_stats();
   if (weights_) {
     weights_->wait_on_stream();
     options.is_weighted_mean = !sums_;

@@ -27,7 +27,9 @@ class HookState : public EngineState, public std::enable_shared_from_this<HookSt
  public:
   // With `sums`, buckets become the sum over the ranks and not the mean.
   HookState(c10::intrusive_ptr<c10d::ProcessGroup> group, bool sums)
-      : EngineState(std::move(group), "a DDP hook", "with Join([ddp_model]):"), sums_(sums) {}
+      : EngineState(std::move(group), "a DDP hook", "with Join([ddp_model]):"), sums_(sums) {
+    needs_stats_ = false;  // until somebody asks
+  }
 
   // Averages the bucket's buffer in place; the future's value is the buffer. The ranks agree on each new bucket, and on
   // the compressions whenever these change.

@@ -27,6 +27,14 @@ void EngineState::take_back_step() {
   set_step(step_under_way());
 }
 
+at::Tensor EngineState::grad_stats() {
+  needs_stats_ = true;
+  for (const auto& bucket : buckets_.newest()) {
+    bucket->take_left_out_stats();
+  }
+  return buckets_.grad_stats();
+}
+
 void EngineState::set_compressions(std::shared_ptr<const CompressionTable> compressions) {
   compressions_ = std::move(compressions);
   agree_anew("its compression was set");

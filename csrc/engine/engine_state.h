@@ -53,8 +53,9 @@ class EngineState {
     liveness_->forget_passed_agreements();
   }
 
-  // The statistics of the newest step, as sums over its buckets: float64 [kNumStats].
-  at::Tensor grad_stats() { return buckets_.grad_stats(); }
+  // The statistics of the newest step, as sums over its buckets: float64 [kNumStats]. Throws c10::Error if nobody had
+  // asked before the step, and its means have changed since.
+  at::Tensor grad_stats();
   SyncTotals totals() { return buckets_.totals(); }
   int64_t num_steps() { return buckets_.times().num_steps(); }
   // Whether the newest sync was captured in a CUDA graph. Its replays are not counted as steps.
@@ -72,6 +73,8 @@ class EngineState {
     liveness_->ask_nobody();
   }
   bool is_revocable() const { return is_revocable_; }
+  // Whether somebody has asked for statistics.
+  bool needs_stats() const { return needs_stats_; }
   // Makes scales and residuals what they were before the newest step.
   void take_back_step();
 
@@ -142,6 +145,7 @@ class EngineState {
   std::shared_ptr<const CompressionTable> compressions_;
   Buckets buckets_;
   ProgressThread progress_;
+  bool needs_stats_ = true;
 
  private:
   void check_others_come(const std::string& why) const;

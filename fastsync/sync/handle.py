@@ -33,7 +33,13 @@ class SyncHandle:
     _engine: _C.HookState | _C.Synchronizer | _C.ShardedState
 
     def grad_stats(self) -> GradStats:
-        """Returns statistics of the newest backward that was synchronised. Raises RuntimeError before the first."""
+        """Returns statistics of the newest backward that was synchronised.
+
+        Under DDP at full width the first call reads the means. From the next step on they are taken on the way.
+
+        Raises:
+            RuntimeError: nothing was synchronised yet; or it is the first call, and the means have changed since.
+        """
         return GradStats(self._engine.grad_stats())
 
     def stats(self) -> SyncStats:

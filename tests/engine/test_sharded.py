@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
 
 import fastsync
 from fastsync import _C, Compression
@@ -83,6 +84,28 @@ def test_a_shard_by_torchs_own_operations_is_the_references_to_the_bit() -> None
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_shard_on_gpus_is_the_references_to_the_bit(world_size: int) -> None:
     run_ranks(_as_the_reference, world_size, "cuda", backend="nccl")
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(2, parametrized=["shared_memory"])
+def test_the_scale_follows_the_shards_of_all_ranks(rank: int, world_size: int) -> None:
+    """Nor is any pass made over the gradients for it, after the first step. Rank 0's shard tells nothing."""
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_compressions(in_engine([Candidate(Compression("fp16"))]))
+    identity, output = torch.empty(600, device="meta"), torch.empty(300)
+    for step, magnitude in enumerate((1.0, 1.0, 4.0, 16.0, 2.0**-8, 2.0**-8, 4.0, 2.0**20)):
+        inputs = [torch.cat([torch.zeros(300), magnitude * (other + torch.linspace(1, 2, 300))]) for other in range(2)]
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            engine.reduce_scatter(identity, "all of them", output, inputs[rank], dist.ReduceOp.AVG)
+        is_measured = any(event.name == "aten::isfinite" for event in profiler.events())
+        assert is_measured == (step == 0)
+        mean = (inputs[0] + inputs[1])[300 * rank :][:300] / 2
+        num_saturated = torch.tensor(engine.grad_stats()[reference.NUM_SATURATED].item())
+        dist.all_reduce(num_saturated)
+        jumps = magnitude == 2.0**20
+        assert (num_saturated > 0) == jumps
+        if not jumps:
+            torch.testing.assert_close(output, mean, rtol=2.0**-9, atol=0)
 
 
 # ---- trainings ------------------------------------------------------------------------------------------------------
