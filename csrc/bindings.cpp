@@ -310,6 +310,7 @@ PYBIND11_MODULE(_C, m) {
       .def("grad_stats", locked(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked(&EngineState::num_steps), no_gil)
       .def("compare_weights", locked(&EngineState::compare_weights), py::arg("parameters"), py::arg("names"), no_gil)
+      .def("sample_weights", locked(&EngineState::sample_weights), no_gil)
       .def("is_captured", locked(&EngineState::is_captured), no_gil)
       .def(
           "give_up", [](EngineState& engine) { engine.locked([&] { engine.give_up(); }); }, no_gil)

@@ -269,7 +269,6 @@ void HookState::note_update() {
   for (const auto& bucket : buckets_.all()) {
     bucket->agreement->step_check.note_update();
   }
-  note_update_for_weights();
 }
 
 // Once DDP has handed over its last bucket, it queues its copying for the end of backward. A callback that is queued

@@ -91,7 +91,9 @@ std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device d
     own[kEngine] = static_cast<float>(engine + 1);
     own[kUpdates] = static_cast<float>(num_updates);
     own[kGradients] = gradients.empty() ? 0.0F : fingerprint_of(gradients);
-    own[kWeights] = weights == nullptr ? 0.0F : weights->number(step_);
+    const auto of_weights = weights == nullptr ? WeightCheck::Numbers() : weights->numbers(step_);
+    own[kSample] = of_weights.sample;
+    own[kWeights] = of_weights.weights;
   }
   return stamp;
 }
@@ -131,9 +133,10 @@ void StepCheck::check(const at::Tensor& sum, WeightCheck* weights) const {
   if (ranks_of.size() <= 1) {
     warn_of_same_data(numbers.const_data_ptr<float>());
     if (weights != nullptr && !ranks_of.empty()) {
-      std::vector<float> of_weights;
-      for (int64_t rank = 0; rank < world_size_; ++rank) {
-        of_weights.push_back(numbers.const_data_ptr<float>()[kNumNumbers * rank + kWeights]);
+      std::vector<WeightCheck::Numbers> of_weights;
+      theirs = numbers.const_data_ptr<float>();
+      for (int64_t rank = 0; rank < world_size_; ++rank, theirs += kNumNumbers) {
+        of_weights.push_back({theirs[kSample], theirs[kWeights]});
       }
       weights->arrive(of_weights, ranks_of.begin()->first.first, step_);
     }

@@ -1,7 +1,7 @@
 // The step check finds out whether the gradients that meet in a sync belong together, because gradients of different
 // parameters have no mean. Each rank sends a stamp beside its gradients. It tells the engine, and how many updates of
 // the parameters the rank has seen. In the first step it also has a fingerprint of the gradients: if that is the same
-// on all ranks, so is their data. Now and then it has a number made of the weights, see WeightCheck.
+// on all ranks, so is their data. Now and then it has a number made of a sample of the weights, see WeightCheck.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,7 +48,7 @@ class StepCheck {
 
  private:
   // A stamp has these numbers for each rank. kEngine is the engine's number plus 1, or 0 if the stamp says nothing.
-  enum Number { kEngine, kUpdates, kGradients, kWeights, kNumNumbers };
+  enum Number { kEngine, kUpdates, kGradients, kSample, kWeights, kNumNumbers };
   // A sum on its way from the device.
   struct Copy {
     at::Tensor sum;  // in pinned memory

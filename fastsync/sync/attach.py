@@ -470,7 +470,7 @@ class GradientSynchronizer(WatchedHandle):
                     "fastsync.attach(..., overlap=False), and call synchronize() after schedule.step()"
                 )
             self._examined.add(optimizer)
-        if not self._is_enabled:
+        if not self._steps_are_shared():
             return
         self._check_nothing_is_late(optimizer)
         # An engine's lock is held while it waits for other ranks. So a step asks only the engines that it belongs to.
@@ -493,6 +493,9 @@ class GradientSynchronizer(WatchedHandle):
                 ".grad_sample after the ranks had averaged, as Opacus does, so it is this rank's own. Use Opacus's "
                 "DistributedDPOptimizer without attach; or attach(overlap=False), and synchronize() after that write"
             )
+
+    def _steps_are_shared(self) -> bool:
+        return self._is_enabled
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._named

@@ -121,8 +121,7 @@ class CommHook(HookState, WatchedHandle):
         It raises as well if the optimizer steps a parameter of the model that DDP does not serve.
         """
         super()._check_before_step(optimizer)
-        ddp_model = self._ddp_model()
-        if ddp_model is not None and ddp_model.require_backward_grad_sync:  # false inside no_sync()
+        if self._steps_are_shared():
             self._check_nothing_is_late(optimizer)
             if any(True for _ in self._stepped_by(optimizer)):
                 self._check_was_averaged(
@@ -131,6 +130,10 @@ class CommHook(HookState, WatchedHandle):
                     "call the DistributedDataParallel model itself and not its .module, and give the model its device "
                     "and dtype before you wrap it",
                 )
+
+    def _steps_are_shared(self) -> bool:
+        ddp_model = self._ddp_model()
+        return ddp_model is not None and ddp_model.require_backward_grad_sync  # false inside no_sync()
 
     def _claimed_parameters(self) -> list[nn.Parameter]:
         return [] if self._ddp_model() is None else self._parameters

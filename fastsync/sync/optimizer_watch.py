@@ -87,6 +87,10 @@ class WatchedHandle(GradientHandle):
         self._steps_before[optimizer] = num_steps
 
     @abstractmethod
+    def _steps_are_shared(self) -> bool:
+        """Whether optimizers step with averages now, and not with this rank's own gradients inside ``no_sync``."""
+
+    @abstractmethod
     def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
         """Returns the parameters that the model has now, with names, except those meant to be each rank's own."""
 
@@ -107,6 +111,9 @@ class WatchedHandle(GradientHandle):
         """Tells the engine that the parameters were updated. Version counters do not show it for fused optimizers."""
         if any(True for _ in self._stepped_by(optimizer)):
             self._engine.note_update()
+            shards = self._optimizer_shards
+            if self._steps_are_shared() and self._engine.sample_weights() and shards is not None:
+                shards.wait_for_samples(optimizer)
 
 
 def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
