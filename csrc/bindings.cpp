@@ -23,8 +23,10 @@
 #include "engine/ddp_hook.h"
 #include "engine/elastic_step.h"
 #include "engine/parameter_gather.h"
+#include "engine/ranks_differ.h"
 #include "engine/sharded.h"
 #include "engine/synchronizer.h"
+#include "engine/tensor_sample.h"
 #include "passes/backend.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
@@ -52,6 +54,7 @@ using fastsync::ModelBuffers;
 using fastsync::Op;
 using fastsync::ParameterGather;
 using fastsync::ParameterSync;
+using fastsync::RanksDifferError;
 using fastsync::ShardedState;
 using fastsync::SharedTensors;
 using fastsync::Synchronizer;
@@ -150,8 +153,8 @@ std::optional<at::Tensor> first_factor_of(const at::Tensor& parameter, int64_t r
                : std::nullopt;
 }
 
-// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields are
-// left out, and keep their defaults.
+// Returns the fields of BucketStats in fastsync/sync/stats.py. Sums over buckets have no kernels. For them some fields
+// are left out, and keep their defaults.
 py::dict stats_of(const BucketTotals& totals) {
   // On a GPU not all syncs are timed. So times are scaled up to the number of syncs.
   const double scale = totals.num_timed > 0 ? static_cast<double>(totals.num_syncs) / totals.num_timed : 0.0;
@@ -227,7 +230,8 @@ auto between_steps(Result (Part::*method)(Args...)) {
   };
 }
 
-// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a failure.
+// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a
+// failure.
 py::object enter_step(py::object self) {
   ElasticStep& step = self.cast<ElasticStep&>();
   std::vector<at::Tensor> buffers;
@@ -270,6 +274,12 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "fastsync's compiled half; use it through the fastsync package.";
   const py::call_guard<PythonWarnings, py::gil_scoped_release> no_gil;
 
+  RanksDifferError::type = PyErr_NewExceptionWithDoc(
+      "fastsync._C.RanksDifferError",
+      "The ranks hold different weights, or have averaged gradients that do not belong together.", PyExc_RuntimeError,
+      nullptr);
+  m.attr("RanksDifferError") = py::handle(RanksDifferError::type);
+
   m.def("built_with_cuda", &built_with_cuda);
   m.def("build_info",
         [] { return std::map<std::string, std::string>{{"torch", TORCH_VERSION}, {"compiler", __VERSION__}}; });
@@ -309,7 +319,8 @@ PYBIND11_MODULE(_C, m) {
       .def("set_saved", between_steps(&EngineState::set_saved), py::arg("rows"), no_gil)
       .def("grad_stats", locked(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked(&EngineState::num_steps), no_gil)
-      .def("compare_weights", locked(&EngineState::compare_weights), py::arg("parameters"), py::arg("names"), no_gil)
+      .def("compare_weights", locked(&EngineState::compare_weights), py::arg("parameters"), py::arg("names"),
+           py::arg("machine"), no_gil)
       .def("sample_weights", locked(&EngineState::sample_weights), no_gil)
       .def("is_captured", locked(&EngineState::is_captured), no_gil)
       .def(
@@ -333,8 +344,9 @@ PYBIND11_MODULE(_C, m) {
       .def("compare_names", locked<HookState>(&HookState::compare_names), py::arg("parameters"), py::arg("names"),
            no_gil)
       .def("note_update", &HookState::note_update, no_gil)
-      .def("with_own_gradients", locked<HookState>(&HookState::with_own_gradients), no_gil)
       .def("gradients_are_unchanged", locked<HookState>(&HookState::gradients_are_unchanged), no_gil);
+  m.def("compare_gradients", &fastsync::compare_gradients, py::arg("process_group"), py::arg("parameters"),
+        py::arg("names"), no_gil);
   m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
 
   py::class_<Synchronizer, EngineState, std::shared_ptr<Synchronizer>>(m, "Synchronizer")

@@ -301,17 +301,6 @@ bool HookState::gradients_are_unchanged() {
   });
 }
 
-std::vector<at::Tensor> HookState::with_own_gradients() {
-  std::vector<at::Tensor> found;
-  for (const auto& [id, snapshot] : averaged_) {
-    const at::Tensor parameter(id.lock());
-    if (parameter.defined() && snapshot.was_written_by_autograd(parameter.grad())) {
-      found.push_back(parameter);
-    }
-  }
-  return found;
-}
-
 // Returns the stamp of the step check. It is undefined if none travels in this step, which is the same on all ranks.
 at::Tensor HookState::stamp(Bucket& bucket, c10d::GradBucket& grad_bucket) {
   // DDP calls the hook outside of a backward for a rank that has run out of inputs, with zeros.

@@ -75,9 +75,9 @@ class EngineState {
   // Makes scales and residuals what they were before the newest step.
   void take_back_step();
 
-  // From now on the ranks compare these parameters, see WeightCheck. The names are for errors.
-  void compare_weights(const std::vector<at::Tensor>& parameters, std::vector<std::string> names) {
-    weight_check_ = std::make_shared<WeightCheck>(group_, parameters, std::move(names));
+  // From now on the ranks compare these parameters, see WeightCheck.
+  void compare_weights(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, std::string machine) {
+    weight_check_ = std::make_shared<WeightCheck>(group_, parameters, std::move(names), std::move(machine));
   }
   // Call it when an optimizer has stepped with averages. Returns whether a sample of the weights was taken.
   bool sample_weights() {

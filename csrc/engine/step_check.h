@@ -42,13 +42,13 @@ class StepCheck {
   std::optional<std::vector<float>> stamp(int64_t engine, c10::Device device, at::TensorList gradients,
                                           WeightCheck* weights, bool in_rows = true);
 
-  // Takes the sum of the ranks' stamps. If they differ, it throws c10::Error on every rank. On a CPU it throws at once.
-  // On another device it throws when the next sum arrives, because the host does not wait.
+  // Takes the sum of the ranks' stamps. If they differ, it throws RanksDifferError on every rank. On a CPU it throws at
+  // once. On another device it throws when the next sum arrives, because the host does not wait.
   void arrive(const at::Tensor& sum, WeightCheck* weights);
 
  private:
   // A stamp has these numbers for each rank. kEngine is the engine's number plus 1, or 0 if the stamp says nothing.
-  enum Number { kEngine, kUpdates, kGradients, kSample, kWeights, kNumNumbers };
+  enum Number { kEngine, kUpdates, kGradients, kSample, kWeights, kMachine, kNumNumbers };
   // A sum on its way from the device.
   struct Copy {
     at::Tensor sum;  // in pinned memory

@@ -5,11 +5,15 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <map>
+#include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "transport/agreement.h"
+#include "transport/per_group.h"
 #include "transport/store_connection.h"
 
 namespace fastsync {
@@ -30,8 +34,8 @@ uint64_t random_of(uint64_t seed) {
 }
 
 bool has_its_memory(const at::Tensor& tensor) {
-  return tensor.storage().nbytes() >= at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
-                                                                       tensor.itemsize(), tensor.storage_offset());
+  return tensor.storage().nbytes() >=
+         at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(), tensor.storage_offset());
 }
 
 bool can_be_read(const at::Tensor& tensor) {
@@ -61,17 +65,79 @@ std::string bytes_of(const at::Tensor& values) {
   return bytes;
 }
 
-// Describes which ranks have the same text, as in "rank 0, 2; rank 1". Empty if all have.
-std::string who_differs(const std::vector<int64_t>& ranks, const std::vector<std::string>& texts) {
-  std::map<std::string, std::string> ranks_of;  // by text
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    std::string& same = ranks_of[texts[i]];
-    same += (same.empty() ? "rank " : ", ") + std::to_string(ranks[i]);
+// How far equal values may part by roundings, such as those of adding a number and taking it away again, relative to
+// the largest of them. A training whose ranks have parted by a fault gets beyond that.
+double tolerance_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+    case at::kDouble:
+      return 1e-4;
+    case at::kHalf:
+      return 0x1p-8;  // four roundings
+    case at::kBFloat16:
+      return 0x1p-5;
+    default:
+      return 0.0;
   }
-  std::vector<std::string> groups;
-  std::ranges::transform(ranks_of, std::back_inserter(groups), [](const auto& each) { return each.second; });
+}
+
+bool are_equal(const SampledValues& one, const SampledValues& other) { return one.bytes == other.bytes; }
+
+bool are_close(const SampledValues& one, const SampledValues& other) {
+  const double tolerance = tolerance_of(one.dtype);
+  if (are_equal(one, other) || tolerance == 0.0 || one.dtype != other.dtype || one.bytes.size() != other.bytes.size()) {
+    return are_equal(one, other);
+  }
+  const auto values_of = [](const SampledValues& values) {
+    const auto numel = static_cast<int64_t>(values.bytes.size() / c10::elementSize(values.dtype));
+    // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast)
+    return at::from_blob(const_cast<char*>(values.bytes.data()), {numel}, at::TensorOptions().dtype(values.dtype))
+        .to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
+  };
+  const at::Tensor first = values_of(one);
+  const double most = (first - values_of(other)).abs().max().item<double>();
+  return most <= tolerance * first.abs().max().item<double>();  // false if one is not finite
+}
+
+// The rows of each rank, one for each tensor. Empty if the text has another number of them.
+std::vector<SampledValues> parse(const std::string& text, size_t num_tensors) {
+  std::vector<SampledValues> all;
+  size_t at = 0;
+  while (at + 1 + sizeof(uint64_t) <= text.size()) {
+    uint64_t size = 0;
+    std::memcpy(&size, &text[at + 1], sizeof(size));
+    const auto dtype = static_cast<at::ScalarType>(text[at]);
+    at += 1 + sizeof(size);
+    if (size > text.size() - at) {
+      return {};
+    }
+    all.push_back({dtype, text.substr(at, size)});
+    at += size;
+  }
+  return all.size() == num_tensors ? all : std::vector<SampledValues>();
+}
+
+std::string joined(std::vector<std::string> groups) {
   std::ranges::sort(groups);
-  return groups.size() <= 1 ? "" : c10::Join("; ", groups);
+  return c10::Join("; ", groups);
+}
+
+// Describes which ranks have the same values of a tensor. Empty if all have.
+std::string who_differs(const std::vector<int64_t>& ranks, const std::vector<std::vector<SampledValues>>& samples,
+                        size_t tensor, bool (*are_same)(const SampledValues&, const SampledValues&)) {
+  std::vector<std::pair<size_t, std::string>> groups;  // the first of each, and its ranks
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const auto same = std::ranges::find_if(
+        groups, [&](const auto& group) { return are_same(samples[group.first][tensor], samples[i][tensor]); });
+    if (same == groups.end()) {
+      groups.emplace_back(i, c10::str("rank ", ranks[i]));
+    } else {
+      same->second += c10::str(", ", ranks[i]);
+    }
+  }
+  std::vector<std::string> texts;
+  std::ranges::transform(groups, std::back_inserter(texts), [](const auto& group) { return group.second; });
+  return texts.size() <= 1 ? "" : joined(texts);
 }
 
 }  // namespace
@@ -87,8 +153,9 @@ TensorSample::TensorSample(const std::vector<at::Tensor>& tensors, uint64_t seed
       continue;
     }
     const at::Tensor values = some_values(tensors[i], seed * tensors.size() + i);
+    values_[i].dtype = values.scalar_type();
     if (values.is_cpu()) {
-      values_[i] = bytes_of(values);
+      values_[i].bytes = bytes_of(values);
     } else {
       auto& [indices, parts] = on_devices[c10::str(values.device(), values.scalar_type())];
       indices.push_back(i);
@@ -111,44 +178,49 @@ TensorSample::TensorSample(const std::vector<at::Tensor>& tensors, uint64_t seed
   }
 }
 
-std::vector<uint64_t> TensorSample::digests() {
+std::string TensorSample::text() {
   for (const c10::Event& event : have_come_) {
     if (!event.query()) {
       event.synchronize();
     }
   }
   for (const auto& [index, values] : std::exchange(on_their_way_, {})) {
-    values_[index] = bytes_of(values);
+    values_[index].bytes = bytes_of(values);
   }
-  std::vector<uint64_t> digests;
-  std::ranges::transform(values_, std::back_inserter(digests), fingerprint);
-  return digests;
+  std::string text;
+  for (const SampledValues& values : values_) {
+    const uint64_t size = values.bytes.size();
+    text += static_cast<char>(values.dtype);
+    text.append(reinterpret_cast<const char*>(&size), sizeof(size));
+    text += values.bytes;
+  }
+  return text;
 }
 
 // Each rank writes what it has under a key of its own, and reads that of all.
-std::optional<std::string> find_difference(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                           const std::vector<int64_t>& ranks, const std::string& key,
-                                           const std::vector<std::string>& names, const std::vector<uint64_t>& own,
-                                           std::chrono::seconds limit) {
+std::optional<std::vector<std::string>> tell_in_store(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                                      const std::vector<int64_t>& ranks, const std::string& key,
+                                                      const std::string& own, std::chrono::seconds limit,
+                                                      const std::string& old_key) {
   if (!StoreConnection::can_use(group->getStore())) {
     return std::nullopt;
   }
-  constexpr size_t kSize = sizeof(uint64_t);
+  const auto key_of = [](const std::string& beginning, int64_t rank) { return c10::str(beginning, "/", rank); };
   std::vector<std::string> keys;
-  std::ranges::transform(ranks, std::back_inserter(keys), [&](int64_t rank) { return c10::str(key, "/", rank); });
-  std::vector<std::string> texts;
+  std::ranges::transform(ranks, std::back_inserter(keys), [&](int64_t rank) { return key_of(key, rank); });
   try {
     const StoreConnection connection(group->getStore());
     if (!own.empty()) {
-      const auto* const data = reinterpret_cast<const uint8_t*>(own.data());
-      connection.store()->set(c10::str(key, "/", group->getRank()),
-                              std::vector<uint8_t>(data, data + own.size() * kSize));
+      connection.store()->set(key_of(key, group->getRank()), std::vector<uint8_t>(own.begin(), own.end()));
     }
     const auto until = steady_clock::now() + limit;
     while (true) {
-      texts = connection.get(keys);
-      if (std::ranges::all_of(texts, [&](const std::string& text) { return text.size() == names.size() * kSize; })) {
-        break;
+      const std::vector<std::string> texts = connection.get(keys);
+      if (std::ranges::none_of(texts, &std::string::empty)) {
+        if (!old_key.empty()) {
+          connection.store()->deleteKey(key_of(old_key, group->getRank()));
+        }
+        return texts;
       }
       if (steady_clock::now() >= until) {
         return std::nullopt;
@@ -158,15 +230,67 @@ std::optional<std::string> find_difference(const c10::intrusive_ptr<c10d::Proces
   } catch (const std::exception&) {
     return std::nullopt;
   }
-  for (size_t i = 0; i < names.size(); ++i) {
-    std::vector<std::string> digests;
-    std::ranges::transform(texts, std::back_inserter(digests),
-                           [&](const std::string& text) { return text.substr(i * kSize, kSize); });
-    if (const std::string who = who_differs(ranks, digests); !who.empty()) {
-      return c10::str(names[i], ", and these have the same values: ", who);
+}
+
+std::string who_has(const std::vector<int64_t>& ranks, const std::vector<std::string>& texts) {
+  std::map<std::string, std::string> ranks_of;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    std::string& same = ranks_of[texts[i]];
+    same += (same.empty() ? "rank " : ", ") + std::to_string(ranks[i]);
+  }
+  std::vector<std::string> groups;
+  for (const auto& [text, who] : ranks_of) {
+    groups.push_back(c10::str(who, ": ", text));
+  }
+  return joined(groups);
+}
+
+std::optional<SampleDifference> find_difference(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                                const std::vector<int64_t>& ranks, const std::string& key,
+                                                const std::vector<std::string>& names, const std::string& own,
+                                                std::chrono::seconds limit, const std::string& old_key) {
+  const auto texts = tell_in_store(group, ranks, key, own, limit, old_key);
+  if (!texts) {
+    return std::nullopt;
+  }
+  std::vector<std::vector<SampledValues>> samples;
+  for (const std::string& text : *texts) {
+    samples.push_back(parse(text, names.size()));
+    if (samples.back().empty()) {
+      return std::nullopt;
     }
   }
-  return "";
+  for (const auto are_same : {are_close, are_equal}) {
+    for (size_t i = 0; i < names.size(); ++i) {
+      if (const std::string who = who_differs(ranks, samples, i, are_same); !who.empty()) {
+        return SampleDifference{c10::str(names[i], ", and these have the same values: ", who), are_same == are_equal};
+      }
+    }
+  }
+  return SampleDifference{};
+}
+
+std::optional<std::string> compare_gradients(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                             const std::vector<at::Tensor>& parameters,
+                                             const std::vector<std::string>& names) {
+  constexpr auto kLongest = std::chrono::seconds(30);
+  static std::mutex mutex;
+  static PerGroup<int64_t> counts;
+  const int64_t number = [&] {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return counts[group]++;
+  }();
+  const auto key_of = [](int64_t each) { return c10::str("fastsync/gradients/", each); };
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters) {
+    const at::Tensor& gradient = parameter.grad();
+    gradients.push_back(gradient.defined() && gradient.is_sparse() ? gradient.coalesce()._values() : gradient);
+  }
+  std::vector<int64_t> ranks(static_cast<size_t>(group->getSize()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto difference = find_difference(group, ranks, key_of(number), names, TensorSample(gradients, number).text(),
+                                          kLongest, number == 0 ? "" : key_of(number - 1));
+  return difference ? std::optional(difference->is_rounding ? "" : difference->what) : std::nullopt;
 }
 
 }  // namespace fastsync

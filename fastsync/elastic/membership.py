@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from .. import _C
 from ..distributed import gloo_group
 from .peer_watch import PeerWatch, reachable
 
@@ -124,13 +125,17 @@ class Members:
 
         Raises:
             TooFewRanksError: no more than so many ranks are left.
+            RanksDifferError: a rank has called ``end_all``.
             RuntimeError: the others have gone on without this rank.
         """
         here = PrefixStore(f"{self.now.epoch}/here", self._store)
         here.set(str(self.own), json.dumps([progress, has_ended, takes_new]))
         key = f"{self.now.epoch}/next"
         deadline = time.monotonic() + self._timeout
+        ended = f"{self.now.epoch}/ended"
         while not self._store.check([key]):
+            if self._store.check([ended]):
+                raise _C.RanksDifferError(self._store.get(ended).decode())
             dead = self._watch.dead()
             came = {each: here.check([str(each)]) for each in self.now.members}
             missing = {each for each in came if not came[each]} - dead
@@ -228,6 +233,10 @@ class Members:
         """Tells the others that this rank ends after so many steps, and that they wait for it in vain afterwards."""
         self._store.set(f"{self.now.epoch}/left", str(progress))
 
+    def end_all(self, why: str) -> None:
+        """Lets no rank go on, because the ranks differ. Call it before this rank leaves, which looks like a loss."""
+        self._store.set(f"{self.now.epoch}/ended", why)
+
     def is_missed(self, step: int, store: Store) -> bool:
         """Whether a member has broken off before this step. ``store`` is another connection, for another thread."""
         key = f"{self.now.epoch}/left"
@@ -235,6 +244,8 @@ class Members:
 
     def may_have_caused(self, error: BaseException) -> bool:
         """Whether an error may come from a group that has lost a member. Waits a moment for news of it."""
+        if isinstance(error, _C.RanksDifferError):
+            return False
         if isinstance(error, dist.DistError):
             return True
         # torch.distributed raises a ValueError in place of a failed collective's error, as it does not list the group.

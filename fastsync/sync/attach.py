@@ -40,7 +40,8 @@ from ..outer.in_use import NO_JOIN, check_no_outer, name_of_outer
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
 from .ignored_states import IgnoredStates, States
-from .optimizer_watch import WatchedHandle, watch_optimizers
+from .machine import describe_machine
+from .optimizer_watch import WatchedHandle, has_gradient, watch_optimizers
 from .stats import SyncStats
 from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers
 from .training_state import TrainingState
@@ -102,7 +103,9 @@ class GradientSynchronizer(WatchedHandle):
             self._sparse,
         )
         if self._checks_weights:
-            self._engine.compare_weights(list(self._named.values()), list(self._named))
+            self._engine.compare_weights(
+                list(self._named.values()), list(self._named), describe_machine(self._named.values())
+            )
         self._accumulated_step = -1  # the newest step after which no_sync() let gradients accumulate
         self._deferred_clip_step = -1
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -494,6 +497,14 @@ class GradientSynchronizer(WatchedHandle):
                 "DistributedDPOptimizer without attach; or attach(overlap=False), and synchronize() after that write"
             )
 
+    def _find_not_averaged(self, optimizer: Optimizer, is_synced: bool) -> Tensor | None:
+        own = set(map(id, self._engine.with_own_gradients()))  # asked before Python reads any .grad
+        if is_synced and not own:
+            return None
+        late = (parameter for parameter in self._stepped_by(optimizer) if id(parameter) in own or not is_synced)
+        # zero_grad(set_to_none=False) leaves zeros to models of the optimizer that had no backward in this step.
+        return next((parameter for parameter in late if has_gradient(parameter)), None)
+
     def _steps_are_shared(self) -> bool:
         return self._is_enabled
 
@@ -558,9 +569,11 @@ def attach(
         parameter_compression: how new float32 parameters travel with ``optimizer``: ``"none"``, or ``"bf16"`` for half
             the bytes. With ``"bf16"`` they have float32 masters, and each step rounds them to what bfloat16 holds, on
             every rank, also where no bytes travel.
-        check_weights: compare samples of the parameters over the ranks now and then, beside the gradients: in the step
-            after the first update, and once in 50 steps. Where they differ, ``backward()`` raises RuntimeError on every
-            rank, and names the first parameter. Pass False if weights are meant to differ.
+        check_weights: compare samples of the parameters over the ranks. They are read right after an optimizer's step,
+            the first one and one in 50, and travel beside the gradients of a later sync. Where they differ,
+            ``backward()`` raises RuntimeError on every rank, and names the first parameter. Only ranks on like machines
+            are compared, because others may round differently. Pass False if weights are meant to differ, as with
+            ``nn.Embedding(max_norm=)``.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is

@@ -68,16 +68,11 @@ class WatchedHandle(GradientHandle):
             what: the call that the handle is of.
             way_out: how to get an average.
         """
-        own = set(map(id, self._engine.with_own_gradients()))  # asked before Python reads any .grad
-        num_steps = self._engine.num_steps()
-        is_synced = self._steps_before.get(optimizer, 0) != num_steps
-        if is_synced and not own:
-            self._steps_before[optimizer] = num_steps
+        if self._engine.is_captured():  # replays are no steps of the engine, and the host does not wait for them
             return
-        late = (p for p in self._stepped_by(optimizer) if id(p) in own or not is_synced)
-        # zero_grad(set_to_none=False) leaves zeros to models of the optimizer that had no backward in this step.
-        stepped = next((p for p in late if p.grad is not None and (p.grad.is_sparse or bool(p.grad.any()))), None)
-        if stepped is not None and not self._engine.is_captured():
+        num_steps = self._engine.num_steps()
+        stepped = self._find_not_averaged(optimizer, self._steps_before.get(optimizer, 0) != num_steps)
+        if stepped is not None:
             name = next(name for name, parameter in self._named_parameters().items() if parameter is stepped)
             raise RuntimeError(
                 f"{what}: {type(optimizer).__name__} was about to step with gradients that no rank has averaged, such "
@@ -85,6 +80,15 @@ class WatchedHandle(GradientHandle):
                 "inside no_sync()"
             )
         self._steps_before[optimizer] = num_steps
+
+    @abstractmethod
+    def _find_not_averaged(self, optimizer: Optimizer, is_synced: bool) -> Tensor | None:
+        """Returns a parameter that the optimizer is about to step with a gradient that no rank has averaged, or None.
+
+        Args:
+            optimizer: steps parameters of this handle.
+            is_synced: whether there was a sync since its previous step.
+        """
 
     @abstractmethod
     def _steps_are_shared(self) -> bool:
@@ -114,6 +118,11 @@ class WatchedHandle(GradientHandle):
             shards = self._optimizer_shards
             if self._steps_are_shared() and self._engine.sample_weights() and shards is not None:
                 shards.wait_for_samples(optimizer)
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether the parameter has a gradient with other values than zeros. Waits for the device."""
+    return parameter.grad is not None and (parameter.grad.is_sparse or bool(parameter.grad.any()))
 
 
 def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
