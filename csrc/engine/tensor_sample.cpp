@@ -90,7 +90,6 @@ bool are_close(const SampledValues& one, const SampledValues& other) {
   }
   const auto values_of = [](const SampledValues& values) {
     const auto numel = static_cast<int64_t>(values.bytes.size() / c10::elementSize(values.dtype));
-    // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast)
     return at::from_blob(const_cast<char*>(values.bytes.data()), {numel}, at::TensorOptions().dtype(values.dtype))
         .to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
   };

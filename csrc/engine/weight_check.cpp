@@ -12,7 +12,7 @@ namespace fastsync {
 
 namespace {
 
-constexpr auto kMostSeconds = std::chrono::seconds(5);
+constexpr auto kMostSeconds = std::chrono::seconds(30);
 // The sum with the number of a sample arrives after the next stamp was made.
 constexpr size_t kMostSent = 2;
 

@@ -319,8 +319,6 @@ class Elastic:
         step = self._step
         step.is_inside = False
         error = error or RankLostError("fastsync.Elastic: a rank has failed in this step")
-        if isinstance(error, _C.RanksDifferError):
-            self._members.end_all(str(error))
         if not self._is_of_lost_rank(error) or self._fails_again():
             self._has_ended = True
             self._members.leave()
@@ -344,10 +342,10 @@ class Elastic:
 
     def _is_of_lost_rank(self, error: BaseException) -> bool:
         """Whether an error comes from a group that has lost a rank."""
-        if not isinstance(error, Exception) or isinstance(error, _C.RanksDifferError):
+        if not isinstance(error, Exception):
             return False
         is_known = isinstance(error, RankLostError) or self._sync._engine.take_failure()
-        return is_known or self._members.may_have_caused(error)
+        return (is_known and not isinstance(error, _C.RanksDifferError)) or self._members.may_have_caused(error)
 
     def _fails_again(self) -> bool:
         """Whether the same ranks have failed in this step so often that it is not for the loss of one."""

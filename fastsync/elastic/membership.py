@@ -125,7 +125,7 @@ class Members:
 
         Raises:
             TooFewRanksError: no more than so many ranks are left.
-            RanksDifferError: a rank has called ``end_all``.
+            RanksDifferError: a rank has raised it, so none may go on.
             RuntimeError: the others have gone on without this rank.
         """
         here = PrefixStore(f"{self.now.epoch}/here", self._store)
@@ -233,18 +233,18 @@ class Members:
         """Tells the others that this rank ends after so many steps, and that they wait for it in vain afterwards."""
         self._store.set(f"{self.now.epoch}/left", str(progress))
 
-    def end_all(self, why: str) -> None:
-        """Lets no rank go on, because the ranks differ. Call it before this rank leaves, which looks like a loss."""
-        self._store.set(f"{self.now.epoch}/ended", why)
-
     def is_missed(self, step: int, store: Store) -> bool:
         """Whether a member has broken off before this step. ``store`` is another connection, for another thread."""
         key = f"{self.now.epoch}/left"
         return store.check([key]) and int(store.get(key)) <= step
 
     def may_have_caused(self, error: BaseException) -> bool:
-        """Whether an error may come from a group that has lost a member. Waits a moment for news of it."""
-        if isinstance(error, _C.RanksDifferError):
+        """Whether an error may come from a group that has lost a member. Waits a moment for news of it.
+
+        If the error tells that the ranks differ, no member goes on.
+        """
+        if isinstance(error, _C.RanksDifferError):  # which every rank raises, but one may see this rank leave before
+            self._store.set(f"{self.now.epoch}/ended", str(error))
             return False
         if isinstance(error, dist.DistError):
             return True
