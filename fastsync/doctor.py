@@ -40,6 +40,15 @@ def load(extension: str) -> ModuleType:
         raise ImportError(_not_built_message(str(error))) from error
 
 
+def num_usable_cores() -> int:
+    """Returns the cores that this process may use at the same time, by its affinity and its container's limits."""
+    try:
+        cores: int = load("_C").num_usable_cores()
+    except ImportError:
+        cores = len(os.sched_getaffinity(0))
+    return cores
+
+
 def built_for() -> str:
     """Returns the version of torch that setup.py has noted for the extensions; if it is unknown, this torch's."""
     return next(iter(_note()), torch.__version__)
@@ -189,8 +198,7 @@ def _shared_memory(extension: ModuleType) -> tuple[str, str]:
 
 
 def _devices(extension: ModuleType | None) -> Facts:
-    cores = extension.num_usable_cores() if extension else len(os.sched_getaffinity(0))
-    facts = [("cpu", f"{cores} cores for this process, {torch.get_num_threads()} torch threads")]
+    facts = [("cpu", f"{num_usable_cores()} cores for this process, {torch.get_num_threads()} torch threads")]
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 2**30:.0f} GiB"

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <system_error>
 #include <utility>
 
 #include "passes/aten/passes.h"
@@ -66,14 +67,18 @@ BucketWork::~BucketWork() {
 // The task does nothing if the work is gone by then. It takes this thread's state along, so that a profiler sees what
 // happens on the other thread.
 void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress) {
-  if (work->sum_->needs_driving()) {
-    const WithoutPythonObjects without_python;
-    progress.post(work->bucket_->device(), at::wrapPropagateTLSState([weak = std::weak_ptr(work)] {
-                    if (const auto driven = weak.lock()) {
-                      driven->sum_->drive();
-                    }
-                  }),
-                  /*is_urgent=*/true);
+  if (!work->sum_->needs_driving()) {
+    return;
+  }
+  const WithoutPythonObjects without_python;
+  auto drive = at::wrapPropagateTLSState([weak = std::weak_ptr(work)] {
+    if (const auto driven = weak.lock()) {
+      driven->sum_->drive();
+    }
+  });
+  try {
+    progress.post(work->bucket_->device(), std::move(drive), /*is_urgent=*/true);
+  } catch (const std::system_error&) {  // there is no thread: receive does it
   }
 }
 
@@ -121,7 +126,12 @@ void BucketWork::receive() {
 }
 
 void BucketWork::finish() {
-  bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
+  try {
+    bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
+  } catch (...) {
+    bucket_->agreement->is_broken = true;
+    throw;
+  }
   bucket_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
 }
@@ -143,7 +153,7 @@ Bucket::Bucket(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::string& 
       device_(device),
       teams_(std::move(group), device_),
       failure_(c10::str("fastsync: averaging ", name, " failed on rank ", teams_.all()->rank(), " of ",
-                        teams_.all()->size(), ": ")),
+                        teams_.all()->size())),
       liveness_(std::move(liveness)),
       stats_(at::zeros({kNumStats}, at::TensorOptions().dtype(at::kDouble).device(device_))),
       workspace_(std::make_shared<Workspace>(device_)) {
@@ -158,9 +168,10 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   auto sum = grads.front().is_sparse() ? make_sparse_sum(grads.front(), options, *stopwatch, side_values)
                                        : make_dense_sum(std::move(grads), options, *stopwatch, side_values, stand_in);
   totals_->num_syncs += 1;
+  TORCH_CHECK(!is_half_sent_, failure_,
+              ": it has failed before, while it was sent, so the ranks no longer meet in one ",
+              "message: begin anew with another process group");
   guard([&] {
-    TORCH_CHECK(!is_half_sent_, "it has failed before, while it was sent, so the ranks no longer meet in one message: ",
-                "begin anew with another process group");
     is_half_sent_ = !sum->may_be_sent_again();
     sum->send();
     is_half_sent_ = false;
@@ -311,11 +322,10 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
 }
 
 void Bucket::check_may_shard(const PlanKey& key, const SendOptions& options) const {
-  TORCH_CHECK(
-      key.shares_memory || key.algorithm != Algorithm::kTwoLevel,
-      "attach(optimizer=) takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
+  TORCH_CHECK(key.shares_memory || key.algorithm != Algorithm::kTwoLevel,
+              "shard_optimizer takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
   TORCH_CHECK(key.shares_memory == options.may_share_memory,
-              "attach(optimizer=) needs sums in shared memory, and there are none any more",
+              "shard_optimizer needs sums in shared memory, and there are none any more",
               teams_.why_not_shared().empty() ? "" : ", because " + teams_.why_not_shared());
 }
 
@@ -358,7 +368,7 @@ std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOpt
 
 // A LowRankSum has multiplied the gradients by the weight before it makes its sums.
 std::unique_ptr<SumWork> Bucket::make_low_rank_sum(FlatGradients gradients, SendOptions options) {
-  TORCH_CHECK(!options.keeps_shard, "attach(optimizer=) keeps shards of the means, and lowrank needs whole matrices; ",
+  TORCH_CHECK(!options.keeps_shard, "shard_optimizer keeps shards of the means, and lowrank needs whole matrices; ",
               "leave one of them out");
   TORCH_CHECK(!is_capturing(device_), "a CUDA graph cannot hold a step with lowrank; capture with int8 and error ",
               "feedback, or train without the graph");

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -53,6 +54,8 @@ constexpr int64_t kPieceValues = 64;
 //     passed   A rank has passed an agreement in a step if it goes on to send under it. If another rank waits in that
 //              step to replace the same agreement, it waits in vain. Heartbeats tell which agreements a rank has
 //              passed, and so end that wait with an error.
+//     broken   A sync that fails on one rank may have succeeded on another, whose scale has followed it. So the rank on
+//              which it has failed has to agree anew, and then all ranks forget what has to be equal on them.
 
 // Tells what the ranks have agreed on for an engine, or for one bucket. See Note [Agreement].
 struct Agreement {
@@ -61,6 +64,7 @@ struct Agreement {
   StepCheck step_check;                                  // checks the gradients that are sent under the agreement
   std::shared_ptr<const CompressionTable> compressions;  // null until the ranks have agreed
   int64_t version = 0;                                   // the engine's version when the ranks agreed
+  std::atomic<bool> is_broken = false;                   // whether a sync under it has failed on this rank
   int64_t number = -1;                                   // the result of check_agreement; below 0 before the first
 };
 
@@ -207,6 +211,12 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   // The newest right factor of each gradient, which is undefined if there is none; see LowRankSum. Equal on all ranks.
   const std::vector<at::Tensor>& factors() const { return low_rank_.factors; }
   void set_factors(std::vector<at::Tensor> factors) { low_rank_.factors = std::move(factors); }
+
+  // Forgets the scale and the factors, which have to be equal on all ranks.
+  void forget_equal_state() {
+    set_scale({});
+    low_rank_.factors.clear();
+  }
 
   // Puts the scale, the residuals and the factors back to what they were before this step, if the bucket was sent in
   // it. The step must have been one that may be taken back.

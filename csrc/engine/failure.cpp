@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <exception>
 #include <map>
+#include <new>
 #include <string>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -103,18 +105,29 @@ std::string who_is_missing(Liveness& liveness) {
 
 }  // namespace
 
+// An error of this rank's own has a type of its own, as all of torch's have that tell what is wrong: no memory, a wrong
+// dtype, a broken device. What a wait throws is a DistError, or tells no more than its words.
 void guard(const std::string& beginning, Liveness& liveness, const std::function<void()>& call) {
   std::string why;
   try {
     return call();
   } catch (const c10::ValueError&) {
     throw;
-  } catch (const c10::Error& error) {
+  } catch (const std::bad_alloc& error) {
+    C10_THROW_ERROR(OutOfMemoryError, c10::str(beginning, ": ", error.what()));
+  } catch (c10::DistError& error) {
+    error.add_context(beginning + who_is_missing(liveness));
+    throw;
+  } catch (c10::Error& error) {
+    if (typeid(error) != typeid(c10::Error)) {
+      error.add_context(beginning);
+      throw;
+    }
     why = error.what_without_backtrace();
   } catch (const std::exception& error) {
     why = error.what();
   }
-  TORCH_CHECK(false, beginning, why, who_is_missing(liveness));
+  TORCH_CHECK(false, beginning, ": ", why, who_is_missing(liveness));
 }
 
 }  // namespace fastsync

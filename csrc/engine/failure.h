@@ -8,9 +8,9 @@
 
 namespace fastsync {
 
-// Makes the call. An error of the call becomes a c10::Error. Its message is the beginning, why the call failed, where
-// the ranks are, and what may help. A c10::ValueError stays what it is, because it is the user's mistake and not a
-// failed wait.
+// Makes the call. Its errors tell what has failed, which `beginning` says, and why. They keep their types. Those of a
+// wait for other ranks also tell where the ranks are and what may help, which takes seconds to find out. A
+// c10::ValueError stays what it is, because it is the user's mistake.
 void guard(const std::string& beginning, Liveness& liveness, const std::function<void()>& call);
 
 }  // namespace fastsync

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 
+#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -60,7 +61,7 @@ void Gradient::check() const {
   TORCH_CHECK_VALUE(
       !gradient.defined() || parameter_->is_sparse || gradient.layout() == at::kStrided, "fastsync: parameter ",
       parameter_->name, " got a sparse gradient, and sparse ones are averaged ",
-      "only with op=\"mean\", without optimizer=, and of embeddings that had sparse=True when fastsync was ",
+      "only with op=\"mean\", without shard_optimizer, and of embeddings that had sparse=True when fastsync was ",
       "given their module; pass the module in place of its parameters, or use sparse=False in the embedding");
   TORCH_CHECK_VALUE(
       !gradient.defined() || !parameter_->is_sparse || is_sparse_by_rows(gradient), "fastsync: parameter ",
@@ -79,12 +80,29 @@ void Gradient::check() const {
                     sent_as, " cannot hold; set its grad_dtype to the gradient's, on every rank");
 }
 
-at::Tensor Gradient::to_send() {
+// Returns whether none of the gradient's memory was claimed. Memory of which it is the only owner costs nothing here.
+bool Gradient::claim_memory(ClaimedMemory& claimed) const {
   const at::Tensor& gradient = grad_of(tensor_);
+  const bool has_other_owners = gradient.defined() && !gradient.is_sparse() && gradient.has_storage() &&
+                                (gradient.storage().use_count() > 1 || gradient.use_count() > 1);
+  if (!has_other_owners || gradient.numel() == 0 || !gradient.is_non_overlapping_and_dense()) {
+    return true;
+  }
+  const auto* const begin = static_cast<const std::byte*>(gradient.const_data_ptr());
+  const auto* const end = begin + gradient.nbytes();
+  const auto next = claimed.lower_bound(begin);
+  const bool is_claimed =
+      (next != claimed.end() && next->first < end) || (next != claimed.begin() && std::prev(next)->second > begin);
+  return !is_claimed && claimed.emplace(begin, end).second;
+}
+
+at::Tensor Gradient::to_send(ClaimedMemory& claimed) {
+  const at::Tensor& gradient = grad_of(tensor_);
+  lies_in_claimed_ = !claim_memory(claimed);
   if (parameter_->sum.defined()) {
     parameter_->check_sum(gradient);
   }
-  if (is_new() && lies_like(gradient, tensor_)) {
+  if (is_new() && lies_like(gradient, tensor_) && !lies_in_claimed_) {
     return as_reals(gradient);
   }
   stand_in_ = new_stand_in(tensor_, parameter_->is_sparse);
@@ -131,7 +149,7 @@ bool Gradient::take_mean(bool exists) {
     use_on_current_stream(stand_in_);
     if (adds) {
       gradient = sum.add_(std::exchange(stand_in_, {}));
-    } else if (exists && gradient.defined() &&
+    } else if (exists && gradient.defined() && !lies_in_claimed_ &&
                (gradient.is_sparse() || at::has_internal_overlap(gradient) != at::MemOverlap::Yes)) {
       gradient.copy_(stand_in_);
     } else if (exists) {

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <cstddef>
+#include <map>
 #include <optional>
 
 #include "engine/parameter.h"
@@ -12,6 +14,15 @@ namespace fastsync {
 
 // Whether it holds some rows of the parameter, whole. Only such sparse gradients travel.
 inline bool is_sparse_by_rows(const at::Tensor& gradient) { return gradient.is_sparse() && gradient.sparse_dim() == 1; }
+
+// Note [Gradients in one memory]
+//   Where a step of autograd hands one gradient to two parameters, as `a.view(2, 2) + b.view(2, 2)` does, both may lie
+//   in one memory. A mean can be written to it for one of them alone. On another rank they lie in two, or are missing.
+//   So only the first gradient that a step sends keeps the memory. Each other one has a stand-in, and becomes that.
+//   Views of one memory that do not overlap stay what they are.
+
+// The memory of the gradients that a step has sent, as far as others may share it: where each piece begins and ends.
+using ClaimedMemory = std::map<const std::byte*, const std::byte*>;
 
 class Gradient {
  public:
@@ -35,12 +46,13 @@ class Gradient {
   // Returns what is sent, as reals. It is sparse if the parameter's gradients are, and else dense. Without a new
   // gradient that is the old gradient, so that the mean is right if another rank has a new one. It is zeros, or no
   // rows, if there is no gradient, or if the old one must not travel, see Parameter::old_travels.
-  at::Tensor to_send();
+  // So it is where the gradient lies in memory that is claimed. Claims its memory.
+  at::Tensor to_send(ClaimedMemory& claimed);
   // Returns what is sent after a failure: nan. It is no rows if gradients are sparse, whose sum is told of the failure.
   at::Tensor poison() const;
 
   // Whether to_send has returned a stand-in: memory other than the gradient's. The gradient is old or missing then, or
-  // lies in memory in another order than the parameter.
+  // lies in memory in another order than the parameter, or in that of another gradient.
   bool has_stand_in() const { return stand_in_.defined(); }
   // Multiplies the mean over the ranks, before take_mean. What is finite stays finite. Returns false if the factor is
   // known to be 1.
@@ -63,6 +75,7 @@ class Gradient {
 
  private:
   void check() const;
+  bool claim_memory(ClaimedMemory& claimed) const;
   at::Tensor new_poison() const;
 
   Parameter* parameter_;
@@ -70,6 +83,7 @@ class Gradient {
   at::Tensor stand_in_;
   std::optional<c10::Stream> stream_;
   bool is_ready_ = false;
+  bool lies_in_claimed_ = false;  // see Note [Gradients in one memory]
 };
 
 }  // namespace fastsync

@@ -68,13 +68,22 @@ void StepCheck::begin_step(int64_t step, bool has_gradients) {
   const bool is_first = std::exchange(step_, step) < 0;
   const bool had_gradients = std::exchange(had_gradients_, has_gradients);
   says_nothing_ |= !has_gradients || !had_gradients;
+  has_stamped_ = false;
   num_updates_ += std::exchange(was_updated_, false) && !is_first ? 1 : 0;
 }
 
 std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device device, at::TensorList gradients,
                                                    WeightCheck* weights, bool in_rows) {
-  constexpr int64_t kOneOf = 16;
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (!std::exchange(has_stamped_, true)) {
+    newest_stamp_ = new_stamp(engine, device, gradients, weights, in_rows);
+  }
+  return newest_stamp_;
+}
+
+std::optional<std::vector<float>> StepCheck::new_stamp(int64_t engine, c10::Device device, at::TensorList gradients,
+                                                       WeightCheck* weights, bool in_rows) {
+  constexpr int64_t kOneOf = 16;
   const bool is_cheap = device.is_cpu() && in_rows;
   const int64_t num_before = is_cheap ? 0 : num_costly_++;
   // The second stamp has the weights after the first update. On a device the host would wait for the first one's sum.

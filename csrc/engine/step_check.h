@@ -37,8 +37,9 @@ class StepCheck {
   // ranks: each rank has numbers of its own in it, and zeros in place of the other ranks' numbers. The numbers are
   // whole, and float32 holds them. A stamp is empty if there is one rank. The engine is a number that the ranks have
   // agreed on. The gradients are those of the first step, or none. There is no stamp while a CUDA graph is captured.
-  // After the first steps most have none if it would cost something: a copy from the host or, unless it travels in
-  // rows, a collective of its own. `weights` is null where nobody compares the weights.
+  // In a step a bucket has one stamp, however often it is sent. After the first steps most have none if it would cost
+  // something: a copy from the host or, unless it travels in rows, a collective of its own. `weights` is null where
+  // nobody compares the weights.
   std::optional<std::vector<float>> stamp(int64_t engine, c10::Device device, at::TensorList gradients,
                                           WeightCheck* weights, bool in_rows = true);
 
@@ -55,6 +56,8 @@ class StepCheck {
     c10::Event has_come;
   };
 
+  std::optional<std::vector<float>> new_stamp(int64_t engine, c10::Device device, at::TensorList gradients,
+                                              WeightCheck* weights, bool in_rows);
   void check(const at::Tensor& sum, WeightCheck* weights) const;
   void warn_of_same_data(const float* numbers) const;
 
@@ -69,7 +72,9 @@ class StepCheck {
   int64_t num_costly_ = 0;     // in how many steps a stamp would have cost a copy or a collective
   bool says_nothing_ = false;  // whether the next stamp says nothing
   bool had_gradients_ = true;  // whether the newest step has gradients of this rank's own
-  bool was_updated_ = false;   // whether the parameters were updated since the newest step began
+  bool has_stamped_ = false;   // whether the newest step has its stamp
+  std::optional<std::vector<float>> newest_stamp_;
+  bool was_updated_ = false;  // whether the parameters were updated since the newest step began
   std::optional<Copy> copy_;
 };
 

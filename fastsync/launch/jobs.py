@@ -11,15 +11,13 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, make_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-from .._checks import check_at_least, did_you_mean
-
-if TYPE_CHECKING:
-    from ..ppo.ppo import Settings
+from ..messages import check_at_least, did_you_mean
+from .script import Script
 
 HELP = """\
 usage: fastsync launch {slurm,kubernetes,skypilot} [OPTIONS] [-- SCRIPT ...]
@@ -60,78 +58,27 @@ _NO_YAML = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\uf
 """Characters that a block of YAML cannot hold, or takes for the end of a line."""
 
 
-@dataclass(frozen=True)
-class Script:
-    """A script or a module of the user's, with its options, as torchrun takes them.
+class Work(Protocol):
+    """What a job runs: a user's script, or the trainer.
 
-    Raises:
-        ValueError: torchrun could not start it.
+    ``own`` marks the lines of a template for a user's script, ``resumes`` those for the trainer, and ``from_folder``
+    those for what takes files of this folder. An empty string keeps these lines, and None leaves them out.
     """
 
-    words: Sequence[str]
-    own: ClassVar[str | None] = ""
-    resumes: ClassVar[str | None] = None
-    from_folder: ClassVar[str | None] = ""
-    """``own`` marks the lines of a template for a user's script, ``resumes`` those for the trainer, and ``from_folder``
-    those for what takes files of this folder. An empty string keeps these lines, and None leaves them out."""
+    @property
+    def own(self) -> str | None: ...
 
-    def __post_init__(self) -> None:
-        first = self.words[0] if self.words else ""
-        if re.fullmatch(r"torchrun|python[\d.]*", Path(first).name):
-            raise ValueError(f"leave {first!r} out: the file starts torchrun, which takes a script, or -m and a module")
-        if first.startswith("-") and first != "-m":
-            raise ValueError(f"{first!r} stands behind --, where a script comes first, or -m and a module")
-        if not self.words or list(self.words) == ["-m"]:
-            raise ValueError("nothing stands behind --: name a script, or -m and a module, as for torchrun")
+    @property
+    def resumes(self) -> str | None: ...
+
+    @property
+    def from_folder(self) -> str | None: ...
 
     def command(self, run_name: str, runs_dir: str | None = None) -> list[str]:
         """Returns the words after torchrun's options. The arguments are for the trainer alone."""
-        return list(self.words)
 
     def check_file(self) -> None:
-        """Raises ValueError if a relative path is no file here. An absolute one may be on another machine."""
-        script = Path(self.words[0])
-        if script.name == "-m" or script.exists():
-            return
-        if not script.is_absolute():
-            raise ValueError(f"{str(script)!r} is no file in this folder, where the job looks for it")
-        print(f"fastsync launch: warning: {script} is not on this machine", file=sys.stderr)
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """The PPO trainer. A file of settings is read now, so later changes to it have no effect."""
-
-    settings: Settings
-    own: ClassVar[str | None] = None
-    resumes: ClassVar[str | None] = ""
-
-    @property
-    def from_folder(self) -> str | None:
-        """See ``Script``. Names such as my_env:MyEnv are of the user's own modules, which have to be there, too."""
-        asked = self.settings
-        named = (asked.env, asked.eval_env, asked.policy, asked.loss, asked.advantages)
-        return "" if any(":" in (name or "") for name in named) else None
-
-    def __post_init__(self) -> None:
-        if self.settings.resume not in (None, "auto"):
-            raise ValueError(f"resume={self.settings.resume!r}: jobs always use resume=auto; set run_name instead")
-        if self.settings.on_lost_rank == "continue":
-            raise ValueError(
-                "on_lost_rank='continue': these jobs start ranks by torchrun, which ends all ranks of a machine with a "
-                "lost one; leave it out, and have the job come back from its last checkpoint"
-            )
-
-    def command(self, run_name: str, runs_dir: str | None = None) -> list[str]:
-        """Returns the words after torchrun's options. A name in the settings comes before ``run_name``."""
-        from ..ppo.cli import option_words
-
-        asked = self.settings
-        settings = replace(asked, run_name=asked.run_name or run_name, runs_dir=runs_dir or asked.runs_dir)
-        return ["-m", "fastsync.ppo", *option_words(settings, "resume"), "--resume", "auto"]
-
-    def check_file(self) -> None:
-        """Does nothing, because the trainer is installed."""
+        """Raises ValueError if what it runs is no file here."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +120,7 @@ class Slurm(Job):
     max_restarts: int = 0
     """How often the job comes back from its last checkpoint when a rank is lost."""
 
-    def values(self, work: Script | Trainer) -> dict[str, object]:
+    def values(self, work: Work) -> dict[str, object]:
         """Returns the values of the template's placeholders."""
         work.check_file()
         words = [word if word == SLURM_RUN else shlex.quote(word) for word in work.command(SLURM_RUN)]
@@ -208,7 +155,7 @@ class Kubernetes(Job):
     claim: str | None = None
     """PersistentVolumeClaim, which pods mount as /runs. A restarted training resumes from it."""
 
-    def values(self, work: Script | Trainer) -> dict[str, object]:
+    def values(self, work: Work) -> dict[str, object]:
         """Returns the values of the template's placeholders. Raises ValueError without an image."""
         if self.image is None:
             raise ValueError("image is missing: say which container image has fastsync-torch and what you run")
@@ -241,7 +188,7 @@ class SkyPilot(Job):
     setup: str | None = None
     """Shell commands that install fastsync-torch, for the PPO trainer with the extra train."""
 
-    def values(self, work: Script | Trainer) -> dict[str, object]:
+    def values(self, work: Work) -> dict[str, object]:
         """Returns the values of the template's placeholders."""
         work.check_file()
         setup = SKYPILOT_SETUP if self.setup is None else self.setup.strip()
@@ -257,7 +204,8 @@ class SkyPilot(Job):
         return vars(self) | _as_json(texts) | indented
 
 
-KINDS: dict[str, type[Slurm | Kubernetes | SkyPilot]] = {
+Kind: TypeAlias = Slurm | Kubernetes | SkyPilot
+KINDS: dict[str, type[Kind]] = {
     "slurm": Slurm,
     "kubernetes": Kubernetes,
     "skypilot": SkyPilot,
@@ -265,7 +213,12 @@ KINDS: dict[str, type[Slurm | Kubernetes | SkyPilot]] = {
 """The subcommands of ``fastsync launch``."""
 
 
-def main(arguments: Sequence[str]) -> int:
+ReadTrainer: TypeAlias = Callable[[type[Kind], str, Sequence[str]], tuple[Kind, Work]]
+"""Reads the words of a command without a script: a kind's options, and the trainer's. It gets the kind, the name of the
+command and the words."""
+
+
+def main(arguments: Sequence[str], read_trainer: ReadTrainer) -> int:
     """Writes the file that a command line asks for, and returns the exit status.
 
     Raises:
@@ -283,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"one of {', '.join(KINDS)} comes first, as in: fastsync launch slurm -- train.py")
     if name not in KINDS:
         raise ValueError(f"{name!r} is not one of local, {', '.join(KINDS)}{did_you_mean(name, ['local', *KINDS])}")
-    job, work = read(name, words)
+    job, work = read(name, words, read_trainer)
     text = content(job, work).encode()
     try:
         with Path(job.file).open("xb") as file:
@@ -296,7 +249,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def read(name: str, words: Sequence[str]) -> tuple[Slurm | Kubernetes | SkyPilot, Script | Trainer]:
+def read(name: str, words: Sequence[str], read_trainer: ReadTrainer) -> tuple[Kind, Work]:
     """Reads the words after the name of a kind: its options, and the script to run. Errors of tyro end the process.
 
     Raises:
@@ -311,25 +264,12 @@ def read(name: str, words: Sequence[str]) -> tuple[Slurm | Kubernetes | SkyPilot
             import tyro
         except ImportError:
             raise ValueError("tyro is missing, which reads options: pip install tyro") from None
-        _check_options(prog, kind, own, _names(kind))
+        check_options(prog, kind, own, names_of_options(kind))
         return tyro.cli(kind, prog=prog, args=own), work
-    from ..ppo.__main__ import require_extra
-
-    require_extra()
-    try:
-        from ..ppo.cli import SYNONYMS, Arguments, parse
-        from ..ppo.ppo import Settings
-    except ImportError as error:  # the extension is not built
-        raise ValueError(str(error)) from None
-    both = make_dataclass(kind.__name__, [], bases=(kind, Arguments), frozen=True)
-    both.__doc__ = kind.__doc__
-    others = {name.lstrip("-").replace("-", "_") for name in SYNONYMS}
-    _check_options(prog, kind, words, _names(both) | _names(Settings) | others)
-    job: Any = parse(both, prog, words)
-    return job, Trainer(job.settings)
+    return read_trainer(kind, prog, words)
 
 
-def content(job: Slurm | Kubernetes | SkyPilot, work: Script | Trainer) -> str:
+def content(job: Kind, work: Work) -> str:
     """Fills the template of a job. It leaves out lines with a placeholder whose value is None."""
     values = job.values(work) | {"own": work.own, "resumes": work.resumes, "from_folder": work.from_folder}
     lines = Path(__file__).with_name(job.template).read_text().splitlines(keepends=True)
@@ -337,11 +277,12 @@ def content(job: Slurm | Kubernetes | SkyPilot, work: Script | Trainer) -> str:
     return _PLACEHOLDER.sub(lambda found: str(values[found[1]]), "".join(kept))
 
 
-def _names(options: Any) -> set[str]:
+def names_of_options(options: Any) -> set[str]:
+    """Returns the names of the options of a dataclass."""
     return {option.name for option in fields(options)}
 
 
-def _check_options(prog: str, kind: type[Slurm | Kubernetes | SkyPilot], words: Sequence[str], known: set[str]) -> None:
+def check_options(prog: str, kind: type[Kind], words: Sequence[str], known: set[str]) -> None:
     """Raises ValueError for unknown words. It says where to put them: into the submitting command, or after ``--``."""
     names = known | {"h", "help"}
     unknown: list[str] = []
@@ -366,9 +307,7 @@ def _check_options(prog: str, kind: type[Slurm | Kubernetes | SkyPilot], words: 
     raise ValueError(f"{name} is no option of {prog}{way_out}")
 
 
-def _submitting(
-    job: Slurm | Kubernetes | SkyPilot | type[Slurm | Kubernetes | SkyPilot], file: str, options: Sequence[str] = ()
-) -> str:
+def _submitting(job: Kind | type[Kind], file: str, options: Sequence[str] = ()) -> str:
     flag = ["-f"] if job.submit.startswith("kubectl") else []
     return f"{job.submit} {shlex.join([*options, *flag, file])}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from .jobs import Script
+from .script import Script
 from .signals import handling
 from .supervisor import Supervisor
 from .torchrun import LAUNCHERS, handled

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from .._torch_compat import foreach_add_, fused_adam_
+
 
 class Adam(torch.optim.Adam):
     """``torch.optim.Adam(fused=True)`` with less overhead, which matters for small parameters.
@@ -33,8 +35,8 @@ class Adam(torch.optim.Adam):
                 continue
             steps = [state["step"] for state in states]
             counted = torch.ones_like(steps[0]) if found_inf is None else 1 - found_inf
-            torch._foreach_add_(steps, [counted] * len(steps))
-            torch._fused_adam_(
+            foreach_add_(steps, [counted] * len(steps))
+            fused_adam_(
                 stepped, [parameter.grad for parameter in stepped], [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states], [], steps, lr=group["lr"], beta1=group["betas"][0],
                 beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False,

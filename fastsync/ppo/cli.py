@@ -25,12 +25,12 @@ from gymnasium import Space
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from .._checks import check_at_least
 from ..distributed import process_group
 from ..doctor import install_command
 from ..integrations.ray import launch_on_ray
 from ..launch.supervisor import launch_survivors
 from ..launch.torchrun import launch_ranks
+from ..messages import check_at_least
 from .envs.make import make_one
 from .evaluation import Evaluator
 from .names import kept_folder

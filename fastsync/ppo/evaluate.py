@@ -19,8 +19,8 @@ import torch
 import tyro
 from gymnasium.wrappers import RecordVideo
 
-from .._checks import check_at_least
 from ..doctor import install_command
+from ..messages import check_at_least
 from .envs.interface import EnvironmentFailedError, Environments
 from .envs.lookup import Env
 from .evaluation import MAX_STEPS, check_same_spaces, kept_generators, make_players, play

@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from .. import _ppo
+from .._torch_compat import calls_global_hooks, has_own_call, own_modules, own_parameters
 from .fingerprint import fingerprint
 
 Result = TypeVar("Result")
@@ -157,11 +157,11 @@ class Perceptron(nn.Sequential):
 
     def operands(self) -> tuple[list[Tensor], list[Tensor]] | None:
         """Returns weights and biases; None where the operator cannot compute the layers."""
-        layers = list(self._modules.values())
-        if not _alternate(layers) or _has_any_global_hook():
+        layers: list[Any] = list(own_modules(self).values())
+        if not _alternate(layers) or calls_global_hooks():
             return None
         # Reading the layers' dicts is faster than their attributes.
-        linear: list[Any] = [layer._parameters for layer in layers[::2]]
+        linear: list[Any] = [own_parameters(layer) for layer in layers[::2]]
         return [layer["weight"] for layer in linear], [layer["bias"] for layer in linear]
 
 
@@ -196,22 +196,16 @@ def _is_proven(name: str, function: Any) -> bool:
 
 def _is_changed(module: Any) -> bool:
     """Returns whether a call of the module does more than its class's ``forward``."""
-    own = vars(module)
-    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    is_replaced = "forward" in own or "_compiled_call_impl" in own
-    return bool(hooks) or is_replaced or type(module).__call__ is not nn.Module.__call__
+    return has_own_call(module) or type(module).__call__ is not nn.Module.__call__
 
 
 def _alternate(layers: list[Any]) -> bool:
     """Returns whether these are linear layers with biases and tanh between them, without hooks."""
     kind, other = nn.Linear, nn.Tanh  # type: tuple[type[nn.Module], type[nn.Module]]
     for layer in layers:
-        own = layer.__dict__  # this runs at every step of the environments
-        if type(layer) is not kind or "forward" in own or "_compiled_call_impl" in own:
+        if type(layer) is not kind or has_own_call(layer):
             return False
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-            return False
-        if kind is nn.Linear and own["_parameters"].get("bias") is None:
+        if kind is nn.Linear and own_parameters(layer).get("bias") is None:
             return False
         kind, other = other, kind
     return kind is nn.Tanh

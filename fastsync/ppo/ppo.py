@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
-from .._checks import resolve_group
+from ..distributed import resolve_group
 from ..sync.sync_weights import broadcast_named
 from . import fused
 from .adam import Adam
@@ -471,7 +471,7 @@ class PPO:
         for minibatch in self.shuffler.minibatches(batch, settings.num_epochs):
             for parameter in self.parameters:  # zero_grad() takes longer
                 parameter.grad = None
-            with explain_batch_norm(len(minibatch.log_probs) // settings.num_micro_batches):
+            with explain_batch_norm(self.policy, len(minibatch.log_probs) // settings.num_micro_batches):
                 metrics = self._backward(minibatch, remaining)
             if settings.target_kl is not None:
                 kl = self.sync.piggybacked()["kl"]  # the mean over ranks that average gradients, so these decide alike

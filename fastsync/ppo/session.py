@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
+from .._torch_compat import tree_map_only
 from ..distributed import process_group
 from ..launch.environment import threads_of_rank
 from ..launch.signals import StopSignals
@@ -22,6 +22,7 @@ from ..printable import printing_what_can_be
 from ..sync.compression import Auto
 from ..sync.consistency import check_consistency
 from ..sync.stats import SyncStats
+from .before_update import Before
 from .envs.interface import Environments, Episode
 from .envs.make import make_environments
 from .evaluation import Evaluator, kept_generators
@@ -45,7 +46,7 @@ from .runs.metrics import (
 from .runs.rank_output import output_kept_apart
 from .runs.usage import UsageMeter
 from .settings import RunSettings
-from .survivors import Before, Result, Survivors, survivors_of
+from .survivors import Result, Survivors, survivors_of
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 import yaml
 
-from .._checks import did_you_mean
+from ..messages import did_you_mean
 from ..sync.compression import parse_compression
 from .json_objects import JSON_OBJECT
 from .whole_numbers import WHOLE_NUMBERS

@@ -9,6 +9,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from .._torch_compat import (
+    COMPILED,
+    all_gather_of,
+    fsdp_groups_of,
+    fsdp_state_of,
+    is_default_of_fsdp,
+    reduce_scatter_of,
+    scattering_group,
+)
+
+PYTORCH = "pytorch"
+"""The word that leaves something to PyTorch."""
+
 
 @dataclass(frozen=True, eq=False)
 class Unit:
@@ -34,7 +47,7 @@ class Unit:
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The group that the parameters are sharded over; None if they are only replicated."""
-        return self.gather_group and self.group._reduce_scatter_process_group
+        return self.gather_group and scattering_group(self.group)
 
     @property
     def gather_group(self) -> dist.ProcessGroup | None:
@@ -52,13 +65,11 @@ def units_of(model: nn.Module) -> list[Unit]:
     states: set[int] = set()
     for name, module in model.named_modules():
         # Several modules that went through one call share a state.
-        if not isinstance(module, FSDPModule) or id(state := module._get_fsdp_state()) in states:
+        if not isinstance(module, FSDPModule) or id(state := fsdp_state_of(module)) in states:
             continue
         states.add(id(state))
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.12 there was one at most
-            groups = [group for group in [state._fsdp_param_group] if group is not None]
-        name = name.replace("_orig_mod.", "").replace("_orig_mod", "")  # torch.compile's wrapper
+        groups = fsdp_groups_of(module)
+        name = name.replace(f"{COMPILED}.", "").replace(COMPILED, "")
         if len(groups) > 1:
             raise ValueError(
                 f"model: module {name!r} has {len(groups)} groups of parameters on different meshes, from "
@@ -75,45 +86,47 @@ def units_of(model: nn.Module) -> list[Unit]:
     return units
 
 
-def units_to_serve(model: nn.Module, kind: str, ours: type, way_out: str) -> list[Unit]:
-    """Finds the units of a model whose reduce-scatter or all-gather is still PyTorch's own.
+def units_to_serve(units: Sequence[Unit], kind: str, ours: type, argument: str) -> list[Unit]:
+    """Returns those of the sharded units whose reduce-scatter or all-gather is still PyTorch's own.
 
     Args:
         kind: ``"reduce-scatter"`` or ``"all-gather"``.
         ours: the class by which the engine serves a unit.
-        way_out: what else there is for a unit that is not sharded.
+        argument: the argument of ``register_fsdp`` that asks for it.
 
     Raises:
-        ValueError: as ``units_of`` and ``shard_group_of``. Or one is not sharded, or has another one already. Or all
-            are served.
+        ValueError: as ``shard_group_of``. Or one has another one already. Or all are served.
     """
     name = kind.replace("-", "_")
-    units = []
-    for unit in units_of(model):
-        if unit.gather_group is None:
-            raise ValueError(f"model: {unit} is replicated and not sharded, so it has no {kind}; {way_out}")
-        present = getattr(unit.group, f"_{name}_comm")
+    found = []
+    for unit in units:
+        present = collective_of(unit, kind)
         if isinstance(present, ours):
             continue
         if not is_left_to_pytorch(unit, kind):
             raise ValueError(
-                f"model: {unit} has another {kind} already, a {type(present).__name__}, from set_custom_{name} or a "
-                "method that chooses its memory; leave that call out"
+                f"{argument}: {unit} has another {kind} already, a {type(present).__name__}, from set_custom_{name} or "
+                f"a method that chooses its memory; leave that call out, or pass {PYTORCH!r} here to keep it"
             )
-        units.append(unit)
-    if not units:
+        found.append(unit)
+    if units and not found:
         raise ValueError(
-            f"model: register_{name} serves all of its modules already; to change the compression, set .compression of "
-            "the handle that it returned"
+            f"{argument}: register_fsdp serves all modules of the model already; to change the compression, set "
+            f".compression.{argument} of the handle that it returned"
         )
-    shard_group_of(units)  # raises ValueError where there are several
-    return units
+    if found:
+        shard_group_of(found)  # raises ValueError where there are several
+    return found
 
 
 def is_left_to_pytorch(unit: Unit, kind: str) -> bool:
     """Whether a unit has PyTorch's own reduce-scatter or all-gather."""
-    present = getattr(unit.group, f"_{kind.replace('-', '_')}_comm")
-    return type(present).__name__ == f"Default{kind.title().replace('-', '')}"
+    return is_default_of_fsdp(collective_of(unit, kind))
+
+
+def collective_of(unit: Unit, kind: str) -> object:
+    """Returns the reduce-scatter or all-gather that ``fully_shard`` calls for a unit."""
+    return reduce_scatter_of(unit.group) if kind == "reduce-scatter" else all_gather_of(unit.group)
 
 
 def shard_group_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:

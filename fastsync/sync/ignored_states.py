@@ -9,6 +9,8 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from .._torch_compat import own_buffers, own_parameters
+
 States = nn.Module | Tensor | Iterable[nn.Module | Tensor]
 """Modules, parameters and buffers, one or many."""
 
@@ -50,7 +52,7 @@ def states_of(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Te
     Modules may have a ``named_parameters`` of their own, as torchrl's losses do. So it is not asked.
     """
     for prefix, each in module.named_modules(remove_duplicate=False) if recurse else [("", module)]:
-        for name, tensor in chain(each._parameters.items(), each._buffers.items()):
+        for name, tensor in chain(own_parameters(each).items(), own_buffers(each).items()):
             if tensor is not None:
                 yield f"{prefix}.{name}" if prefix else name, tensor
 

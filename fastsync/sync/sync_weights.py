@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _C
 from .._checks import check_not_sharded, check_strided, plain_parts, resolve_group, without_compiler
+from .._torch_compat import own_buffers
 from ..distributed import broadcast_tensors, every_rank_calls
 from .handles_in_use import groups_of, ids_left_to_each_rank
 
@@ -103,10 +104,10 @@ def replace_inference_buffers(modules: Iterable[nn.Module], but: Container[int] 
     """
     normal: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old ones, so that no id comes twice
     for module in modules:
-        for name, buffer in module._buffers.items():
+        for name, buffer in own_buffers(module).items():
             if buffer is None or not buffer.is_inference() or id(buffer) in but:
                 continue
             if id(buffer) not in normal:
                 with torch.inference_mode(False), torch.no_grad():
                     normal[id(buffer)] = buffer, buffer.clone()
-            module._buffers[name] = normal[id(buffer)][1]
+            own_buffers(module)[name] = normal[id(buffer)][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import fastsync
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import Averaged, average
+from tests.models import Given, assert_same_on_all_ranks, grads_of, random_grads
 from tests.ranks import on_ranks
 
 WHOLE = ("attach", "synchronize", "all_reduce")
@@ -206,6 +208,62 @@ def test_wide_gradients_with_a_narrow_wire(rank: int, world_size: int, compressi
         expected = torch.linspace(1.0, 2.0, 300, dtype=torch.float64) * 1.5
         torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=2.0**-5)
         sync.load_state_dict(sync.state_dict())
+
+
+# ---- two gradients in one memory ------------------------------------------------------------------------------------
+
+PAIRED = [(4,), (4,), (3,)]
+
+
+class _Paired(Given):
+    """Autograd gives the first two weights one gradient, which lies in one memory."""
+
+    def forward(self, grads: Sequence[Tensor | None]) -> Tensor:
+        one, other, third = self.weights
+        assert grads[2] is not None
+        loss = (third * grads[2]).sum()
+        return loss if grads[0] is None else loss + ((one.view(2, 2) + other.view(2, 2)) * grads[0].view(2, 2)).sum()
+
+
+def test_autograd_gives_two_weights_one_memory() -> None:
+    model = _Paired([torch.zeros(shape) for shape in PAIRED])
+    model([torch.ones(4), torch.ones(4), torch.ones(3)]).backward()
+    one, other, _ = grads_of(model)
+    assert one.data_ptr() == other.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "op"),
+    [("all_reduce", "mean"), *((way, op) for way in WHOLE[:2] for op in ("mean", "mean_of_used", "sum"))],
+)
+@pytest.mark.parametrize("compression", ["none", FEEDBACK])
+@on_ranks(2)
+def test_gradients_in_one_memory_count_as_those_in_two(
+    rank: int, world_size: int, entry_point: str, op: str, compression: str
+) -> None:
+    options = {} if entry_point == "all_reduce" else {"op": op}
+    like = [torch.zeros(shape) for shape in PAIRED]
+    given, plain = (average(entry_point, model(like), compression, **options) for model in (_Paired, Given))
+    for step, users in enumerate(({0}, {0, 1}, {1}, set(), {0})):
+        first, _, third = random_grads(rank, step, PAIRED, torch.float32)
+        pair = [first, first] if rank in users else [None, None]
+        expected, actual = plain.step([*pair, third]), given.step([*pair, third])
+        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert_bitwise_equal(one, other, f"step {step}, parameter {index}")
+        assert_same_on_all_ranks([grad for grad in actual if grad is not None])
+
+
+@on_ranks(2)
+def test_gradients_that_are_parts_of_one_memory_stay_there(rank: int, world_size: int) -> None:
+    memory = torch.arange(6.0) + rank
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    sync = fastsync.attach(parameters, overlap=False)
+    for parameter, part in zip(parameters, memory.split(3), strict=True):
+        parameter.grad = part
+    sync.synchronize()
+    assert memory.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
 
 
 # ---- no values ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.sync.ddp import HookState
 from tests.models import Mlp, assert_same_on_all_ranks, batch
 from tests.ranks import on_ranks, run_ranks
 
@@ -189,7 +190,7 @@ def _models(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, list[nn.
 @on_ranks(2)
 def test_two_models_in_one_backward_with_a_shared_state(rank: int, world_size: int) -> None:
     """Small whole numbers, whose means have no rounding."""
-    state = fastsync.HookState()
+    state = HookState()
 
     def wrap(model: nn.Module) -> nn.Module:
         ddp = DistributedDataParallel(model, bucket_cap_mb=2.0**-20)

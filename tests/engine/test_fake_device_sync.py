@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastsync
 from fastsync import Compression
+from fastsync.sync.attach import GradientSynchronizer
 from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import Averaged, average
@@ -64,7 +65,7 @@ def begin(entry_point: str, compression: Compression, device: str, group: dist.P
 
 def _step(given: Averaged, grads: list[Tensor | None], value: Tensor) -> list[Tensor]:
     """What it gives beside the gradients. Where something rides, gradients of two backwards travel."""
-    if not isinstance(given.handle, fastsync.GradientSynchronizer):
+    if not isinstance(given.handle, GradientSynchronizer):
         given.backward(given.model(grads))
         return [given.grad_norm()]
     given.handle.piggyback("kl", value)
@@ -221,8 +222,8 @@ def _fails_in_a_group(rank: int, world_size: int) -> None:
                     backend.fail_after(failing)
                 sync.piggyback("kl", torch.ones(1, device=DEVICE))
                 loss = model([grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, torch.float32)])
-                message = rf"averaging bucket 0 failed on rank {rank} of 2: .*told to"
-                with pytest.raises(RuntimeError, match=message) if step == 2 else nullcontext():
+                message = rf"told to .*averaging bucket 0 failed on rank {rank} of 2.*Where the ranks are"
+                with pytest.raises(dist.DistBackendError, match=message) if step == 2 else nullcontext():
                     loss.backward()
             assert not backend.is_open(), f"{compression}: the group is still open after call {failing} failed"
             sync.detach()
@@ -230,6 +231,27 @@ def _fails_in_a_group(rank: int, world_size: int) -> None:
 
 def test_an_error_in_a_group_leaves_none_open_and_names_the_bucket() -> None:
     fake_device.run_ranks(_fails_in_a_group, 2)
+
+
+def _runs_out_of_memory(rank: int, world_size: int) -> None:
+    group = fake_device.new_group()
+    model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
+    sync = fastsync.attach(model, process_group=group)
+    for step in range(3):
+        grads = [grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, torch.float32)]
+        loss = model(grads)
+        if step == 1:  # for the bucket, that is, which is larger than any gradient
+            fake_device.load().set_most_bytes(4 * sum(grad.numel() for grad in grads) - 4)
+        message = rf"out of memory: no \d+ bytes \(fastsync: averaging bucket 0 failed on rank {rank} of 2\)$"
+        with pytest.raises(torch.OutOfMemoryError, match=message) if step == 1 else nullcontext():
+            loss.backward()
+        fake_device.load().set_most_bytes(2**40)
+        sync.abandon_step()
+        model.zero_grad()
+
+
+def test_out_of_memory_stays_the_error_that_it_is_and_nobody_is_asked() -> None:
+    fake_device.run_ranks(_runs_out_of_memory, 2)
 
 
 def _refuses_gloo(rank: int, world_size: int) -> None:

@@ -97,6 +97,23 @@ def test_an_error_of_a_rank_is_told_again_at_the_end(capsys: pytest.CaptureFixtu
     ]
 
 
+@pytest.mark.parametrize("have_met", [False, True])
+@pytest.mark.parametrize("ends", [["-", "5"], ["-", "-9"], ["5", "-"], ["-", "-"]], ids=str)
+def test_a_rank_that_fails_in_a_plain_script_is_a_failure(ends: list[str], have_met: bool) -> None:
+    """Ranks that have met go on without it."""
+    supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic")
+    failures = iter([[] if end == "-" else [SimpleNamespace(exitcode=int(end))] for end in ends])
+
+    def start(*_: object, **__: object) -> Any:
+        result = SimpleNamespace(failures=next(failures), return_values={})
+        return SimpleNamespace(wait=lambda timeout: result, pids=dict, close=lambda *_, **__: None)
+
+    if have_met:
+        PrefixStore(KEYS_OF_FIRST, supervisor._store).set("newest", Membership(1, {0: 7, 1: 7}, {}).to_json())
+    with patch("fastsync.launch.supervisor.start_processes", start):
+        assert supervisor.run() == (0 if have_met or ends == ["-", "-"] else 1)
+
+
 SCRIPT = """
 import os, sys, time, torch, fastsync
 with fastsync.distributed.process_group(timeout=60):

@@ -236,7 +236,7 @@ def set_weight(step: Averaged) -> None:
 
 
 def set_compression(step: Averaged) -> None:
-    step.handle.compression = "fp16"
+    step.compression = "fp16"
 
 
 def piggyback(step: Averaged) -> None:
@@ -343,7 +343,7 @@ def test_a_rank_that_is_late_is_waited_for(rank: int, world_size: int, entry_poi
     averaged = average(entry_point, nn.Sequential(first, second), bucket_cap_mb=0.0005)
     for step in range(GOOD_STEPS + 1):
         if step == GOOD_STEPS:
-            averaged.handle.compression = "bf16"
+            averaged.compression = "bf16"
         is_late = rank == 0 and step == GOOD_STEPS
         handle = second.register_forward_pre_hook(
             lambda _module, args, late=is_late: (_Late.apply(args[0], LATE_SECONDS if late else 0.0),)

@@ -40,9 +40,15 @@ def _hooked(model: nn.Module, **options: Any) -> Model:
     return ddp
 
 
-def _steps(call: Model, model: nn.Module, rank: int, **options: Any) -> Iterator[int]:
+def _sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **options)
+
+
+def _steps(
+    call: Model, model: nn.Module, rank: int, optimizer: torch.optim.SGD | None = None, **options: Any
+) -> Iterator[int]:
     """Trains for as long as it is asked to, and yields the number of each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **options)
+    optimizer = optimizer or _sgd(model, **options)
     number = 0
     while True:
         optimizer.zero_grad()
@@ -162,8 +168,9 @@ def _joined(rank: int, world_size: int) -> None:
     model = Mlp()
     sync = fastsync.attach(model)
     for _ in range(2):
-        with sync.join():
-            steps = _steps(model, model, rank)
+        optimizer = _sgd(model)
+        with sync.join(optimizer):
+            steps = _steps(model, model, rank, optimizer)
             for _ in range([3, 6][rank]):
                 next(steps)
     steps = _steps(model, model, rank)

@@ -32,6 +32,7 @@ PYBIND11_MODULE(fake_device, m) {
         [] { return fake_device::end_capture(fake_device::current_stream(fake_device::current_device())); });
   m.def("replay", &fake_device::replay, py::arg("graph"));
   m.def("set_broken", &fake_device::set_broken, py::arg("is_broken"));
+  m.def("set_most_bytes", &fake_device::set_most_bytes, py::arg("bytes"));
   m.def("take_uploads", &fake_device::take_uploads);
   m.def("passes_over", &passes_over, py::arg("of_cpu"));
 

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -26,6 +27,7 @@ std::array<std::atomic<int>, kNumDevices> next_of_urgent_pool = {};
 std::atomic<int> next_of_own = 1 + 2 * kPoolSize;
 
 std::atomic<bool> is_broken = false;
+std::atomic<size_t> most_bytes = std::numeric_limits<size_t>::max();
 
 c10::DeviceIndex index_of(c10::Device device) { return device.has_index() ? device.index() : the_device; }
 
@@ -109,6 +111,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK_WITH(OutOfMemoryError, bytes <= most_bytes, "out of memory: no ", bytes, " bytes");
     const auto device = current_device();
     void* data = bytes == 0 ? nullptr : fake_device::allocate(bytes, current_stream(device));
     return {data, data, raw_deleter(), device};
@@ -178,6 +181,8 @@ const bool is_registered = [] {
 c10::Stream current_stream(c10::Device device) { return make_stream(index_of(device), the_streams[index_of(device)]); }
 
 void set_broken(bool is_broken_now) { is_broken = is_broken_now; }
+
+void set_most_bytes(size_t bytes) { most_bytes = bytes; }
 
 c10::Stream new_stream(c10::DeviceIndex device) { return make_stream(device, next_of_own++); }
 

@@ -21,6 +21,9 @@ c10::Device current_device();
 struct BrokenDevice {};
 void set_broken(bool is_broken);
 
+// From now on there is no memory for more bytes than these at once.
+void set_most_bytes(size_t bytes);
+
 c10::Allocator* allocator();
 bool is_pinned(const void* data);
 

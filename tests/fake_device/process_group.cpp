@@ -91,7 +91,7 @@ void Group::check(const std::string& name, const Tensors& tensors, c10::Device d
   }
   if (calls_until_failure_ >= 0 && calls_until_failure_-- == 0) {
     has_failed_ = true;
-    TORCH_CHECK(false, name, " failed, as the group was told to");
+    C10_THROW_ERROR(DistBackendError, name + " failed, as the group was told to");  // as NCCL's
   }
 }
 

@@ -15,7 +15,8 @@ from torch.distributed.run import parse_args as torchrun_arguments
 
 from fastsync.cli import main
 from fastsync.launch.environment import threads_of_rank
-from fastsync.launch.jobs import KINDS, Script, content
+from fastsync.launch.jobs import KINDS, content
+from fastsync.launch.script import Script
 from fastsync.ppo.cli import Arguments, parse
 from fastsync.ppo.evaluate import find_checkpoint
 from tests.ppo.test_launch_torchrun import ROOT, free_port

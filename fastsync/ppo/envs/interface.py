@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
-from torch.utils._pytree import tree_map_only
 
+from ..._torch_compat import tree_map_only
 from .spaces import action_translator
 
 Array = NDArray[Any]
@@ -20,6 +20,10 @@ Bools = NDArray[np.bool_]
 
 UNSEEN = 2**31
 """Number of the first environment of evaluations. No training environment has it, so the episodes are new."""
+
+
+class CopiesDifferError(RuntimeError):
+    """Copies of an environment have spaces that do not go together."""
 
 
 class EnvironmentFailedError(RuntimeError):

@@ -15,8 +15,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import FlattenObservation, NormalizeObservation, NormalizeReward
 from gymnasium.wrappers import vector as vector_wrappers
 
-from ..._checks import did_you_mean
 from ...doctor import install_command
+from ...messages import did_you_mean
 from ..names import import_module
 from .atari import wrap_atari
 from .parts import MASK, LeavesChecked, PartsInARow, choices_of, has_parts

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..._torch_compat import file_writer_of
 from ...doctor import install_command
 from ..files import write_whole
 from ..settings import RunSettings
@@ -109,7 +110,7 @@ class TensorBoardLog:
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         # All in one event: one add_scalar per metric took most of the time of a report.
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in _known(scalars).items()]
-        self._writer._get_file_writer().add_summary(self._summary(value=values), step)
+        file_writer_of(self._writer).add_summary(self._summary(value=values), step)
 
     def close(self) -> None:
         self._writer.close()
