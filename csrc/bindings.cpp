@@ -278,11 +278,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "fastsync's compiled half; use it through the fastsync package.";
   const py::call_guard<PythonWarnings, py::gil_scoped_release> no_gil;
 
-  RanksDifferError::type = PyErr_NewExceptionWithDoc(
-      "fastsync._C.RanksDifferError",
-      "The ranks hold different weights, or have averaged gradients that do not belong together.", PyExc_RuntimeError,
-      nullptr);
-  m.attr("RanksDifferError") = py::handle(RanksDifferError::type);
+  RanksDifferError::type = py::module_::import("fastsync.errors").attr("RanksDifferError").release().ptr();
 
   m.def("built_with_cuda", &built_with_cuda);
   m.def("build_info",

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket, ProcessGroup, ReduceOp, Reducer
 
-class RanksDifferError(RuntimeError): ...
-
 def num_usable_cores() -> int: ...
 def compare_gradients(
     process_group: ProcessGroup, parameters: Sequence[Tensor], names: Sequence[str]

@@ -1,6 +1,6 @@
 // The error of ranks that have parted: they hold different weights, or have averaged gradients that do not belong
-// together. Every rank throws it in the same step, and none is lost. In Python it is fastsync._C.RanksDifferError, a
-// RuntimeError, also where torch's backward() hands it on.
+// together. Every rank throws it in the same step, and none is lost. In Python it is fastsync.errors.RanksDifferError,
+// also where torch's backward() hands it on.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>

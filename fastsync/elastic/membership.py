@@ -14,9 +14,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from .. import _C
 from ..distributed import gloo_group
-from ..errors import SyncError
+from ..errors import RanksDifferError, SyncError
 from .peer_watch import PeerWatch, reachable
 
 POLL_SECONDS = 0.004
@@ -141,7 +140,7 @@ class Members:
         ended = f"{self.now.epoch}/ended"
         while not self._store.check([key]):
             if self._store.check([ended]):
-                raise _C.RanksDifferError(self._store.get(ended).decode())
+                raise RanksDifferError(self._store.get(ended).decode())
             dead = self._watch.dead()
             came = {each: here.check([str(each)]) for each in self.now.members}
             missing = {each for each in came if not came[each]} - dead
@@ -253,7 +252,7 @@ class Members:
 
         If the error tells that the ranks differ, no member goes on.
         """
-        if isinstance(error, _C.RanksDifferError):  # which every rank raises, but one may see this rank leave before
+        if isinstance(error, RanksDifferError):  # which every rank raises, but one may see this rank leave before
             self._store.set(f"{self.now.epoch}/ended", str(error))
             return False
         if isinstance(error, dist.DistError):

@@ -27,8 +27,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 import fastsync
-from fastsync import _C
 from fastsync.elastic.elastic import JOINS, STORE, Elastic, RankLostError
+from fastsync.errors import RanksDifferError
 from fastsync.sync.training_state import TrainingState
 from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import run_ranks
@@ -831,7 +831,7 @@ def part(rank: int, world_size: int, port: int, cause: str) -> tuple[int, str]:
                     torch.nn.init.zeros_(training.model[0].weight)
                 training.step(step.index)
 
-    with pytest.raises(_C.RanksDifferError) as raised:
+    with pytest.raises(RanksDifferError) as raised:
         train()
     assert changes == []
     return elastic._step.num_finished, str(raised.value)
