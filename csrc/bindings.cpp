@@ -278,7 +278,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "fastsync's compiled half; use it through the fastsync package.";
   const py::call_guard<PythonWarnings, py::gil_scoped_release> no_gil;
 
-  RanksDifferError::type = py::module_::import("fastsync.errors").attr("RanksDifferError").release().ptr();
+  RanksDifferError::type = py::object(py::module_::import("fastsync.errors").attr("RanksDifferError")).release().ptr();
 
   m.def("built_with_cuda", &built_with_cuda);
   m.def("build_info",
