@@ -26,8 +26,10 @@
 #include "engine/elastic_step.h"
 #include "engine/optimizer_calls.h"
 #include "engine/parameter_gather.h"
+#include "engine/ranks_differ.h"
 #include "engine/sharded.h"
 #include "engine/synchronizer.h"
+#include "engine/tensor_sample.h"
 #include "passes/backend.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
@@ -58,6 +60,7 @@ using fastsync::NoSharedTensors;
 using fastsync::Op;
 using fastsync::ParameterGather;
 using fastsync::ParameterSync;
+using fastsync::RanksDifferError;
 using fastsync::ShardedState;
 using fastsync::SharedTensors;
 using fastsync::Synchronizer;
@@ -291,6 +294,8 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "fastsync's compiled half; use it through the fastsync package.";
   const py::call_guard<PythonWarnings, py::gil_scoped_release> no_gil;
 
+  RanksDifferError::type = py::object(py::module_::import("fastsync.errors").attr("RanksDifferError")).release().ptr();
+
   m.def("built_with_cuda", &built_with_cuda);
   m.def("build_info",
         [] { return std::map<std::string, std::string>{{"torch", TORCH_VERSION}, {"compiler", __VERSION__}}; });
@@ -344,7 +349,9 @@ PYBIND11_MODULE(_C, m) {
       .def("set_saved", between_steps(&EngineState::set_saved), py::arg("rows"), no_gil)
       .def("grad_stats", locked(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked(&EngineState::num_steps), no_gil)
-      .def("compare_weights", locked(&EngineState::compare_weights), py::arg("parameters"), py::arg("names"), no_gil)
+      .def("compare_weights", locked(&EngineState::compare_weights), py::arg("parameters"), py::arg("names"),
+           py::arg("machine"), no_gil)
+      .def("sample_weights", locked(&EngineState::sample_weights), no_gil)
       .def("is_captured", locked(&EngineState::is_captured), no_gil)
       .def(
           "give_up", [](EngineState& engine) { engine.locked([&] { engine.give_up(); }); }, no_gil)
@@ -367,8 +374,9 @@ PYBIND11_MODULE(_C, m) {
       .def("compare_names", locked<HookState>(&HookState::compare_names), py::arg("parameters"), py::arg("names"),
            no_gil)
       .def("note_update", &HookState::note_update, no_gil)
-      .def("with_own_gradients", locked<HookState>(&HookState::with_own_gradients), no_gil)
       .def("gradients_are_unchanged", locked<HookState>(&HookState::gradients_are_unchanged), no_gil);
+  m.def("compare_gradients", &fastsync::compare_gradients, py::arg("process_group"), py::arg("parameters"),
+        py::arg("names"), no_gil);
   py::class_<HookPlace>(m, "HookPlace")
       .def(py::init<c10d::Reducer&, Group>(), py::arg("reducer"), py::arg("process_group"))
       .def("put", &HookPlace::put, py::arg("state"), no_gil);

@@ -36,3 +36,10 @@ class SyncError(RuntimeError):
     def rank(self) -> int | None:
         """The rank that it is about; None if it is about none, or about several."""
         return self.ranks[0] if len(self.ranks) == 1 else None
+
+
+class RanksDifferError(SyncError):
+    """The ranks hold different weights, or have averaged gradients that do not belong together.
+
+    Every rank raises it, and none is lost. The text tells ranks and step.
+    """

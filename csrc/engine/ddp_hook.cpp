@@ -271,7 +271,6 @@ void HookState::note_update() {
   for (const auto& bucket : buckets_.all()) {
     bucket->agreement->step_check.note_update();
   }
-  note_update_for_weights();
 }
 
 // Once DDP has handed over its last bucket, it queues its copying for the end of backward. A callback that is queued
@@ -308,17 +307,6 @@ bool HookState::gradients_are_unchanged() {
     const at::Tensor parameter(each.first.lock());
     return !parameter.defined() || each.second.is_still(parameter.grad());
   });
-}
-
-std::vector<at::Tensor> HookState::with_own_gradients() {
-  std::vector<at::Tensor> found;
-  for (const auto& [id, snapshot] : averaged_) {
-    const at::Tensor parameter(id.lock());
-    if (parameter.defined() && snapshot.was_written_by_autograd(parameter.grad())) {
-      found.push_back(parameter);
-    }
-  }
-  return found;
 }
 
 // Returns the stamp of the step check. It is undefined if none travels in this step, which is the same on all ranks.

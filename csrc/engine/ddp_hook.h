@@ -58,9 +58,6 @@ class HookState : public EngineState, public std::enable_shared_from_this<HookSt
   static void note_gradients_later(const std::shared_ptr<HookState>& self);
   // Whether it is proven that the gradients are still those that the newest step left.
   bool gradients_are_unchanged();
-  // The parameters whose gradients are proven to hold something that only this rank has, of a backward after the newest
-  // step.
-  std::vector<at::Tensor> with_own_gradients();
 
  private:
   std::string describe_settings() const;

@@ -78,14 +78,14 @@ class EngineState {
   // Makes scales and residuals what they were before the newest step.
   void take_back_step();
 
-  // From now on the ranks compare these parameters, see WeightCheck. The names are for errors.
-  void compare_weights(const std::vector<at::Tensor>& parameters, std::vector<std::string> names) {
-    weight_check_ = std::make_shared<WeightCheck>(group_, parameters, std::move(names));
+  // From now on the ranks compare these parameters, see WeightCheck.
+  void compare_weights(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, std::string machine) {
+    weight_check_ = std::make_shared<WeightCheck>(group_, parameters, std::move(names), std::move(machine));
   }
-  void note_update_for_weights() const {
-    if (weight_check_) {
-      weight_check_->note_update();
-    }
+  // Call it when an optimizer has stepped with averages. Returns whether a sample of the weights was taken.
+  bool sample_weights() {
+    // Replays of a CUDA graph are no steps of the engine.
+    return weight_check_ && !is_captured_ && weight_check_->note_update(step_ - 1);
   }
   // Null if nobody compares them.
   const std::shared_ptr<WeightCheck>& weight_check() const { return weight_check_; }

@@ -33,10 +33,7 @@ class ParameterSync {
   // ---- between steps ----
 
   // Notes that an optimizer has updated the parameters. Any thread may call it.
-  void note_update() {
-    context_.agreement->step_check.note_update();
-    context_.engine.note_update_for_weights();
-  }
+  void note_update() { context_.agreement->step_check.note_update(); }
 
   // Has the next step average a float32 tensor. It replaces an earlier one of that name.
   void piggyback(const std::string& name, const at::Tensor& value);

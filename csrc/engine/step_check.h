@@ -1,7 +1,7 @@
 // The step check finds out whether the gradients that meet in a sync belong together, because gradients of different
 // parameters have no mean. Each rank sends a stamp beside its gradients. It tells the engine, and how many updates of
 // the parameters the rank has seen. In the first step it also has a fingerprint of the gradients: if that is the same
-// on all ranks, so is their data. Now and then it has a number made of the weights, see WeightCheck.
+// on all ranks, so is their data. Now and then it has a number made of a sample of the weights, see WeightCheck.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,13 +43,13 @@ class StepCheck {
   std::optional<std::vector<float>> stamp(int64_t engine, c10::Device device, at::TensorList gradients,
                                           WeightCheck* weights, bool in_rows = true);
 
-  // Takes the sum of the ranks' stamps. If they differ, it throws c10::Error on every rank. On a CPU it throws at once.
-  // On another device it throws when the next sum arrives, because the host does not wait.
+  // Takes the sum of the ranks' stamps. If they differ, it throws RanksDifferError on every rank. On a CPU it throws at
+  // once. On another device it throws when the next sum arrives, because the host does not wait.
   void arrive(const at::Tensor& sum, WeightCheck* weights);
 
  private:
   // A stamp has these numbers for each rank. kEngine is the engine's number plus 1, or 0 if the stamp says nothing.
-  enum Number { kEngine, kUpdates, kGradients, kWeights, kNumNumbers };
+  enum Number { kEngine, kUpdates, kGradients, kSample, kWeights, kMachine, kNumNumbers };
   // A sum on its way from the device.
   struct Copy {
     at::Tensor sum;  // in pinned memory

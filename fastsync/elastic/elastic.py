@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from .. import _C
 from .._torch_compat import own_buffers
 from ..distributed import every_rank_calls
-from ..errors import SyncError
+from ..errors import RanksDifferError, SyncError
 from ..messages import check_at_least
 from ..sync.attach import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
@@ -363,7 +363,7 @@ class Elastic:
         if not isinstance(error, Exception):
             return False
         is_known = isinstance(error, RankLostError) or self._sync._engine.take_failure()
-        return is_known or self._members.may_have_caused(error)
+        return (is_known and not isinstance(error, RanksDifferError)) or self._members.may_have_caused(error)
 
     def _fails_again(self) -> bool:
         """Whether the same ranks have failed in this step so often that it is not for the loss of one."""

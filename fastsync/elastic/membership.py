@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ..distributed import gloo_group
-from ..errors import SyncError
+from ..errors import RanksDifferError, SyncError
 from .peer_watch import PeerWatch, reachable
 
 POLL_SECONDS = 0.004
@@ -130,13 +130,17 @@ class Members:
 
         Raises:
             TooFewRanksError: no more than so many ranks are left.
+            RanksDifferError: a rank has raised it, so none may go on.
             RuntimeError: the others have gone on without this rank.
         """
         here = PrefixStore(f"{self.now.epoch}/here", self._store)
         here.set(str(self.own), json.dumps([progress, has_ended, takes_new]))
         key = f"{self.now.epoch}/next"
         deadline = time.monotonic() + self._timeout
+        ended = f"{self.now.epoch}/ended"
         while not self._store.check([key]):
+            if self._store.check([ended]):
+                raise RanksDifferError(self._store.get(ended).decode())
             dead = self._watch.dead()
             came = {each: here.check([str(each)]) for each in self.now.members}
             missing = {each for each in came if not came[each]} - dead
@@ -244,7 +248,13 @@ class Members:
         return store.check([key]) and int(store.get(key)) <= step
 
     def may_have_caused(self, error: BaseException) -> bool:
-        """Whether an error may come from a group that has lost a member. Waits a moment for news of it."""
+        """Whether an error may come from a group that has lost a member. Waits a moment for news of it.
+
+        If the error tells that the ranks differ, no member goes on.
+        """
+        if isinstance(error, RanksDifferError):  # which every rank raises, but one may see this rank leave before
+            self._store.set(f"{self.now.epoch}/ended", str(error))
+            return False
         if isinstance(error, dist.DistError):
             return True
         # torch.distributed raises a ValueError in place of a failed collective's error, as it does not list the group.

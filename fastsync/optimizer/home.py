@@ -65,6 +65,9 @@ class ShardHome(ABC):
     def fail(self, stepped: Collection[int]) -> None:
         """Tells other ranks, in place of ``share``, that this rank has failed."""
 
+    def wait_for_readers(self) -> None:  # noqa: B027
+        """Waits until all ranks that have the parameters in one memory have come here. All ranks call it."""
+
     def wire_bytes(self) -> int:
         """Returns how many bytes of new parameters this rank has sent so far."""
         return 0

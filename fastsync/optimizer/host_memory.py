@@ -90,6 +90,9 @@ class HostMemory(ShardHome):
     def share(self, stepped: Collection[int]) -> None:
         self._sync._engine.meet()
 
+    def wait_for_readers(self) -> None:
+        self._sync._engine.meet()
+
     def fail(self, stepped: Collection[int]) -> None:
         self._memory[PARAMETERS].give_up()
 

@@ -209,6 +209,11 @@ class OptimizerShards:
         if self._groups.rounding and not is_training_step(optimizer):
             self._wide_state.make()
 
+    def wait_for_samples(self, optimizer: Optimizer) -> None:
+        """Waits until all ranks have read the parameters after a step, where they have them in one memory."""
+        if innermost(optimizer) is self._optimizer:
+            self._home.wait_for_readers()
+
     def _note_failure(self) -> None:
         self._has_failed = True
 

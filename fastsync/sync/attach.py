@@ -35,7 +35,8 @@ from .compression import AnyCompression, Auto, Compression
 from .handles_in_use import NOBODY, begin_use, check_free, end_use
 from .ignored_states import IgnoredStates, States
 from .in_ddp import check_not_in_ddp
-from .optimizer_watch import WatchedHandle, watch_optimizers
+from .machine import describe_machine
+from .optimizer_watch import WatchedHandle, first_with_gradient, watch_optimizers
 from .outer_in_use import NO_JOIN, name_of_outer
 from .stats import SyncStats
 from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers
@@ -101,7 +102,9 @@ class GradientSynchronizer(WatchedHandle):
             self._sparse,
         )
         if self._checks_weights:
-            self._engine.compare_weights(list(self._named.values()), list(self._named))
+            self._engine.compare_weights(
+                list(self._named.values()), list(self._named), describe_machine(self._named.values())
+            )
         self._accumulated_step = -1  # the newest step after which no_sync() let gradients accumulate
         self._deferred_clip_step = -1
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -538,6 +541,14 @@ class GradientSynchronizer(WatchedHandle):
                 "DistributedDPOptimizer without attach; or attach(overlap=False), and synchronize() after that write"
             )
 
+    def _find_not_averaged(self, optimizer: Optimizer, is_synced: bool) -> tuple[Tensor, bool] | None:
+        own = set(map(id, self._engine.with_own_gradients()))  # asked before Python reads any .grad
+        if is_synced and not own:
+            return None
+        late = (parameter for parameter in self._stepped_by(optimizer) if id(parameter) in own or not is_synced)
+        stepped = first_with_gradient(late)
+        return None if stepped is None else (stepped, id(stepped) in own)
+
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._named
 
@@ -588,9 +599,11 @@ def attach(
             start.
         ignored_states: modules, parameters and buffers of the model that are left to each rank, such as experts. They
             are not averaged, broadcast, clipped or compared, and ranks may have different ones.
-        check_weights: compare samples of the parameters over the ranks now and then, beside the gradients: in the step
-            after the first update, and once in 50 steps. Where they differ, ``backward()`` raises RuntimeError on every
-            rank, and names the first parameter. Pass False if weights are meant to differ.
+        check_weights: compare samples of the parameters over the ranks. They are read right after an optimizer's step,
+            the first one and one in 50, and travel beside the gradients of a later sync. Where they differ,
+            ``backward()`` raises RuntimeError on every rank, and names the first parameter. Only ranks on like machines
+            are compared, because others may round differently. Pass False if weights are meant to differ, as with
+            ``nn.Embedding(max_norm=)``.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is

@@ -28,7 +28,8 @@ from ..autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
 from .handle import SyncHandle, warn_of_generic_kernels
 from .handles_in_use import begin_use, check_free, end_use, handles_of
-from .optimizer_watch import WatchedHandle, watch_optimizers
+from .machine import describe_machine
+from .optimizer_watch import WatchedHandle, first_with_gradient, watch_optimizers
 
 
 class HookState(SyncHandle):
@@ -85,7 +86,7 @@ class CommHook(HookState, WatchedHandle):
         self._ids = frozenset(map(id, self._parameters))
         self._engine.compare_names(self._parameters, self._names)
         if check_weights:
-            self._engine.compare_weights(self._parameters, self._names)
+            self._engine.compare_weights(self._parameters, self._names, describe_machine(self._parameters))
         sparse = sparse_weights(self._module)
         self._sparse = frozenset(name for name, parameter in averaged.items() if id(parameter) in sparse)
         self._ddp_model = weakref.ref(ddp_model)
@@ -150,7 +151,7 @@ class CommHook(HookState, WatchedHandle):
         super()._check_before_step(optimizer)
         if self._averages():
             self._check_nothing_is_late(optimizer)
-            if any(True for _ in self._stepped_by(optimizer)):
+            if self._group.size() > 1 and any(True for _ in self._stepped_by(optimizer)):
                 self._check_was_averaged(optimizer)
 
     def _averages(self) -> bool:
@@ -162,6 +163,22 @@ class CommHook(HookState, WatchedHandle):
             "call the DistributedDataParallel model itself and not its .module, and give the model its device and "
             "dtype before you wrap it"
         )
+
+    def _find_not_averaged(self, optimizer: Optimizer, is_synced: bool) -> tuple[Tensor, bool] | None:
+        """Compares the gradients over the ranks if DDP has averaged none, because the user may have done it.
+
+        A backward past DDP after one of DDP's is not found here: it may be a regulariser's, whose gradients are the
+        same on all ranks. Where they are not, the ranks' weights differ after the step, see ``check_weights``.
+        """
+        if is_synced:
+            return None
+        stepped = list(self._stepped_by(optimizer))
+        first = first_with_gradient(stepped)
+        if first is None:
+            return None
+        name_of = {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
+        difference = _C.compare_gradients(self._group, stepped, [name_of[id(each)] for each in stepped])
+        return None if difference == "" else (first, True)
 
     def _claimed_parameters(self) -> list[nn.Parameter]:
         return [] if self._ddp_model() is None else self._parameters
@@ -191,6 +208,12 @@ def register_comm_hook(
     No Python runs per bucket and the GIL is not held. Call it on every rank, before the first backward. DDP averages
     the parameters that existed, and were not frozen, when it wrapped the model. An optimizer that steps another
     parameter of the model raises RuntimeError: wrap the model again, and register the hook anew.
+
+    An optimizer's step outside ``no_sync`` also raises RuntimeError if DDP has averaged no gradients since its previous
+    step, and samples of them differ between the ranks. So it was a backward past DDP, such as that of
+    ``ddp_model.module(x)``. Gradients that you average by hand may step. All ranks have to step alike: a rank that
+    steps such gradients alone waits for the others for 30 seconds. A backward past DDP that follows one of DDP's is not
+    refused. If its gradients differ between ranks, so do the weights, see ``check_weights``.
 
     Args:
         ddp_model: the wrapped model.

@@ -72,18 +72,16 @@ class WatchedHandle(GradientHandle):
 
     def _check_was_averaged(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if an optimizer is about to step with a gradient that no rank has averaged."""
-        own = set(map(id, self._engine.with_own_gradients()))  # asked before Python reads any .grad
+        if self._engine.is_captured():  # replays are no steps of the engine, and the host does not wait for them
+            return
         num_steps = self._engine.num_steps()
         is_synced = self._steps_before.get(optimizer, 0) != num_steps
-        if is_synced and not own:
-            self._steps_before[optimizer] = num_steps
-            return
-        late = (p for p in self._stepped_by(optimizer) if id(p) in own or not is_synced)
-        stepped = _first_with_gradient(late)
-        if stepped is not None and not self._engine.is_captured():
+        found = self._find_not_averaged(optimizer, is_synced)
+        if found is not None:
+            stepped, is_own = found
             kind, name = type(optimizer).__name__, self._name_of(stepped)
             what = f"{kind} was about to step with gradients that no rank has averaged, such as that of {name}"
-            if id(stepped) not in own and num_steps > 0:
+            if not is_own and num_steps > 0:
                 what = (
                     f"{kind} has stepped with these gradients already, such as that of {name}, or no rank has averaged "
                     "them: no backward() was averaged since its step before"
@@ -94,11 +92,22 @@ class WatchedHandle(GradientHandle):
             )
         self._steps_before[optimizer] = num_steps
 
+    @abstractmethod
+    def _find_not_averaged(self, optimizer: Optimizer, is_synced: bool) -> tuple[Tensor, bool] | None:
+        """Returns a parameter that the optimizer is about to step with a gradient that no rank has averaged, or None.
+
+        It also tells whether the gradient is sure to be this rank's own.
+
+        Args:
+            optimizer: steps parameters of this handle.
+            is_synced: whether there was a sync since its previous step.
+        """
+
     def _check_may_be_clipped(self) -> None:
         """Raises RuntimeError if gradients are about to be clipped, and no rank has averaged any yet."""
         if not self._averages() or self._engine.num_steps() > 0:
             return
-        if (clipped := _first_with_gradient(self.parameters())) is not None:
+        if (clipped := first_with_gradient(self.parameters())) is not None:
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: it was about to clip gradients that no rank has averaged, such as that of "
                 f"{self._name_of(clipped)}; {self._way_to_average()}, on every rank"
@@ -128,9 +137,12 @@ class WatchedHandle(GradientHandle):
         """Tells the engine that the parameters were updated. Version counters do not show it for fused optimizers."""
         if any(True for _ in self._stepped_by(optimizer)):
             self._engine.note_update()
+            shards = self._optimizer_shards
+            if self._averages() and self._engine.sample_weights() and shards is not None:
+                shards.wait_for_samples(optimizer)
 
 
-def _first_with_gradient(parameters: Iterable[Tensor]) -> Tensor | None:
+def first_with_gradient(parameters: Iterable[Tensor]) -> Tensor | None:
     """Returns the first parameter whose gradient is not zero.
 
     ``zero_grad(set_to_none=False)`` leaves zeros to models of an optimizer that had no backward in this step.

@@ -34,5 +34,8 @@ class ShardedStep(Protocol):
     def parameter_wire_bytes(self) -> int:
         """Returns how many bytes of new parameters this rank has sent so far."""
 
+    def wait_for_samples(self, optimizer: Optimizer) -> None:
+        """Waits until all ranks have read the parameters after a step, where they have them in one memory."""
+
     def end(self) -> None:
         """Gives this rank its own copy of the parameters and of the state."""

@@ -28,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fastsync
 from fastsync.elastic.elastic import JOINS, STORE, Elastic, RankLostError
+from fastsync.errors import RanksDifferError
 from fastsync.sync.training_state import TrainingState
 from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import run_ranks
@@ -813,6 +814,38 @@ def alone(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Training([0])
     dist.destroy_process_group()
+
+
+def part(rank: int, world_size: int, port: int, cause: str) -> tuple[int, str]:
+    """Rank 1 does what the others do not, in step 3 or right after it."""
+    kept = TCPStore("127.0.0.1", port, is_master=False)
+    training = Training(range(world_size))
+    elastic, changes = training.elastic(timeout=20, store=kept)
+
+    def train() -> None:
+        for step in elastic.steps(60):
+            with step:
+                if step.index == 3 and rank == 1 and cause == "a backward more":
+                    training.model(torch.ones(8, 6)).sum().backward()
+                if step.index == 3 and rank == 1 and cause == "other weights":
+                    torch.nn.init.zeros_(training.model[0].weight)
+                training.step(step.index)
+
+    with pytest.raises(RanksDifferError) as raised:
+        train()
+    assert changes == []
+    return elastic._step.num_finished, str(raised.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("cause", ["a backward more", "other weights"])
+def test_ranks_that_have_parted_all_end(store: TCPStore, world_size: int, cause: str) -> None:
+    """None of them takes another for lost, and goes on."""
+    told = run_ranks(part, world_size, store.port, cause)
+    message = "do not belong together" if cause == "a backward more" else "hold different weights"
+    assert all(message in error for _, error in told)
+    if cause == "other weights":
+        assert {num_finished for num_finished, _ in told} == {51}
 
 
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, OptimizerWrapper], ids=["torch's", "wrapped"])
