@@ -20,6 +20,7 @@ import tyro
 from gymnasium.wrappers import RecordVideo
 
 from ..doctor import install_command
+from ..launch.options import read_options
 from ..messages import check_at_least
 from .envs.interface import EnvironmentFailedError, Environments
 from .envs.lookup import Env
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: no checkpoint is named or found, its environment or policy cannot be made, or a package is missing.
     """
-    options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments, registry=WHOLE_NUMBERS)
+    options = read_options(Evaluate, "fastsync eval", arguments, registry=WHOLE_NUMBERS)
     if options.checkpoint is None:
         raise ValueError(f"say which run to play; {runs_here('eval')}")
     path, here = Path(options.checkpoint).expanduser(), Path.cwd()
