@@ -41,9 +41,9 @@ def register_prepared(model: nn.Module, compression: AnyCompression = "none") ->
     is_wrapped = any(map(is_fully_sharded, model.modules())) or any(map(is_flat, model.parameters()))
     if not is_alone and not is_wrapped:
         raise ValueError(
-            f"model: this {type(model).__name__} is neither in DistributedDataParallel nor under fully_shard, and there "
-            f"are {dist.get_world_size()} ranks; pass what accelerator.prepare() returned, or use fastsync.attach for "
-            "a model that nobody wraps"
+            f"model: this {type(model).__name__} is neither in DistributedDataParallel nor under fully_shard, on "
+            f"{dist.get_world_size()} ranks; pass what accelerator.prepare() returned, or use fastsync.attach for a "
+            "model that nobody wraps"
         )
     if not is_wrapped:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-
 ONCE = "which can be read only once, and every rank reads the script; save it as a file"
 
 
