@@ -95,7 +95,7 @@ def test_it_says_once_that_it_adds_nothing_over_the_ranks_of_attach(
     optimizer = make_optimizer(model)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with outer(model, optimizer, sync_every=2):
+        with outer(wrapped, optimizer, sync_every=2):
             for step in range(6):
                 train_step(wrapped, optimizer, rank, step)
     assert [str(each.message)[:39] for each in said] == ["fastsync: the gradients of ranks [0, 1]"] * (rank == 0)
@@ -112,7 +112,7 @@ def test_sites_of_several_ranks_are_told_nothing(
     wrapped = average_by(entry_point, model, mesh["ranks"].get_group())
     optimizer = make_optimizer(model)
     warnings.simplefilter("error", UserWarning)
-    with LocalSGD(model, optimizer, sync_every=2, process_group=None if is_one_group else mesh["sites"]):
+    with LocalSGD(wrapped, optimizer, sync_every=2, process_group=None if is_one_group else mesh["sites"]):
         for step in range(3):
             train_step(wrapped, optimizer, rank, step)
 
