@@ -113,7 +113,7 @@ def _plot() -> Callable[[Sequence[str]], int]:
 def _launch() -> Callable[[Sequence[str]], int]:
     from .launch import jobs
 
-    return lambda arguments: jobs.main(arguments, _read_trainer)
+    return lambda arguments: jobs.main(arguments, _read_trainer, _settings_of_trainer)
 
 
 def _read_trainer(kind: type[Any], prog: str, words: Sequence[str]) -> tuple[Any, Any]:
@@ -126,6 +126,15 @@ def _read_trainer(kind: type[Any], prog: str, words: Sequence[str]) -> tuple[Any
     except ImportError as error:  # the extension is not built
         raise ValueError(str(error)) from None
     return job.read(kind, prog, words)
+
+
+def _settings_of_trainer() -> set[str]:
+    """Returns the names of the trainer's settings; none if it is not installed."""
+    try:
+        from .ppo import job
+    except ImportError:
+        return set()
+    return job.names_of_settings()
 
 
 if __name__ == "__main__":

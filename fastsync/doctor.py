@@ -20,6 +20,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from .launch.environment import threads_of_rank
+
 DISTRIBUTION = "fastsync-torch"
 """The name for pip; the name fastsync on PyPI is somebody else's."""
 HERE = Path(__file__).resolve().parent
@@ -226,9 +228,22 @@ def _limits(has_nccl: bool) -> list[str]:
     limits = []
     if not has_nccl or not torch.cuda.is_available():
         limits.append(f"NCCL: {'torch sees no GPU' if has_nccl else 'this torch has none'}; use Gloo")
+    limits += [f"the threads of ranks: {obstacle}" for obstacle in _wrong_threads()]
     if missing := missing_train_packages():
         limits.append(f"fastsync train: {', '.join(missing)} missing; install them: {install_command('train')}")
     return limits
+
+
+def _wrong_threads() -> list[str]:
+    """Returns what is wrong with OMP_NUM_THREADS, if anything is."""
+    try:
+        threads_of_rank()
+    except ValueError as error:
+        return [str(error)]
+    is_empty = not os.environ.get("OMP_NUM_THREADS", "unset").strip()
+    return (
+        ["OMP_NUM_THREADS is empty, which counts as not set; set a number, such as 4, or unset it"] if is_empty else []
+    )
 
 
 def _why_no_kernels(*, are_wanted: bool) -> str:

@@ -62,6 +62,7 @@ void ParameterSync::set_weight(double weight, bool have_hooks) {
 void ParameterSync::set_joining(bool is_joining, std::string states) {
   states_ = std::move(states);
   context_.engine.agree_anew(is_joining ? "join() began" : "join() ended");
+  context_.engine.liveness().set_joining(is_joining);
   context_.weight.set_joining(is_joining);
   context_.agreement->step_check.say_nothing();
 }

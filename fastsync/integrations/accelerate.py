@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch_compat import COMPILED, is_fully_sharded
+from .._torch_compat import COMPILED, is_flat, is_fully_sharded
 from ..distributed import group_of_this_rank
 from ..sync.attach import attach
 from ..sync.compression import AnyCompression
@@ -38,7 +38,14 @@ def register_prepared(model: nn.Module, compression: AnyCompression = "none") ->
     if isinstance(model, DistributedDataParallel):
         return register_comm_hook(model, compression)
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if is_alone and not any(map(is_fully_sharded, model.modules())):
+    is_wrapped = any(map(is_fully_sharded, model.modules())) or any(map(is_flat, model.parameters()))
+    if not is_alone and not is_wrapped:
+        raise ValueError(
+            f"model: this {type(model).__name__} is neither in DistributedDataParallel nor under fully_shard, on "
+            f"{dist.get_world_size()} ranks; pass what accelerator.prepare() returned, or use fastsync.attach for a "
+            "model that nobody wraps"
+        )
+    if not is_wrapped:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return attach(model, compression, process_group=group_of_this_rank(device))
     return register_fsdp(model, gradients=compression)

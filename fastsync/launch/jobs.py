@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -54,6 +55,15 @@ SKYPILOT_SETUP = """\
 python -c 'import fastsync'"""
 _PLACEHOLDER = re.compile(r"{{(\w+)}}")
 """A placeholder of a template, such as ``{{nodes}}``."""
+_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+"""The name of a TrainJob: a label of RFC 1035."""
+_SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+"""The name of a claim: a subdomain of RFC 1123."""
+_QUANTITY = re.compile(r"\+?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?")
+"""A quantity of Kubernetes."""
+_TASK = re.compile(r"[A-Za-z0-9]+([._-]{1,2}[A-Za-z0-9]+)*")
+"""The name of a task of SkyPilot."""
+_ACCELERATORS = re.compile(r"(?=.*\d)[\w.+ -]+(:[\d.]+|:\d+[A-Z]+\+?)?", re.ASCII)
 _NO_YAML = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 """Characters that a block of YAML cannot hold, or takes for the end of a line."""
 
@@ -155,6 +165,15 @@ class Kubernetes(Job):
     claim: str | None = None
     """PersistentVolumeClaim, which pods mount as /runs. A restarted training resumes from it."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, gpus_per_node=0)
+        label = "at most 63 small letters, digits and -, that begin with a letter and end with no - (RFC 1035)"
+        subdomain = "small letters, digits, - and ., that begin and end with no - or . (RFC 1123)"
+        _check("name", self.name, _LABEL, label)
+        _check("claim", self.claim, _SUBDOMAIN, subdomain)
+        _check("memory", self.memory, _QUANTITY, "a quantity of Kubernetes, such as 32Gi, 500M or 1.5Ti")
+
     def values(self, work: Work) -> dict[str, object]:
         """Returns the values of the template's placeholders. Raises ValueError without an image."""
         if self.image is None:
@@ -188,6 +207,11 @@ class SkyPilot(Job):
     setup: str | None = None
     """Shell commands that install fastsync-torch, for the PPO trainer with the extra train."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check("name", self.name, _TASK, "letters and digits, with one or two of . _ - between them")
+        _check("accelerators", self.accelerators, _ACCELERATORS, "a kind of GPU and a number, such as H100:8 or A100")
+
     def values(self, work: Work) -> dict[str, object]:
         """Returns the values of the template's placeholders."""
         work.check_file()
@@ -218,8 +242,13 @@ ReadTrainer: TypeAlias = Callable[[type[Kind], str, Sequence[str]], tuple[Kind, 
 command and the words."""
 
 
-def main(arguments: Sequence[str], read_trainer: ReadTrainer) -> int:
+def main(arguments: Sequence[str], read_trainer: ReadTrainer, of_trainer: Callable[[], set[str]]) -> int:
     """Writes the file that a command line asks for, and returns the exit status.
+
+    Args:
+        arguments: the words after ``fastsync launch``.
+        read_trainer: reads a command without a script.
+        of_trainer: returns the names of the trainer's settings.
 
     Raises:
         ValueError: there is no such subcommand, the file exists already, or a setting does not suit.
@@ -236,7 +265,7 @@ def main(arguments: Sequence[str], read_trainer: ReadTrainer) -> int:
         raise ValueError(f"one of {', '.join(KINDS)} comes first, as in: fastsync launch slurm -- train.py")
     if name not in KINDS:
         raise ValueError(f"{name!r} is not one of local, {', '.join(KINDS)}{did_you_mean(name, ['local', *KINDS])}")
-    job, work = read(name, words, read_trainer)
+    job, work = read(name, words, read_trainer, of_trainer)
     text = content(job, work).encode()
     try:
         with Path(job.file).open("xb") as file:
@@ -249,7 +278,9 @@ def main(arguments: Sequence[str], read_trainer: ReadTrainer) -> int:
     return 0
 
 
-def read(name: str, words: Sequence[str], read_trainer: ReadTrainer) -> tuple[Kind, Work]:
+def read(
+    name: str, words: Sequence[str], read_trainer: ReadTrainer, of_trainer: Callable[[], set[str]]
+) -> tuple[Kind, Work]:
     """Reads the words after the name of a kind: its options, and the script to run. Errors of tyro end the process.
 
     Raises:
@@ -261,11 +292,11 @@ def read(name: str, words: Sequence[str], read_trainer: ReadTrainer) -> tuple[Ki
         work = Script(words[end + 1 :])
         own = [re.sub(r"^--nproc[-_]per[-_]node(?==|$)", "--nproc", word) for word in words[:end]]  # torchrun's name
         try:
-            import tyro
+            from .options import read_options
         except ImportError:
             raise ValueError("tyro is missing, which reads options: pip install tyro") from None
-        check_options(prog, kind, own, names_of_options(kind))
-        return tyro.cli(kind, prog=prog, args=own), work
+        check_options(prog, kind, own, names_of_options(kind), script=words[end + 1 :], of_trainer=of_trainer)
+        return read_options(kind, prog, own), work
     return read_trainer(kind, prog, words)
 
 
@@ -277,34 +308,93 @@ def content(job: Kind, work: Work) -> str:
     return _PLACEHOLDER.sub(lambda found: str(values[found[1]]), "".join(kept))
 
 
+def _check(option: str, value: str | None, form: re.Pattern[str], rule: str) -> None:
+    """Raises ValueError for a value that the cluster would refuse."""
+    if value is not None and not form.fullmatch(value):
+        raise ValueError(f"{option}={value!r}: expected {rule}")
+
+
 def names_of_options(options: Any) -> set[str]:
     """Returns the names of the options of a dataclass."""
     return {option.name for option in fields(options)}
 
 
-def check_options(prog: str, kind: type[Kind], words: Sequence[str], known: set[str]) -> None:
-    """Raises ValueError for unknown words. It says where to put them: into the submitting command, or after ``--``."""
+def check_options(
+    prog: str,
+    kind: type[Kind],
+    words: Sequence[str],
+    known: set[str],
+    *,
+    script: Sequence[str] = (),
+    of_trainer: Callable[[], set[str]] = set,
+) -> None:
+    """Raises ValueError for unknown words, and says where they belong.
+
+    Args:
+        prog: the command, for messages.
+        kind: the kind of the job.
+        words: the words before ``--``.
+        known: the names of options.
+        script: the words after ``--``.
+        of_trainer: returns the names of settings that do not go with a script.
+    """
     names = known | {"h", "help"}
     unknown: list[str] = []
+    understood: list[str] = []
     is_known = False
     for number, word in enumerate(words):
         is_value = is_known and re.fullmatch(r"--?[A-Za-z][\w-]*", words[number - 1])
         is_script = word == "-m" or (word.endswith(".py") and not word.startswith("-"))
         if not is_value and (is_script or (number == 0 and not word.startswith("-"))):
-            raise ValueError(f"put -- before your own script: {prog} -- {shlex.join(words[number:])}")
-        if option := re.match(r"--?([A-Za-z][\w-]*)", word):
-            name = option[1].replace("-", "_")
-            is_known = name in names or name.removeprefix("no_") in names
-        if not is_known:
-            unknown.append(word)
+            own, others = _parted(words[number:], names_of_options(kind))
+            raise ValueError(
+                f"put -- before your own script: {prog} {shlex.join([*words[:number], *own, '--', *others])}"
+            )
+        if (option := _option(word)) is not None:
+            is_known = option in names or option.removeprefix("no_") in names
+        (understood if is_known else unknown).append(word)
     if not unknown:
         return
     name = unknown[0].partition("=")[0]
+    if (option := _option(name)) == "replace":
+        raise ValueError(f"{name} is an option of fastsync launch local; leave it out here")
+    if script and option in of_trainer():
+        raise ValueError(
+            f"{name} is a setting of the PPO trainer, and settings of the trainer do not go with a script; leave it "
+            "out, or leave out -- and the script"
+        )
+    own, _ = _parted(understood, names_of_options(kind))
+    typed = shlex.join([*own, "--", *(script or ["train.py"]), *unknown])
     way_out = did_you_mean(name.lstrip("-"), names, cutoff=0.8) or (
-        f". If it is one of {kind.submit}, pass it there: {_submitting(kind, kind.file, unknown)}. If it is your "
-        f"script's, put it behind the script: {prog} -- train.py {shlex.join(unknown)}"
+        f". If it is one of {kind.submit}, pass it there: {_submitting(kind, _file(kind, words), unknown)}. If it is "
+        f"your script's, put it behind the script: {prog} {typed}"
     )
     raise ValueError(f"{name} is no option of {prog}{way_out}")
+
+
+def _option(word: str) -> str | None:
+    """Returns the name of the option that a word is, without its value; None if it is none."""
+    option = re.match(r"--?([A-Za-z][\w-]*)", word)
+    return None if option is None else option[1].replace("-", "_")
+
+
+def _parted(words: Sequence[str], own: set[str]) -> tuple[list[str], list[str]]:
+    """Parts words into options of these names, with their values, and all others."""
+    found: tuple[list[str], list[str]] = ([], [])
+    is_own = takes_value = False
+    for word in words:
+        name = _option(word)
+        is_own = name in own if name is not None else is_own and takes_value
+        takes_value = name is not None and "=" not in word
+        found[0 if is_own else 1].append(word)
+    return found
+
+
+def _file(kind: type[Kind], words: Sequence[str]) -> str:
+    """Returns the file that a command line names."""
+    named = [word.removeprefix("--file=") for word in words if word.startswith("--file=")]
+    named += [value for word, value in pairwise(words) if word == "--file"]
+    return next(iter(named), kind.file)
 
 
 def _submitting(job: Kind | type[Kind], file: str, options: Sequence[str] = ()) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+ONCE = "which can be read only once, and every rank reads the script; save it as a file"
+
 
 @dataclass(frozen=True)
 class Script:
@@ -22,23 +24,31 @@ class Script:
     own: ClassVar[str | None] = ""
     resumes: ClassVar[str | None] = None
     from_folder: ClassVar[str | None] = ""
+    starter: ClassVar[str] = "the file starts torchrun"
+    """What starts the script, for messages."""
+    missing: ClassVar[str] = "nothing stands behind --: name a script, or -m and a module, as for torchrun"
+    """The message if there is none."""
 
     def __post_init__(self) -> None:
         first = self.words[0] if self.words else ""
         if re.fullmatch(r"torchrun|python[\d.]*", Path(first).name):
-            raise ValueError(f"leave {first!r} out: the file starts torchrun, which takes a script, or -m and a module")
+            raise ValueError(f"leave {first!r} out: {self.starter}, which takes a script, or -m and a module")
+        if first == "-":
+            raise ValueError(f"{first!r} stands for a pipe, {ONCE}")
         if first.startswith("-") and first != "-m":
             raise ValueError(f"{first!r} stands behind --, where a script comes first, or -m and a module")
         if not self.words or list(self.words) == ["-m"]:
-            raise ValueError("nothing stands behind --: name a script, or -m and a module, as for torchrun")
+            raise ValueError(self.missing)
 
     def command(self, run_name: str, runs_dir: str | None = None) -> list[str]:
         """Returns the words after torchrun's options."""
         return list(self.words)
 
     def check_file(self) -> None:
-        """Raises ValueError if a relative path is no file here. An absolute one may be on another machine."""
+        """Raises ValueError for a pipe, and if a relative path is no file here. Others may be on another machine."""
         script = Path(self.words[0])
+        if script.is_fifo() or script.is_char_device():
+            raise ValueError(f"{str(script)!r} is a pipe or a terminal, {ONCE}")
         if script.name == "-m" or script.exists():
             return
         if not script.is_absolute():

@@ -53,7 +53,12 @@ def read(kind: type[Kind], prog: str, words: Sequence[str]) -> tuple[Kind, Train
     """
     both = make_dataclass(kind.__name__, [], bases=(kind, Arguments), frozen=True)
     both.__doc__ = kind.__doc__
-    others = {name.lstrip("-").replace("-", "_") for name in SYNONYMS}
-    check_options(prog, kind, words, names_of_options(both) | names_of_options(Settings) | others)
+    check_options(prog, kind, words, names_of_options(both) | names_of_settings())
     job: Any = parse(both, prog, words)
     return job, Trainer(job.settings)
+
+
+def names_of_settings() -> set[str]:
+    """Returns the names of the options that settings have, with those of other trainers."""
+    others = {name.lstrip("-").replace("-", "_") for name in SYNONYMS}
+    return names_of_options(Settings) | others | {"config"}

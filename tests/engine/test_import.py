@@ -218,6 +218,18 @@ def test_what_a_machine_lacks_is_named(say: Doctor, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
+    ("threads", "is_wrong"), [("many", True), ("0", True), (" ", True), ("4", False), (None, False)]
+)
+def test_doctor_tells_of_threads_that_are_no_number(
+    threads: str | None, is_wrong: bool, say: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert ("OMP_NUM_THREADS" in _limits(say.of(0))) == is_wrong
+
+
+@pytest.mark.parametrize(
     ("torch_version", "chosen", "which"),
     [
         ("2.14.1+cu130", None, ", by torch's nccl-legacy"),

@@ -218,6 +218,22 @@ def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[s
             assert text.endswith(cure) == (CURE in text) == (raises and may_have_no_batches), (name, rank, text)
 
 
+@on_ranks(2)
+def test_join_is_no_advice_to_those_who_are_in_it(rank: int, world_size: int) -> None:
+    """Another rank's own error has ended its block."""
+    group = dist.new_group(timeout=TIMEOUT)
+    model, handle = trained("none", group)
+    said = ""
+    with contextlib.suppress(ArithmeticError), handle.join():
+        if rank == 0:
+            said = where_ranks_are(model)
+        raise ArithmeticError
+    live_until_all_have_raised(group)
+    if rank == 0:
+        assert _positions(said)[1].startswith("in no sync")
+        assert CURE not in said
+
+
 @dataclass(frozen=True)
 class Alone:
     """What rank 1 does after some steps, and the others do not. Which entry point, and how many ranks."""
