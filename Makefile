@@ -153,7 +153,7 @@ check-cuda: venv
 
 # Without the bindings, which take that machine's Python.
 ARM := aarch64-linux-gnu-g++
-ARM_SOURCES := $(filter csrc/testing_ops.cpp csrc/passes/% csrc/transport/% csrc/sums/% csrc/engine/%,$(filter %.cpp,$(CSRC)))
+ARM_SOURCES := $(filter csrc/testing_ops.cpp csrc/backend/% csrc/passes/% csrc/transport/% csrc/sums/% csrc/engine/%,$(filter %.cpp,$(CSRC)))
 ARM_FLAGS = $(shell $(BIN)/python -c 'import setup; from torch.utils.cpp_extension import include_paths; \
 	print(*setup.CXX_FLAGS, *setup.system_includes(include_paths()))')
 check-aarch64: venv

@@ -304,6 +304,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<HostBackend, c10d::Backend, c10::intrusive_ptr<HostBackend>>(m, "HostBackend")
       .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), no_gil)
       .def("_set_default_timeout", &HostBackend::setTimeout, py::arg("timeout"), no_gil)
+      .def_property_readonly("options", &HostBackend::getBackendOptions)
       .def_property_readonly("shares_memory", &HostBackend::shares_memory);
 
   py::class_<Compression>(m, "Compression")

@@ -11,8 +11,8 @@ namespace {
 
 // Up to so many bytes each rank reduces all values itself, even if there are more than two ranks: a round costs more.
 constexpr int64_t kReducedByAll = 16 << 10;
-// Pieces of a place begin at multiples of it: of a cache line, and of each dtype's size.
-constexpr int64_t kAlignment = 64;
+// Pieces of a place begin at multiples of a cache line, which is one of each dtype's size too.
+constexpr int64_t kLine = 64;
 
 void copy_bytes(std::byte* to, const std::byte* from, int64_t bytes) {
   if (to != from && bytes > 0) {
@@ -28,8 +28,8 @@ void for_each_chunk(int64_t bytes, int64_t most, const Body& body) {
   }
 }
 
-// How much of a place each of `count` equal pieces gets.
-int64_t share_of_place(int64_t count) { return Rounds::kBytes / count / kAlignment * kAlignment; }
+// How much of a place each rank's piece gets.
+int64_t share_of_place(const Rounds& rounds) { return rounds.place_bytes() / rounds.size() / kLine * kLine; }
 
 // Reduces what all ranks have written for this round at the offset. `own` may be the output only if there are two
 // ranks.
@@ -54,7 +54,7 @@ void all_reduce_by_all(Rounds& rounds, std::byte* data, int64_t bytes, Reduction
 // Each rank reduces its shard of the chunk, and then gathers the other shards.
 void all_reduce_by_shards(Rounds& rounds, std::byte* data, int64_t bytes, Reduction reduction) {
   const int64_t size = rounds.size();
-  const int64_t shard = (bytes + size * kAlignment - 1) / (size * kAlignment) * kAlignment;
+  const int64_t shard = (bytes + size * kLine - 1) / (size * kLine) * kLine;
   const auto begin_of = [&](int64_t rank) { return std::min(rank * shard, bytes); };
   const auto length_of = [&](int64_t rank) { return begin_of(rank + 1) - begin_of(rank); };
   const int64_t begin = begin_of(rounds.rank());
@@ -78,7 +78,7 @@ void barrier(Rounds& rounds) {
 }
 
 void broadcast(Rounds& rounds, std::byte* data, int64_t bytes, int64_t root) {
-  for_each_chunk(bytes, Rounds::kBytes, [&](int64_t offset, int64_t length) {
+  for_each_chunk(bytes, rounds.place_bytes(), [&](int64_t offset, int64_t length) {
     if (rounds.rank() == root) {
       copy_bytes(rounds.writable(), data + offset, length);
       rounds.arrive();
@@ -91,13 +91,13 @@ void broadcast(Rounds& rounds, std::byte* data, int64_t bytes, int64_t root) {
 
 void all_reduce(Rounds& rounds, std::byte* data, int64_t bytes, Reduction reduction) {
   const bool by_all = rounds.size() <= 2 || bytes <= kReducedByAll;
-  for_each_chunk(bytes, Rounds::kBytes, [&](int64_t offset, int64_t length) {
+  for_each_chunk(bytes, rounds.place_bytes(), [&](int64_t offset, int64_t length) {
     (by_all ? all_reduce_by_all : all_reduce_by_shards)(rounds, data + offset, length, reduction);
   });
 }
 
 void reduce(Rounds& rounds, std::byte* data, int64_t bytes, Reduction reduction, int64_t root) {
-  for_each_chunk(bytes, Rounds::kBytes, [&](int64_t offset, int64_t length) {
+  for_each_chunk(bytes, rounds.place_bytes(), [&](int64_t offset, int64_t length) {
     if (rounds.rank() != root) {
       copy_bytes(rounds.writable(), data + offset, length);
       rounds.arrive();
@@ -112,7 +112,7 @@ void reduce(Rounds& rounds, std::byte* data, int64_t bytes, Reduction reduction,
 }
 
 void reduce_scatter(Rounds& rounds, const Pieces& pieces, std::byte* output, int64_t bytes, Reduction reduction) {
-  const int64_t share = share_of_place(rounds.size());
+  const int64_t share = share_of_place(rounds);
   for_each_chunk(bytes, share, [&](int64_t offset, int64_t length) {
     std::byte* const place = rounds.writable();
     const bool needs_own = rounds.size() > 2;
@@ -129,7 +129,7 @@ void reduce_scatter(Rounds& rounds, const Pieces& pieces, std::byte* output, int
 }
 
 void all_gather(Rounds& rounds, const std::byte* input, const Pieces& outputs, int64_t bytes) {
-  for_each_chunk(bytes, Rounds::kBytes, [&](int64_t offset, int64_t length) {
+  for_each_chunk(bytes, rounds.place_bytes(), [&](int64_t offset, int64_t length) {
     copy_bytes(rounds.writable(), input + offset, length);
     rounds.arrive();
     for (int64_t rank = 0; rank < rounds.size(); ++rank) {
@@ -139,7 +139,7 @@ void all_gather(Rounds& rounds, const std::byte* input, const Pieces& outputs, i
 }
 
 void gather(Rounds& rounds, const std::byte* input, const Pieces& outputs, int64_t bytes, int64_t root) {
-  for_each_chunk(bytes, Rounds::kBytes, [&](int64_t offset, int64_t length) {
+  for_each_chunk(bytes, rounds.place_bytes(), [&](int64_t offset, int64_t length) {
     if (rounds.rank() != root) {
       copy_bytes(rounds.writable(), input + offset, length);
       rounds.arrive();
@@ -153,7 +153,7 @@ void gather(Rounds& rounds, const std::byte* input, const Pieces& outputs, int64
 }
 
 void scatter(Rounds& rounds, const Pieces& inputs, std::byte* output, int64_t bytes, int64_t root) {
-  const int64_t share = share_of_place(rounds.size());
+  const int64_t share = share_of_place(rounds);
   for_each_chunk(bytes, share, [&](int64_t offset, int64_t length) {
     if (rounds.rank() != root) {
       rounds.arrive();
@@ -171,7 +171,7 @@ void scatter(Rounds& rounds, const Pieces& inputs, std::byte* output, int64_t by
 // Ranks have different numbers of rounds to fill. So each piece begins with how many its rank has, and how long it is.
 void all_to_all(Rounds& rounds, const Pieces& inputs, const std::vector<int64_t>& input_bytes, const Pieces& outputs,
                 const std::vector<int64_t>& output_bytes) {
-  struct alignas(kAlignment) Header {
+  struct alignas(kLine) Header {
     int64_t num_rounds;
     int64_t bytes;
   };
@@ -179,7 +179,7 @@ void all_to_all(Rounds& rounds, const Pieces& inputs, const std::vector<int64_t>
   TORCH_CHECK(input_bytes[own] == output_bytes[own], "fastsync: all_to_all: rank ", own, " sends itself ",
               input_bytes[own], " bytes, but expects ", output_bytes[own]);
   copy_bytes(outputs[own], inputs[own], input_bytes[own]);
-  const int64_t stride = share_of_place(rounds.size());
+  const int64_t stride = share_of_place(rounds);
   const auto share = stride - static_cast<int64_t>(sizeof(Header));
   int64_t most = 0;
   for (int64_t rank = 0; rank < rounds.size(); ++rank) {

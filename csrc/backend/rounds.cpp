@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <tuple>
@@ -14,7 +15,9 @@ namespace fastsync {
 namespace {
 
 constexpr int64_t kControlBytes = 4096;
-constexpr int64_t kBytesOfARank = kControlBytes + 2 * Rounds::kBytes;
+constexpr int64_t kPlaceBytes = 512 << 10;
+constexpr int64_t kMostBytes = 8 << 20;  // of one place of each rank, together
+constexpr int64_t kAlignment = 4096;     // of places
 // The part of an agreement that tells its round. A rank that writes nothing may be rounds ahead of those who compare.
 constexpr uint64_t kRoundMask = 0xFFFF;
 
@@ -41,9 +44,10 @@ Rounds::Rounds(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_
     : host_(std::move(host)),
       rank_(group->getRank()),
       size_(group->getSize()),
+      place_bytes_(std::min(kPlaceBytes, kMostBytes / size_ / kAlignment * kAlignment)),
       has_cores_(size_ <= num_usable_cores()),
       process_id_(getpid()),
-      memory_(host_->share(group, size_ * kBytesOfARank)) {
+      memory_(host_->share(group, size_ * bytes_of_a_rank())) {
   static_assert(sizeof(Told) <= kControlBytes);
 }
 
@@ -54,12 +58,14 @@ Rounds::~Rounds() {
   }
 }
 
+int64_t Rounds::bytes_of_a_rank() const { return kControlBytes + 2 * place_bytes_; }
+
 Rounds::Told& Rounds::told_by(int64_t rank) const {
-  return *reinterpret_cast<Told*>(memory_->data() + rank * kBytesOfARank);
+  return *reinterpret_cast<Told*>(memory_->data() + rank * bytes_of_a_rank());
 }
 
 std::byte* Rounds::place_of(int64_t rank) const {
-  return reinterpret_cast<std::byte*>(&told_by(rank)) + kControlBytes + (round_ % 2) * kBytes;
+  return reinterpret_cast<std::byte*>(&told_by(rank)) + kControlBytes + (round_ % 2) * place_bytes_;
 }
 
 void Rounds::begin(const Collective& collective, bool beside_caller) {

@@ -37,9 +37,6 @@ struct Collective {
 // One thread at a time takes part in rounds. Any thread may call abort.
 class Rounds {
  public:
-  // How much a rank can write in a round. It stays in a core's cache from one copy to the next.
-  static constexpr int64_t kBytes = 256 << 10;
-
   // Makes memory for the rounds of a group whose ranks are all on one host. It is a collective of the group. Throws
   // CannotShare.
   Rounds(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host);
@@ -49,6 +46,9 @@ class Rounds {
 
   int64_t rank() const { return rank_; }
   int64_t size() const { return size_; }
+  // How much a rank can write in a round: what stays in a core's cache from one copy to the next, and less if there
+  // are many ranks.
+  int64_t place_bytes() const { return place_bytes_; }
 
   // Says which collective the next rounds belong to. Throws if an earlier one has failed or was aborted: ranks cannot
   // know in which round the others are.
@@ -71,6 +71,7 @@ class Rounds {
  private:
   struct alignas(128) Told;
 
+  int64_t bytes_of_a_rank() const;
   Told& told_by(int64_t rank) const;
   std::byte* place_of(int64_t rank) const;
   void wait_for(int64_t rank, int64_t round);
@@ -81,6 +82,7 @@ class Rounds {
   const std::shared_ptr<const Host> host_;
   const int64_t rank_;
   const int64_t size_;
+  const int64_t place_bytes_;
   const bool has_cores_;  // whether there is a core for each rank
   const pid_t process_id_;
   std::shared_ptr<SharedMemory> memory_;

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from tests.ranks import on_ranks
+from tests.engine.hosts import entered, hosts
+from tests.ranks import on_ranks, run_ranks
 
 Group = dist.ProcessGroup
 Op = dist.ReduceOp
@@ -408,6 +410,7 @@ def test_groups_of_some_ranks(rank: int, world_size: int) -> None:
     half.allreduce([tensor]).wait()
     assert tensor[0] == (1.0 if rank == 2 else 2.0)
     assert backend_of(half).name() == "fastsync"
+    assert backend_of(half).options._timeout == backend_of(dist.group.WORLD).options._timeout
 
 
 @on_ranks(4, backend="fastsync")
@@ -431,6 +434,48 @@ def test_gloo_takes_what_ranks_without_shared_memory_call(rank: int, world_size:
     assert not backend_of(dist.group.WORLD).shares_memory
     for name in ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
         check(case, COLLECTIVES[name](case, dist.group.WORLD, True))
+
+
+def test_ranks_of_several_hosts_use_gloo() -> None:
+    with hosts(2) as names:
+        run_ranks(use_gloo_between, 4, names)
+
+
+def use_gloo_between(rank: int, world_size: int, names: list[str]) -> None:
+    """Ranks enter their hosts when Gloo has connected them."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as changed:
+        connect = dist.ProcessGroupGloo
+
+        def connect_and_enter(*args: Any, **options: Any) -> Any:
+            gloo = connect(*args, **options)
+            stack.enter_context(entered(names[rank // 2]))
+            return gloo
+
+        changed.setattr(dist, "ProcessGroupGloo", connect_and_enter)
+        group = dist.new_group(backend="fastsync")
+    assert not backend_of(group).shares_memory
+    for name in COLLECTIVES.keys() - {"all_to_all"}:  # whose lists Gloo wants to be alike
+        case = Case(name, torch.float32, 1000, Op.SUM, 1, False, 1)
+        check(case, COLLECTIVES[name](case, group, True))
+
+
+@on_ranks(2, backend="fastsync")
+def test_the_debug_level_detail_compares_what_ranks_call(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+        dist.set_debug_level_from_env()
+        group = dist.new_group(timeout=timedelta(seconds=30))
+    assert sum_in(group) == 2.0
+    with pytest.raises(RuntimeError, match="Detected mismatch between collectives on ranks"):
+        dist.all_reduce(torch.ones(3 + rank), group=group)
+
+
+@on_ranks(2, backend="fastsync")
+def test_the_profiler_sees_collectives(rank: int, world_size: int) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+    assert [event.name for event in profile.events()].count("fastsync:all_reduce") == 2
 
 
 @on_ranks(2, backend="fastsync")
