@@ -180,7 +180,12 @@ class CommHook(HookState, WatchedHandle):
         if first is None:
             return None
         gradient, version = self._stepped_with.get(optimizer, (None, 0))
-        if gradient is not None and gradient() is first.grad and first.grad._version == version:
+        if (
+            first.grad is not None
+            and gradient is not None
+            and gradient() is first.grad
+            and version == first.grad._version
+        ):
             return first, False  # it has stepped with these gradients
         name_of = {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
         difference = _C.compare_gradients(self._group, stepped, [name_of[id(each)] for each in stepped])
