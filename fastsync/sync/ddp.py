@@ -73,6 +73,9 @@ class CommHook(HookState, WatchedHandle):
     ) -> None:
         self._engine = _C.HookState(process_group, sums=op == "sum")
         self._steps_before = weakref.WeakKeyDictionary()
+        # The first gradient of each optimizer's newest step, and its version.
+        self._stepped_with: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Tensor], int]]
+        self._stepped_with = weakref.WeakKeyDictionary()
         self._group = process_group
         self._module = ddp_model.module
         ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
@@ -176,9 +179,24 @@ class CommHook(HookState, WatchedHandle):
         first = first_with_gradient(stepped)
         if first is None:
             return None
+        gradient, version = self._stepped_with.get(optimizer, (None, 0))
+        if (
+            first.grad is not None
+            and gradient is not None
+            and gradient() is first.grad
+            and version == first.grad._version
+        ):
+            return first, False  # it has stepped with these gradients
         name_of = {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
         difference = _C.compare_gradients(self._group, stepped, [name_of[id(each)] for each in stepped])
         return None if difference == "" else (first, True)
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        super()._note_step(optimizer)
+        for parameter in self._stepped_by(optimizer):
+            if parameter.grad is not None:
+                self._stepped_with[optimizer] = weakref.ref(parameter.grad), parameter.grad._version
+                break
 
     def _claimed_parameters(self) -> list[nn.Parameter]:
         return [] if self._ddp_model() is None else self._parameters

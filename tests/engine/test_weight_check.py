@@ -291,7 +291,7 @@ def _without_batches(rank: int, world_size: int, num_batches: int, changed: int)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def train() -> None:
-        with sync.join():
+        with sync.join(optimizer):
             for number in range(num_batches if rank == 2 else EVERY + 10):
                 if number == changed and rank == 1:
                     with torch.no_grad():
