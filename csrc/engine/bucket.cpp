@@ -126,13 +126,19 @@ void BucketWork::receive() {
 }
 
 void BucketWork::finish() {
+  const std::vector<at::Tensor>& grads = sum_->gradients().grads;  // finish lets go of them
+  const at::Tensor mean = grads.size() == 1 ? grads.front() : at::Tensor();
   try {
     bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
   } catch (...) {
     bucket_->agreement->is_broken = true;
     throw;
   }
-  bucket_->note_unmeasured(sum_->unmeasured());
+  if (!leaves_stats_out()) {
+    bucket_->note_measured();
+  } else {
+    bucket_->note_unmeasured({mean.defined() ? mean : at::empty({0})});  // of several a step tells where they are
+  }
   bucket_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
 }
@@ -504,29 +510,49 @@ void Bucket::take_stats(const std::vector<const double*>& all) {
   }
 }
 
-void Bucket::note_unmeasured(const at::Tensor& means) {
+void Bucket::note_measured() {
   const std::lock_guard<std::mutex> lock(unmeasured_mutex_);
   unmeasured_.reset();
-  if (means.defined()) {
-    unmeasured_.emplace(means.getIntrusivePtr(), means._version());
+}
+
+void Bucket::note_unmeasured(const std::vector<at::Tensor>& means) {
+  const std::lock_guard<std::mutex> lock(unmeasured_mutex_);
+  unmeasured_.emplace();
+  for (const at::Tensor& each : means) {
+    unmeasured_->emplace_back(each.getIntrusivePtr(), each._version());
   }
 }
 
-// It is the pass that the sync has left out, so it gives the same bits.
+// It makes the passes that the sync has left out, so it gives the same bits.
 void Bucket::take_left_out_stats() {
   const std::lock_guard<std::mutex> lock(unmeasured_mutex_);
   if (!unmeasured_) {
     return;
   }
-  const at::Tensor means(unmeasured_->first.lock());
-  TORCH_CHECK(
-      means.defined() && means._version() == unmeasured_->second, "fastsync: nobody had asked for grad_stats() ",
-      "before the newest sync, and its gradients have changed since: call grad_stats() before they are clipped, ",
-      "unscaled or set to zero. Once it was called, each sync takes the statistics");
-  FlatGradients gradients({means}, dtype_of(means.scalar_type()), device_);
-  gradients.stats = stats_;
-  gradients.workspace = workspace_;
-  gradients.unpack(gradients.all_values(), means.data_ptr(), /*num_wires=*/1, /*stride=*/0, /*factor=*/1.0, Position());
+  std::vector<at::Tensor> means;
+  for (const auto& [id, version] : *unmeasured_) {
+    const at::Tensor mean(id.lock());
+    TORCH_CHECK(
+        mean.defined() && mean._version() == version, "fastsync: nobody had asked for grad_stats() before the ",
+        "newest sync, and its gradients have changed since: call grad_stats() before they are clipped, unscaled ",
+        "or set to zero. Once it was called, each sync takes the statistics");
+    means.push_back((mean.is_complex() ? at::view_as_real(mean) : mean).contiguous());
+  }
+  if (means.empty()) {
+    stats_.zero_();
+  } else {
+    const DType dtype = dtype_of(means.front().scalar_type());
+    FlatGradients gradients(std::move(means), dtype, device_);
+    gradients.stats = stats_;
+    gradients.workspace = workspace_;
+    at::Tensor wire = gradients.grads.front();
+    if (gradients.grads.size() > 1) {
+      wire = at::empty({bytes_of(gradients.num_values, dtype)}, wire.options().dtype(at::kByte));
+      gradients.pack_all(wire.data_ptr());
+    }
+    gradients.unpack(gradients.all_values(), wire.data_ptr(), /*num_wires=*/1, /*stride=*/0, /*factor=*/1.0,
+                     Position());
+  }
   unmeasured_.reset();
 }
 

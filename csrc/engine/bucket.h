@@ -129,6 +129,9 @@ class BucketWork {
   // Whether receive sends as well, see SumWork::finish_sends.
   bool receive_sends() const { return sum_->finish_sends(); }
 
+  // Whether the statistics were left out. The bucket has noted of which mean, if there is one alone.
+  bool leaves_stats_out() const { return sum_->leaves_stats_out(); }
+
   bool has_error_feedback() const { return sum_->gradients().residual.defined(); }
   // The sums of the side values, after receive. They may lie in memory that the bucket's next sum writes to.
   const at::Tensor& side_values() const { return sum_->gradients().side_values; }
@@ -245,6 +248,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   // has followed it.
   void measure(const std::vector<at::Tensor>& grads);
 
+  // Notes that the newest sync has taken the statistics, or has left out those of these means, which lie there.
+  void note_measured();
+  void note_unmeasured(const std::vector<at::Tensor>& means);
   // Takes the statistics of the newest sync, if they were left out. Throws c10::Error if its means are no longer there.
   void take_left_out_stats();
 
@@ -287,7 +293,6 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options);
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options, SumMemory& memory);
   std::unique_ptr<SumWork> make_low_rank_sum(FlatGradients gradients, SendOptions options);
-  void note_unmeasured(const at::Tensor& means);
   void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
 
   c10::Device device_;
@@ -305,8 +310,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   bool has_followed_ = false;     // whether the scale has followed a sum since it was set
   std::optional<Before> before_;  // the newest step that may be taken back
   at::Tensor stats_;
-  std::mutex unmeasured_mutex_;                                 // guards the next
-  std::optional<std::pair<ParameterId, uint32_t>> unmeasured_;  // means without statistics, and their version
+  std::mutex unmeasured_mutex_;  // guards the next
+  // The means whose statistics were left out, and their versions; none if they were taken.
+  std::optional<std::vector<std::pair<ParameterId, uint32_t>>> unmeasured_;
   at::Tensor shard_means_;
   std::vector<std::vector<ShardPiece>> shards_;
   int64_t shard_number_ = 0;

@@ -226,7 +226,8 @@ void Step::send_next() {
                             /*may_be_taken_back=*/engine().is_revocable(),
                             /*keeps_shard=*/context_.shards != nullptr,
                             /*may_share_memory=*/!context_.shards || context_.shards->shares_memory(),
-                            /*has_failed=*/has_failed()};
+                            /*has_failed=*/has_failed(),
+                            /*needs_stats=*/engine().needs_stats()};
   works_.push_back(bucket.send(std::move(grads), options, engine().start_bucket(bucket), side_values, stand_in));
   if (is_last) {
     engine().end_step();
@@ -322,7 +323,20 @@ void Step::hand_out() {
   for (size_t i = 0; i < works_.size(); ++i) {
     hand_out(layout().buckets[i], factors,
              /*kept_travels=*/context_.op == Op::kMean && !works_[i]->has_error_feedback());
+    if (works_[i]->leaves_stats_out()) {
+      note_unmeasured(layout().buckets[i]);
+    }
   }
+}
+
+void Step::note_unmeasured(const LayoutBucket& bucket) {
+  std::vector<at::Tensor> means;
+  for (const size_t index : bucket.parameters) {
+    if (const at::Tensor& mean = grad_of(gradients_[index].tensor()); mean.defined()) {
+      means.push_back(mean);
+    }
+  }
+  bucket.bucket->note_unmeasured(means);
 }
 
 void Step::hand_out(const LayoutBucket& bucket, const at::Tensor& factors_of_all, bool kept_travels) {

@@ -109,6 +109,7 @@ class Step {
   // The factors multiply the means, by flag; undefined if they are 1. kept_travels tells whether a kept gradient
   // travels as it is, see Note [Statistics of a step] in step.cpp.
   void hand_out(const LayoutBucket& bucket, const at::Tensor& factors_of_all, bool kept_travels);
+  void note_unmeasured(const LayoutBucket& bucket);
   at::Tensor factors_of_used() const;
   void take_signals();
   void take_side_values();

@@ -106,7 +106,9 @@ Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vecto
       sync_(*this, parameters, std::move(names), bucket_cap_bytes, op, sparse),
       is_on_cpu_(std::ranges::all_of(parameters, [](const at::Tensor& parameter) { return parameter.is_cpu(); })),
       sequences_(sequences_of(parameters, group)),
-      backward_([this] { return sync_.is_under_way(); }, &finish, &send_leftovers) {}
+      backward_([this] { return sync_.is_under_way(); }, &finish, &send_leftovers) {
+  needs_stats_ = false;  // until somebody asks
+}
 
 Synchronizer::~Synchronizer() {
   if (!is_forked()) {  // in a forked child another thread's locks stay locked

@@ -31,10 +31,15 @@ AllReduceSum::AllReduceSum(FlatGradients gradients, std::shared_ptr<const Team> 
       team_(std::move(team)),
       is_lossless_(is_lossless),
       is_in_place_(in_place && gradients_.grads.size() == 1 && gradients_.grad_dtype == gradients_.wire_dtype),
+      is_idle_(needs_nothing()),
       num_bytes_(bytes_of(gradients_.num_values, gradients_.wire_dtype)) {
   gradients_.multiplier = 1.0 / static_cast<double>(team_->size());
   gradients_.limit = saturation_limit(is_lossless ? DType::kFloat64 : gradients_.wire_dtype, team_->size());
-  carries_side_values_ = gradients_.side_bytes() > 0 && gradients_.wire_dtype == DType::kFloat32 && !is_in_place_;
+  carries_side_values_ =
+      gradients_.side_bytes() > 0 && gradients_.wire_dtype == DType::kFloat32 && !is_in_place_ && !is_idle_;
+  if (is_idle_) {
+    return;
+  }
   const int64_t bytes = num_bytes_ + (carries_side_values_ ? gradients_.side_bytes() : 0);
   memory_ =
       is_in_place_ ? gradients_.grads.front().view({-1}) : wire_memory(kept, bytes, *team_->group(), gradients_.device);
@@ -53,7 +58,18 @@ bool AllReduceSum::needs_no_unpacking() const {
   return is_in_place_ && gradients_.mean_factor == 1.0 && !gradients_.scale.defined() && !gradients_.needs_stats;
 }
 
+// Whether this rank is alone, and nobody needs the statistics.
+bool AllReduceSum::needs_nothing() const {
+  return is_lossless_ && !is_in_place_ && team_->size() == 1 && gradients_.mean_factor == 1.0 &&
+         !gradients_.weight.defined() && !gradients_.residual.defined() && !gradients_.needs_stats;
+}
+
 void AllReduceSum::send() {
+  if (is_idle_) {
+    gradients_.side_values = gradients_.side_values.defined() ? gradients_.side_values.clone() : at::Tensor();
+    transfer_ = std::make_unique<Transfer>();
+    return;
+  }
   const bool group_multiplies = needs_no_packing();
   if (!group_multiplies) {
     gradients_.pack_all(memory_.data_ptr());
@@ -78,9 +94,8 @@ void AllReduceSum::finish(const std::function<void()>& on_reduced) {
     gradients_.side_values = memory_.narrow(0, num_bytes_, gradients_.side_bytes()).view(at::kFloat);
   }
   on_reduced();
-  if (needs_no_unpacking()) {
-    unmeasured_ = gradients_.grads.front();
-  } else {
+  leaves_stats_out_ = is_idle_ || needs_no_unpacking();
+  if (!leaves_stats_out_) {
     gradients_.unpack(gradients_.all_values(), memory_.data_ptr(), /*num_wires=*/1, /*stride=*/0,
                       gradients_.mean_factor, Position());
   }

@@ -27,19 +27,21 @@ class AllReduceSum final : public SumWork {
   bool may_be_sent_again() const override { return true; }
   void finish(const std::function<void()>& on_reduced) override;
   int64_t sent_bytes() const override { return transfer_->sent_bytes(); }
-  at::Tensor unmeasured() const override { return unmeasured_; }
+  bool leaves_stats_out() const override { return leaves_stats_out_; }
 
  private:
   bool needs_no_packing() const;
   bool needs_no_unpacking() const;
+  bool needs_nothing() const;
 
   const std::shared_ptr<const Team> team_;
   const bool is_lossless_;
   const bool is_in_place_;
+  const bool is_idle_;        // whether there is nothing to do, for the gradients are the means
   const int64_t num_bytes_;   // the size of the gradients on the wire
   bool carries_side_values_;  // whether side values travel behind the gradients
   std::unique_ptr<Transfer> transfer_;
-  at::Tensor unmeasured_;
+  bool leaves_stats_out_ = false;
 };
 
 }  // namespace fastsync

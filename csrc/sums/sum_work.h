@@ -45,9 +45,8 @@ class SumWork {
   virtual void finish(const std::function<void()>& on_reduced) = 0;
 
   virtual int64_t sent_bytes() const = 0;  // valid after finish
-  // After finish: the means whose statistics were not taken, because nobody needs them and nothing else was left to do.
-  // Undefined if they were.
-  virtual at::Tensor unmeasured() const { return {}; }
+  // After finish: whether it has left out the statistics, because nobody needs them and nothing else was left to do.
+  virtual bool leaves_stats_out() const { return false; }
 
  protected:
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }

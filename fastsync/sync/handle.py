@@ -35,7 +35,8 @@ class SyncHandle:
     def grad_stats(self) -> GradStats:
         """Returns statistics of the newest backward that was synchronised.
 
-        Under DDP at full width the first call reads the means. From the next step on they are taken on the way.
+        At full width, under DDP and on one rank, the first call reads the means. From the next step on they are taken
+        on the way.
 
         Raises:
             RuntimeError: nothing was synchronised yet; or it is the first call, and the means have changed since.

@@ -1,6 +1,8 @@
-"""Under DDP at full width nobody reads the means for ``grad_stats()`` before it was called."""
+"""At full width nobody reads the means for ``grad_stats()`` before it was called, if nothing else is left to do."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.ranks import on_ranks
 
 SHAPES = [(7, 33), (300,), (513, 7)]
 QUIET_STEPS = 3  # by then DDP has made its buckets anew
+NUM_SUMS = 3
 PASSES = {"fastsync::pack", "fastsync::unpack"}
 
 
@@ -99,3 +102,31 @@ def test_means_that_are_gone_have_no_statistics(rank: int, world_size: int) -> N
     del training
     with pytest.raises(RuntimeError, match=r"call grad_stats\(\) before they are clipped"):
         hook.grad_stats()
+
+
+@pytest.mark.parametrize("op", ["mean", "mean_of_used", "sum"])
+@on_ranks(1)
+def test_a_rank_alone_makes_no_pass_before_somebody_asks(rank: int, world_size: int, op: Any) -> None:
+    models = [Given(random_grads(0, 0, SHAPES, torch.float32)) for _ in range(2)]
+    asked, quiet = (fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, op=op) for model in models)
+
+    def step(model: Given, number: int) -> list[str]:
+        grads: list[Tensor | None] = [*random_grads(0, number, SHAPES, torch.float32)]
+        if number > QUIET_STEPS:  # the first keeps its gradient, and the second has none
+            grads[0] = grads[1] = None
+            model.weights[1].grad = None
+        model.weights[2].grad = None
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            model(grads).backward()
+        return [event.name for event in profiler.events() if event.name in PASSES]
+
+    for number in range(QUIET_STEPS + 2):
+        step(models[0], number)
+        expected = asked.grad_stats()._sums[:NUM_SUMS]
+        assert step(models[1], number) == []
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+    # Of kept gradients torch takes the statistics, which adds in another order.
+    torch.testing.assert_close(quiet.grad_stats()._sums[:NUM_SUMS], expected, rtol=1e-6, atol=0.0)
+    assert set(step(models[1], 0)) == PASSES
