@@ -24,9 +24,12 @@
 #include "engine/bucket.h"
 #include "engine/ddp_hook.h"
 #include "engine/elastic_step.h"
+#include "engine/optimizer_calls.h"
 #include "engine/parameter_gather.h"
+#include "engine/ranks_differ.h"
 #include "engine/sharded.h"
 #include "engine/synchronizer.h"
+#include "engine/tensor_sample.h"
 #include "passes/backend.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
@@ -49,12 +52,15 @@ using fastsync::DType;
 using fastsync::ElasticStep;
 using fastsync::EngineState;
 using fastsync::GatherWork;
+using fastsync::HookPlace;
 using fastsync::HookState;
 using fastsync::HostBackend;
 using fastsync::ModelBuffers;
+using fastsync::NoSharedTensors;
 using fastsync::Op;
 using fastsync::ParameterGather;
 using fastsync::ParameterSync;
+using fastsync::RanksDifferError;
 using fastsync::ShardedState;
 using fastsync::SharedTensors;
 using fastsync::Synchronizer;
@@ -70,8 +76,8 @@ bool built_with_cuda() {
 
 c10::DeviceType device_type(const std::string& name) { return c10::Device(name).type(); }
 
-// Makes an engine that is deleted without the GIL. The last owner of a Gloo group waits for the group's threads to end,
-// and those may be waiting for the GIL.
+// Makes an engine without the GIL, because it connects to the store, and has it deleted without the GIL. The last owner
+// of a Gloo group waits for the group's threads to end, and those may be waiting for the GIL.
 template <class Engine, class... Args>
 std::shared_ptr<Engine> make_shared(Args... args) {
   const auto delete_without_gil = [](Engine* engine) {
@@ -81,6 +87,7 @@ std::shared_ptr<Engine> make_shared(Args... args) {
     }
     delete engine;
   };
+  const py::gil_scoped_release no_gil;
   return {new Engine(std::move(args)...), delete_without_gil};
 }
 
@@ -287,6 +294,8 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "fastsync's compiled half; use it through the fastsync package.";
   const py::call_guard<PythonWarnings, py::gil_scoped_release> no_gil;
 
+  RanksDifferError::type = py::object(py::module_::import("fastsync.errors").attr("RanksDifferError")).release().ptr();
+
   m.def("built_with_cuda", &built_with_cuda);
   m.def("build_info",
         [] { return std::map<std::string, std::string>{{"torch", TORCH_VERSION}, {"compiler", __VERSION__}}; });
@@ -311,13 +320,23 @@ PYBIND11_MODULE(_C, m) {
            py::arg("rows"), py::arg("description"));
 
   py::class_<fastsync::Liveness, std::shared_ptr<fastsync::Liveness>>(m, "Liveness")
-      .def(py::init<const Group&, const std::string&>(), py::arg("process_group"), py::arg("engine"),
-           no_gil)  // it connects to the store
+      .def(py::init(&make_shared<fastsync::Liveness, Group, std::string>), py::arg("process_group"), py::arg("engine"))
       .def("silent_ranks", &fastsync::Liveness::silent_ranks, no_gil);
 
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) {
+        std::rethrow_exception(thrown);
+      }
+    } catch (const NoSharedTensors& error) {
+      const py::object raised = py::handle(PyExc_ValueError)(error.what_without_backtrace());
+      raised.attr("reason") = error.reason;
+      PyErr_SetObject(PyExc_ValueError, raised.ptr());
+    }
+  });
   py::class_<SharedTensors, std::shared_ptr<SharedTensors>>(m, "SharedTensors")
       .def(py::init(&make_shared<SharedTensors, Group, int64_t, int64_t>), py::arg("process_group"), py::arg("bytes"),
-           py::arg("num_numbers"), no_gil)
+           py::arg("num_numbers"))
       .def("tensor", &SharedTensors::tensor, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"))
       .def("ranks", &SharedTensors::ranks)
       .def("give_up", &SharedTensors::give_up, no_gil);
@@ -331,7 +350,9 @@ PYBIND11_MODULE(_C, m) {
       .def("set_saved", between_steps(&EngineState::set_saved), py::arg("rows"), no_gil)
       .def("grad_stats", locked(&EngineState::grad_stats), no_gil)
       .def("num_steps", locked(&EngineState::num_steps), no_gil)
-      .def("compare_weights", locked(&EngineState::compare_weights), py::arg("parameters"), py::arg("names"), no_gil)
+      .def("compare_weights", locked(&EngineState::compare_weights), py::arg("parameters"), py::arg("names"),
+           py::arg("machine"), no_gil)
+      .def("sample_weights", locked(&EngineState::sample_weights), no_gil)
       .def("is_captured", locked(&EngineState::is_captured), no_gil)
       .def(
           "give_up", [](EngineState& engine) { engine.locked([&] { engine.give_up(); }); }, no_gil)
@@ -354,9 +375,13 @@ PYBIND11_MODULE(_C, m) {
       .def("compare_names", locked<HookState>(&HookState::compare_names), py::arg("parameters"), py::arg("names"),
            no_gil)
       .def("note_update", &HookState::note_update, no_gil)
-      .def("with_own_gradients", locked<HookState>(&HookState::with_own_gradients), no_gil)
       .def("gradients_are_unchanged", locked<HookState>(&HookState::gradients_are_unchanged), no_gil);
-  m.def("register_hook", &fastsync::register_hook, py::arg("reducer"), py::arg("state"));
+  m.def("compare_gradients", &fastsync::compare_gradients, py::arg("process_group"), py::arg("parameters"),
+        py::arg("names"), no_gil);
+  py::class_<HookPlace>(m, "HookPlace")
+      .def(py::init<c10d::Reducer&, Group>(), py::arg("reducer"), py::arg("process_group"))
+      .def("put", &HookPlace::put, py::arg("state"), no_gil);
+  m.def("are_in_reducers", &fastsync::are_in_reducers, py::arg("parameters"), no_gil);
 
   py::class_<Synchronizer, EngineState, std::shared_ptr<Synchronizer>>(m, "Synchronizer")
       .def(py::init(&make_synchronizer), py::arg("parameters"), py::arg("names"), py::arg("process_group"),
@@ -373,7 +398,8 @@ PYBIND11_MODULE(_C, m) {
            no_gil)
       .def("piggybacked", locked<Synchronizer>(&ParameterSync::piggybacked), no_gil)
       .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"), no_gil)
-      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"), no_gil)
+      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"),
+           py::arg("states") = "", no_gil)
       .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
       .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
       .def("make_revocable", between_steps<Synchronizer>(&ParameterSync::make_revocable), no_gil)
@@ -393,6 +419,7 @@ PYBIND11_MODULE(_C, m) {
           "take_over",
           [](Synchronizer& self, Synchronizer& other) { self.locked([&] { self.sync().take_over(other.sync()); }); },
           py::arg("other"), no_gil)
+      .def("expect_same_data", locked<Synchronizer>(&ParameterSync::expect_same_data), no_gil)
       .def("set_optimizer", locked<Synchronizer>(&ParameterSync::set_optimizer), py::arg("description"), no_gil)
       .def(
           "set_shards",
@@ -469,13 +496,15 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "check_agreement",
       [](const Group& group, const std::string& lines, c10::Device device, const std::string& what) {
-        return fastsync::check_agreement(group, lines, device, what);
+        return fastsync::check_agreement(group, lines, device, what).number;
       },
       py::arg("process_group"), py::arg("description"), py::arg("device"), py::arg("what") = "what to synchronise",
       no_gil);
   m.def(
       "close_connections", [](const Group& group) { fastsync::close_connections(*group); }, py::arg("process_group"),
       no_gil);
+  fastsync::watch_optimizer_calls();
+  m.def("optimizer_calls", &fastsync::optimizer_calls);
   m.def("hosts", &fastsync::hosts_of, py::arg("process_group"), no_gil);
   m.def(
       "check_device", [](const Group& group, c10::Device device) { fastsync::check_device(*group, device); },

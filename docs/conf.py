@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[1]
 
 def mend_docstring(app: Sphinx, what: str, name: str, made: object, options: object, lines: list[str]) -> None:
     """Before napoleon, which takes what comes before a colon for the type of an attribute."""
-    if name == "fastsync.AnyCompression":  # a union has the docstring of all unions
+    if name == "fastsync.sync.compression.AnyCompression":  # a union has the docstring of all unions
         lines[:] = [compression_alias()]
     if what in ("attribute", "property", "data") and lines:
         lines[0] = lines[0].replace(": ", " \N{EN DASH} ", 1)
@@ -60,7 +60,7 @@ def mend_docstring(app: Sphinx, what: str, name: str, made: object, options: obj
 
 def compression_alias() -> str:
     """Finds the string behind ``AnyCompression``."""
-    body = ast.parse((ROOT / "fastsync" / "compression.py").read_text()).body
+    body = ast.parse((ROOT / "fastsync" / "sync" / "compression.py").read_text()).body
     return next(
         after.value.value
         for alias, after in pairwise(body)

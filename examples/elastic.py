@@ -24,9 +24,14 @@ with fastsync.distributed.process_group(timeout=60):
     target = torch.randn(64, 1)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=100)
     sync = fastsync.attach(model)
     elastic = fastsync.Elastic(
-        model, optimizer, sync, on_change=lambda members: print(f"process {os.getpid()}: ranks {members} go on")
+        model,
+        optimizer,
+        sync,
+        state=[scheduler],
+        on_change=lambda members: print(f"process {os.getpid()}: ranks {members} go on"),
     )
     for step in elastic.steps(options.steps):
         with step:
@@ -36,6 +41,7 @@ with fastsync.distributed.process_group(timeout=60):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            scheduler.step()
             time.sleep(options.seconds)
         if step.index % 200 == 0 and elastic.rank == 0:
             print(f"step {step.index}: loss {loss.item():.3f} on {elastic.num_ranks} ranks")

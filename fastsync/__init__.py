@@ -11,43 +11,25 @@ from .doctor import is_a_wheel_for_others, load
 __version__ = "0.1.0"
 
 __all__ = [
-    "Algorithm",
-    "AnyCompression",
-    "Auto",
-    "BucketStats",
-    "Candidate",
-    "CommHook",
     "Compression",
     "DiLoCo",
     "Elastic",
-    "GradStats",
-    "GradientHandle",
-    "GradientSynchronizer",
-    "GroupProfile",
-    "HookState",
     "LocalSGD",
-    "Reduce",
-    "ShardedGradients",
-    "ShardedParameters",
-    "SyncHandle",
-    "SyncStats",
+    "RankLostError",
     "TopK",
-    "Transport",
-    "Wire",
     "all_reduce_gradients",
     "allreduce_hook",
     "attach",
     "bf16_compress_hook",
     "check_consistency",
     "clip_grad_norm_",
+    "distributed",
     "fp16_compress_hook",
     "handle_of",
-    "measure_group",
-    "register_all_gather",
-    "register_all_reduce_hook",
     "register_comm_hook",
+    "register_fsdp",
     "register_prepared",
-    "register_reduce_scatter",
+    "shard_optimizer",
     "sync_weights",
 ]
 
@@ -66,31 +48,21 @@ except ImportError as error:
         raise AttributeError(f"module 'fastsync' has no attribute {name!r}{why}")
 
 else:
-    from .autotune.choose import Candidate, GroupProfile
-    from .autotune.measure import measure_group
+    from . import distributed
     from .backend import register as _register_backend
-    from .elastic.elastic import Elastic
+    from .elastic.elastic import Elastic, RankLostError
     from .integrations.accelerate import register_prepared
+    from .optimizer.shard_optimizer import shard_optimizer
     from .outer.diloco import DiLoCo, LocalSGD
     from .outer.topk import TopK
     from .sync.all_reduce import all_reduce_gradients
-    from .sync.attach import GradientSynchronizer, attach
+    from .sync.attach import attach
     from .sync.clip import clip_grad_norm_
-    from .sync.compression import Algorithm, AnyCompression, Auto, Compression, Reduce, Wire
+    from .sync.compression import Compression
     from .sync.consistency import check_consistency
-    from .sync.ddp import (
-        CommHook,
-        HookState,
-        allreduce_hook,
-        bf16_compress_hook,
-        fp16_compress_hook,
-        register_comm_hook,
-    )
-    from .sync.fsdp import ShardedGradients, register_all_reduce_hook, register_reduce_scatter
-    from .sync.fsdp_gather import ShardedParameters, register_all_gather
-    from .sync.handle import GradientHandle, SyncHandle
+    from .sync.ddp import allreduce_hook, bf16_compress_hook, fp16_compress_hook, register_comm_hook
+    from .sync.fsdp import register_fsdp
     from .sync.handles_in_use import handle_of
-    from .sync.stats import BucketStats, GradStats, SyncStats, Transport
     from .sync.sync_weights import sync_weights
 
     _register_backend()

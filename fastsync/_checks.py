@@ -1,12 +1,10 @@
-"""Checks of arguments, before anything is sent, and text for messages."""
+"""Checks of arguments, before anything is sent."""
 
 from __future__ import annotations
 
-import difflib
-import gc
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -16,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ._torch_compat import COMPILED, is_flat, kind_of_stages, parameters_of_ddp
+from ._torch_compat import COMPILED, is_flat
+from .messages import did_you_mean
 
 
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -204,9 +203,9 @@ def check_carries(wire: str, named: Mapping[str, Tensor]) -> None:
 
 
 _SHARDED_WAY_OUT = (
-    "Use fastsync.register_reduce_scatter for models under fully_shard. After tensor parallelism call fully_shard with "
-    "the data-parallel dimension of the mesh first, or, for whole replicas, with one of a single rank, and "
-    "fastsync.register_all_reduce_hook"
+    "Use fastsync.register_fsdp for models under fully_shard. After tensor parallelism call fully_shard with the "
+    "data-parallel dimension of the mesh first, or, for whole replicas, with one of a single rank, and pass these "
+    "as process_group to fastsync.register_fsdp"
 )
 
 
@@ -273,92 +272,3 @@ def _names_inside(tensor: Tensor) -> list[str]:
 def _is_dtensor(tensor: Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # importing it takes long
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def have_a_stage(parameters: Iterable[Tensor]) -> bool:
-    """Tells whether a stage of ``torch.distributed.pipelining`` has one of the parameters. It searches all objects."""
-    kind = kind_of_stages()
-    if kind is None:
-        return False
-    parameters = list(parameters)
-    ours = {id(parameter) for parameter in parameters}
-    stages = instances_of(kind, parameters)
-    return any(id(parameter) in ours for stage in stages for parameter in stage.submod.parameters())
-
-
-def check_not_in_ddp(named: Mapping[str, Tensor], argument: str, but: Callable[[nn.Module], object]) -> None:
-    """Raises ValueError if a DistributedDataParallel averages one of these, unless ``but`` is true of the wrapper.
-
-    It searches all objects. DDP does not average parameters that it was told to ignore, or that came into the model
-    later.
-    """
-    names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
-
-    def found() -> list[str]:
-        wrappers = [each for each in instances_of(DistributedDataParallel, named.values()) if parameters_of_ddp(each)]
-        return [names[id(p)] for ddp in wrappers if not but(ddp) for p in parameters_of_ddp(ddp) if id(p) in names]
-
-    if not found():
-        return
-    gc.collect()  # DDP models are in reference cycles, so one may be garbage that was not collected yet
-    for name in found():
-        raise ValueError(
-            f"{argument}: parameter {name} is in a DistributedDataParallel, which averages gradients itself; use "
-            "fastsync.register_comm_hook(ddp_model), or attach to the model without the wrapper"
-        )
-
-
-def instances_of(kind: type[Any], of: Iterable[Tensor] = ()) -> list[Any]:
-    """Lists the instances of a class and of its subclasses, among all objects. Each object refers to its class.
-
-    Args:
-        of: the parameters that they belong to. No search sees what ``gc.freeze()`` has put aside. Where one of these is
-            there, instances may be, too: so the search unfreezes all, and freezes all again.
-    """
-    kinds = [kind]
-    for each in kinds:
-        kinds += each.__subclasses__()
-    is_hidden = _has_frozen(of)
-    if is_hidden:
-        gc.unfreeze()
-        gc.collect()  # what is garbage by now must neither be found nor be frozen again
-    try:
-        # Asks for the type, because some objects compute their __class__.
-        return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), kind)]
-    finally:
-        if is_hidden:
-            gc.freeze()
-
-
-def _has_frozen(tensors: Iterable[Tensor]) -> bool:
-    """Whether ``gc.freeze()`` was called since one of these tensors was made."""
-    if not gc.get_freeze_count():
-        return False
-    seen = set(map(id, gc.get_objects()))
-    return any(gc.is_tracked(tensor) and id(tensor) not in seen for tensor in tensors)
-
-
-def check_at_least(options: Any, **least: int) -> None:
-    """Raises ValueError for an option below its least value. None, which stands for a default, is allowed."""
-    for name, lowest in least.items():
-        value = getattr(options, name)
-        if value is not None and value < lowest:
-            raise ValueError(f"{name}={value} must be at least {lowest}")
-
-
-def did_you_mean(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Returns the end of a message, which asks for the most similar names; empty if no name is similar."""
-    known = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.lower(), known, cutoff=cutoff)
-    return f"; did you mean {' or '.join(known[found] for found in near)}?" if near else ""
-
-
-def format_bytes(count: float | None) -> str:
-    """Formats a number of bytes, such as "1.5 MB"; a dash if it was not measured."""
-    if count is None or math.isnan(count):
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

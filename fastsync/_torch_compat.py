@@ -6,8 +6,7 @@ torch lacks, and another one finds none of them elsewhere in this package.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -47,7 +46,6 @@ PRIVATE = (
     Private("torch.distributed.ProcessGroup._set_default_backend"),
     Private("torch.distributed.ProcessGroup._set_group_name"),
     # DistributedDataParallel
-    Private("torch.nn.parallel.DistributedDataParallel._module_parameters"),
     Private("torch.nn.parallel.DistributedDataParallel._comm_hooks"),
     Private("torch.nn.parallel.DistributedDataParallel._use_python_reducer"),
     Private("torch.nn.parallel.DistributedDataParallel._delay_all_reduce_params"),
@@ -64,7 +62,6 @@ PRIVATE = (
     Private("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather"),
     Private("torch.distributed.fsdp._common_utils._fsdp_flattened"),
     Private("torch.distributed.fsdp._flat_param._is_flat_param"),
-    Private("torch.distributed.pipelining.stage._PipelineStageBase"),
     # modules
     Private("torch.nn.Module._parameters"),
     Private("torch.nn.Module._buffers"),
@@ -79,16 +76,17 @@ PRIVATE = (
     Private("torch._dynamo.eval_frame.OptimizedModule._orig_mod"),
     # optimizers
     Private("torch.optim.Adam._step_supports_amp_scaling"),
-    Private("torch.optim.lr_scheduler.SequentialLR._schedulers"),
+    Private("torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched"),
     Private("torch.amp.GradScaler._per_optimizer_states"),
+    Private("torch.amp.GradScaler._scale"),
     # tensors and autograd
+    Private("torch.Tensor._post_accumulate_grad_hooks"),
     Private("torch._C._current_graph_task_id"),
     Private("torch.autograd.grad_mode._unsafe_preserve_version_counter"),
     Private("torch._foreach_add_"),
     Private("torch._foreach_mul_"),
     Private("torch._foreach_copy_"),
     Private("torch._fused_adam_"),
-    Private("torch.utils._pytree.tree_map"),
     Private("torch.utils._pytree.tree_map_only"),
     # logs
     Private("torch.utils.tensorboard.SummaryWriter._get_file_writer"),
@@ -97,7 +95,6 @@ PRIVATE = (
 COMPILED = "_orig_mod"
 """The name of a module inside the wrapper that ``torch.compile`` puts around it."""
 
-tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
 foreach_add_ = torch._foreach_add_
 foreach_mul_ = torch._foreach_mul_
@@ -153,9 +150,11 @@ def name_group(group: dist.ProcessGroup, name: str) -> None:
 # DistributedDataParallel.
 
 
-def parameters_of_ddp(ddp_model: DistributedDataParallel) -> list[nn.Parameter]:
-    """Returns the parameters that DDP averages; none before its constructor has chosen them."""
-    return list(vars(ddp_model).get("_module_parameters", ()))
+def is_in_python_reducer(parameter: Tensor) -> bool:
+    """Whether a DistributedDataParallel averages the parameter by its reducer in Python, that is by a hook."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    names = [getattr(getattr(hook, "func", hook), "__qualname__", "") for hook in hooks.values()]
+    return any(name.startswith(f"{DistributedDataParallel.__name__}.") for name in names)
 
 
 def has_comm_hook(ddp_model: DistributedDataParallel) -> bool:
@@ -230,12 +229,6 @@ def is_flat(tensor: Tensor) -> bool:
     return getattr(tensor, "_fsdp_flattened", False) or getattr(tensor, "_is_flat_param", False)
 
 
-def kind_of_stages() -> type[Any] | None:
-    """Returns the class of a pipeline's stages; None if nobody has imported it, which takes long."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    return None if module is None else cast("type[Any]", module._PipelineStageBase)
-
-
 # Modules.
 
 
@@ -274,14 +267,19 @@ def takes_grad_scale(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def schedulers_inside(scheduler: object) -> Iterable[object]:
-    """Returns the learning rate schedulers that one of them is made of."""
-    return getattr(scheduler, "_schedulers", ())
+def has_scheduler(optimizer: Optimizer) -> bool:
+    """Whether a learning rate scheduler was made for the optimizer. It wraps the optimizer's step, and nobody else."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
-def states_of_scaler(scaler: GradScaler) -> Mapping[int, dict[str, Any]]:
+def states_of_scaler(scaler: GradScaler) -> dict[int, dict[str, Any]]:
     """Returns what a GradScaler knows of each optimizer in this step, by the optimizer's id."""
     return scaler._per_optimizer_states
+
+
+def scale_of_scaler(scaler: GradScaler) -> Tensor | None:
+    """Returns the tensor that a GradScaler writes its scale to; None before it has scaled a loss."""
+    return scaler._scale
 
 
 # Autograd.

@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import __version__
-from ._checks import did_you_mean
+from .messages import did_you_mean
 from .printable import print_what_can_be
 
 COMMANDS = {
@@ -110,9 +111,30 @@ def _plot() -> Callable[[Sequence[str]], int]:
 
 
 def _launch() -> Callable[[Sequence[str]], int]:
-    from .launch import jobs  # it needs no extra for a user's own script
+    from .launch import jobs
 
-    return jobs.main
+    return lambda arguments: jobs.main(arguments, _read_trainer, _settings_of_trainer)
+
+
+def _read_trainer(kind: type[Any], prog: str, words: Sequence[str]) -> tuple[Any, Any]:
+    """Reads a job for the trainer. Only this needs its extra; a user's own script does not."""
+    from .ppo.__main__ import require_extra
+
+    require_extra()
+    try:
+        from .ppo import job
+    except ImportError as error:  # the extension is not built
+        raise ValueError(str(error)) from None
+    return job.read(kind, prog, words)
+
+
+def _settings_of_trainer() -> set[str]:
+    """Returns the names of the trainer's settings; none if it is not installed."""
+    try:
+        from .ppo import job
+    except ImportError:
+        return set()
+    return job.names_of_settings()
 
 
 if __name__ == "__main__":

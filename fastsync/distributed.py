@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Literal
 
@@ -19,7 +19,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.rendezvous import rendezvous
 
 from . import _C
-from ._checks import resolve_group
+from ._checks import resolve_group as resolve_group
 from ._torch_compat import (
     abort_default_group,
     add_backend,
@@ -28,6 +28,7 @@ from ._torch_compat import (
     name_group,
     set_default_backend,
 )
+from .errors import SyncError
 from .launch.environment import Rank, this_rank
 
 _BROADCAST_BYTES = 250 * 2**20  # the size of the buffers that tensors are broadcast in
@@ -35,6 +36,15 @@ _num_opened = 0  # how many default groups of several ranks were opened so far; 
 # The store of ranks that srun or MPI has started. The next group meets in it, even before all ranks have left this one.
 _store: Store | None = None
 _left_open: weakref.ref[dist.ProcessGroup] | None = None  # the default group of a block that has not ended well
+
+
+class MissingRanksError(RuntimeError):
+    """Some ranks did not come to ``process_group`` in time."""
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        """Those that did not come."""
 
 
 @contextmanager
@@ -57,8 +67,9 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
     Raises:
         ValueError: the backend does not exist, differs from rank 0's or from that of an open group, or is NCCL and this
             rank sees no GPU.
-        RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``. Or the
-            launcher does not tell all that ranks need to find each other.
+        RuntimeError: the other ranks did not come, or did not take part in a collective, within ``timeout``. Where the
+            store tells which ones have not come, its ``.ranks`` has them. Or the launcher does not tell all that ranks
+            need to find each other.
     """
     if backend not in ("nccl", "gloo", None):
         raise ValueError(f"backend: expected 'nccl', 'gloo' or None, got {backend!r}")
@@ -103,8 +114,42 @@ def _end_left_open() -> None:
 def _open(this: Rank, backend: Literal["nccl", "gloo"] | None, limit: timedelta) -> torch.device:
     """Opens the default group, and returns this rank's device."""
     store, rank, world_size = _meet(this, limit)
-    num_gpus = torch.cuda.device_count()
     global _num_opened
+    with _missing_are_named(PrefixStore(f"fastsync/come{_num_opened}", store), rank, world_size, limit):
+        device = _open_in(store, rank, world_size, this, backend, limit)
+    _num_opened += world_size > 1
+    return device
+
+
+@contextmanager
+def _missing_are_named(come: Store, rank: int, world_size: int, limit: timedelta) -> Iterator[None]:
+    """Names ranks that have not come where opening the group fails. Each notes in the store that it is here."""
+    come.set(str(rank), "")
+    try:
+        yield
+    except RuntimeError as error:
+        missing: list[int] = []
+        with suppress(RuntimeError):  # the store is gone
+            missing = [other for other in range(world_size) if not come.check([str(other)])]
+        if not missing:
+            raise
+        who, log = ("ranks", "their logs") if len(missing) > 1 else ("rank", "its log")
+        raise MissingRanksError(
+            f"process_group: {who} {', '.join(map(str, missing))} of {world_size} did not come within "
+            f"{limit.total_seconds():g} s; look at {log}, or raise timeout if it takes longer to start",
+            missing,
+        ) from error
+
+
+def _open_in(
+    store: Store,
+    rank: int,
+    world_size: int,
+    this: Rank,
+    backend: Literal["nccl", "gloo"] | None,
+    limit: timedelta,
+) -> torch.device:
+    num_gpus = torch.cuda.device_count()
     key = f"fastsync/backend{_num_opened}"
     if rank == 0:
         store.set(key, backend or _backend_for(num_gpus, this))
@@ -122,7 +167,6 @@ def _open(this: Rank, backend: Literal["nccl", "gloo"] | None, limit: timedelta)
         device = torch.device("cuda", (rank if this.local_rank is None else this.local_rank) % num_gpus)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
-    _num_opened += world_size > 1
     return device
 
 
@@ -144,11 +188,16 @@ def _meet(this: Rank, limit: timedelta) -> tuple[Store, int, int]:
         store, rank, world_size = next(rendezvous("env://", timeout=limit))
     except RuntimeError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = str(error).splitlines()[0].rstrip(".")  # the other lines are a C++ stack
-        raise RuntimeError(
+        reason = (
             f"rank {this.rank} of {this.world_size}, by the variables of {this.launcher}, did not meet the others at "
-            f"{place} within {limit.total_seconds():g} s: {reason}. All of them have to run this script. If rank 0 is "
-            "elsewhere, or the port is taken, set MASTER_ADDR and MASTER_PORT on all ranks"
+            f"{place} within {limit.total_seconds():g} s"
+        )
+        said = str(error).splitlines()[0].rstrip(".")  # the other lines are a C++ stack
+        raise SyncError(
+            f"{reason}: {said}. All of them have to run this script. If rank 0 is elsewhere, or the port is taken, set "
+            "MASTER_ADDR and MASTER_PORT on all ranks",
+            ranks=[this.rank],
+            reason=reason,
         ) from error
     store.set_timeout(limit)
     if this.launcher != "torchrun":
@@ -173,7 +222,7 @@ def _backend_for(num_gpus: int, this: Rank) -> Literal["nccl", "gloo"]:
             "Start a rank for each GPU, or say that you mean the CPU with backend='gloo' (fastsync train: --device "
             "cpu). If a launcher shows each rank its own GPU only, pass backend='nccl' (fastsync train: --device "
             "cuda), or set NCCL_MULTI_RANK_GPU_ENABLE=1",
-            stacklevel=5,  # where the with block begins
+            stacklevel=6,  # where the with block begins
         )
     return "gloo"
 
@@ -270,14 +319,41 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single value may have any stride
 
 
+class Heartbeats:
+    """Tells which ranks of a group do not answer. Every rank has to make one, in the same order.
+
+    Args:
+        group: the ranks.
+        name: what errors call those who do this together, such as the name of a command.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._liveness = _C.Liveness(group, name)
+
+    def silent_ranks(self) -> list[int]:
+        """Returns the ranks that have shown no sign of life for some seconds, which it waits for.
+
+        Raises:
+            RuntimeError: the group's store does not answer.
+        """
+        return self._liveness.silent_ranks()
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Ends all waits in a Gloo group, on this rank and then on the others. Nobody can use the group any more."""
+    _C.close_connections(group)
+
+
 @contextmanager
 def every_rank_calls(function: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Adds to an error of the group in the ``with`` block that every rank has to call the function."""
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{function}: on rank {group.rank()} of {group.size()} the other ranks did not all come in time, or one is "
-            f"lost ({error}); every rank has to call it, between steps. Where ranks have different numbers of batches, "
-            "put the training loop inside `with sync.join():`"
+        place = f"on rank {group.rank()} of {group.size()}"
+        reason = f"{place} the other ranks did not all come in time, or one is lost ({error})"
+        raise SyncError(
+            f"{function}: {reason}; every rank has to call it, between steps. Where ranks have different numbers of "
+            "batches, put the training loop inside `with sync.join():`",
+            reason=reason,
         ) from error

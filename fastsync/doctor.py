@@ -20,6 +20,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from .launch.environment import threads_of_rank
+
 DISTRIBUTION = "fastsync-torch"
 """The name for pip; the name fastsync on PyPI is somebody else's."""
 HERE = Path(__file__).resolve().parent
@@ -38,6 +40,15 @@ def load(extension: str) -> ModuleType:
         return importlib.import_module(f"fastsync.{extension}")
     except ImportError as error:
         raise ImportError(_not_built_message(str(error))) from error
+
+
+def num_usable_cores() -> int:
+    """Returns the cores that this process may use at the same time, by its affinity and its container's limits."""
+    try:
+        cores: int = load("_C").num_usable_cores()
+    except ImportError:
+        cores = len(os.sched_getaffinity(0))
+    return cores
 
 
 def built_for() -> str:
@@ -189,8 +200,7 @@ def _shared_memory(extension: ModuleType) -> tuple[str, str]:
 
 
 def _devices(extension: ModuleType | None) -> Facts:
-    cores = extension.num_usable_cores() if extension else len(os.sched_getaffinity(0))
-    facts = [("cpu", f"{cores} cores for this process, {torch.get_num_threads()} torch threads")]
+    facts = [("cpu", f"{num_usable_cores()} cores for this process, {torch.get_num_threads()} torch threads")]
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 2**30:.0f} GiB"
@@ -218,9 +228,22 @@ def _limits(has_nccl: bool) -> list[str]:
     limits = []
     if not has_nccl or not torch.cuda.is_available():
         limits.append(f"NCCL: {'torch sees no GPU' if has_nccl else 'this torch has none'}; use Gloo")
+    limits += [f"the threads of ranks: {obstacle}" for obstacle in _wrong_threads()]
     if missing := missing_train_packages():
         limits.append(f"fastsync train: {', '.join(missing)} missing; install them: {install_command('train')}")
     return limits
+
+
+def _wrong_threads() -> list[str]:
+    """Returns what is wrong with OMP_NUM_THREADS, if anything is."""
+    try:
+        threads_of_rank()
+    except ValueError as error:
+        return [str(error)]
+    is_empty = not os.environ.get("OMP_NUM_THREADS", "unset").strip()
+    return (
+        ["OMP_NUM_THREADS is empty, which counts as not set; set a number, such as 4, or unset it"] if is_empty else []
+    )
 
 
 def _why_no_kernels(*, are_wanted: bool) -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastsync import SyncStats
+from fastsync.sync.stats import SyncStats
 
 BLOCK_VALUES = 128
 """Of int8 that share a scale."""

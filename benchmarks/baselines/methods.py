@@ -21,8 +21,8 @@ from benchmarks.baselines import compressions
 from benchmarks.baselines.gradients import Gradients, Rounding, Step
 from benchmarks.baselines.optimizer_steps import BareCopy, by_attach, by_torch
 from benchmarks.baselines.shared_memory import BareSum
-from fastsync import SyncStats
 from fastsync.sync.compression import parse_compression
+from fastsync.sync.stats import SyncStats
 
 MIN_WARMUP = 2
 """Steps before a method does what it goes on to do: DDP regroups its buckets once, PowerSGD starts at its third."""
@@ -176,9 +176,9 @@ def _fully_shard(
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         if compression is None:
             return ShardedStep(model)
-        handle = fastsync.register_reduce_scatter(model, parse_compression(compression))
+        parameters = compression if gathers else "pytorch"
+        handle = fastsync.register_fsdp(model, gradients=parse_compression(compression), parameters=parameters)
         if gathers:
-            fastsync.register_all_gather(model, compression)
             for module, following in pairwise([model, *blocks]):
                 module.set_modules_to_forward_prefetch([following])
         return ShardedStep(model, stats=handle.stats)
@@ -270,13 +270,13 @@ SHARDED = {
     "fully_shard/fp32": Method(_fully_shard(), scatters=True),
     "fully_shard/bf16": Method(_fully_shard(bf16), bf16, scatters=True),
     **{
-        f"fastsync.register_reduce_scatter/{name}": _scattered(name)
+        f"fastsync.register_fsdp:gradients/{name}": _scattered(name)
         for name in ("none", "bf16", "fp16", "int8", "int8+ef")
     },
-    **{f"fastsync.register_all_gather/{name}": _gathered(name) for name in ("none", "bf16", "int8")},
+    **{f"fastsync.register_fsdp/{name}": _gathered(name) for name in ("none", "bf16", "int8")},
 }
 """Models under ``fully_shard``: PyTorch's reduce-scatter in the dtype that gradients are cast to, and the engine's.
-With ``register_all_gather`` the engine gathers as well."""
+Without ``:gradients`` the engine gathers as well."""
 
 
 def _stepping(build: Build, zero: bool = False) -> Build:
@@ -293,7 +293,7 @@ STEPPING = {
     "zero_redundancy+adamw": Method(_stepping(_ddp(), zero=True), in_ddp=True),
     "fully_shard+adamw": Method(_stepping(_fully_shard()), scatters=True),
     "fastsync.attach+adamw": Method(_attached(shared=False)),
-    "fastsync.attach(optimizer=)+adamw": Method(_attached(shared=True), only="gloo"),
+    "fastsync.shard_optimizer+adamw": Method(_attached(shared=True), only="gloo"),
 }
 """Methods that also clip, and step with fused AdamW."""
 

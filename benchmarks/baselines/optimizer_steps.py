@@ -13,8 +13,8 @@ from torch.optim import AdamW, Optimizer
 
 import fastsync
 from benchmarks.baselines.gradients import Gradients, Step
-from fastsync import SyncStats
 from fastsync.sync.clip import clip_grad_norm_
+from fastsync.sync.stats import SyncStats
 
 MAX_NORM = 1e9
 """So large that gradients stay what they are, and can be checked. Clipping does the same work."""
@@ -80,7 +80,9 @@ def by_attach(workload: Gradients, group: ProcessGroup, training: Callable[[nn.M
     """Each rank steps all parameters or, if they are shared, its own shard of one copy."""
     model = copy.deepcopy(workload.model())  # whose weights are no views of one tensor
     optimizer = AdamW(model.parameters(), **SETTINGS)
-    sync = fastsync.attach(model, process_group=group, **({"optimizer": optimizer} if shared else {}))
+    sync = fastsync.attach(model, process_group=group)
+    if shared:
+        fastsync.shard_optimizer(sync, optimizer)
 
     def means() -> Tensor:
         return torch.cat([mean.reshape(-1) for mean in sync.averaged_gradients().values()])

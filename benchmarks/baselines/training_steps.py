@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from benchmarks.baselines.gradients import Gradients, Step
 from benchmarks.baselines.methods import BARE, METHODS, Method, TrainingStep, wrapped
 from benchmarks.baselines.models import Training
-from fastsync import SyncStats
+from fastsync.sync.stats import SyncStats
 
 
 class WholeStep(Step):

@@ -33,7 +33,7 @@ from benchmarks.report.table import (
     ranks_on,
     spread,
 )
-from fastsync._checks import check_at_least
+from fastsync.messages import check_at_least
 
 DEFAULT_METHODS = tuple(
     name for name in BY_DEFAULT if name.startswith(("ddp", "fastsync.register_comm_hook/", "fastsync.attach/"))

@@ -29,7 +29,7 @@ from benchmarks.harness.records import Record, RowFile, environment, quantiles
 from benchmarks.harness.timing import rounds
 from benchmarks.report.table import grouped_by, number, print_tables, spread
 from benchmarks.units import parse_bytes
-from fastsync._checks import check_at_least
+from fastsync.messages import check_at_least
 from fastsync.ppo.stopwatch import Stopwatch
 
 NOTHING = "nothing"

@@ -35,6 +35,7 @@ from benchmarks.report.pictures import DPI, SOFT, STYLE, WIDTH
 from benchmarks.report.table import Columns, number, print_tables
 from benchmarks.units import format_rate
 from fastsync.distributed import dist_mean, process_group
+from fastsync.sync.attach import GradientSynchronizer
 from fastsync.sync.compression import parse_compression
 
 CONTEXT, VALIDATED_BATCHES = 64, 16
@@ -196,7 +197,7 @@ class Sites:
         """Returns the sites' mean loss on unseen data after so many steps. Progress calls it ``what``."""
         generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
         context: AbstractContextManager[object] = nullcontext()
-        sync: fastsync.GradientSynchronizer | None = None
+        sync: GradientSynchronizer | None = None
         kind, _, rest = method.partition("/")
         if kind in (EACH_STEP, ATTACH):
             sync = fastsync.attach(model, rest or "none")

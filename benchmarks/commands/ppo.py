@@ -23,7 +23,7 @@ from benchmarks.harness.options import check_device, check_file, check_positive,
 from benchmarks.harness.progress import named, progress_bars
 from benchmarks.harness.records import Record, RowFile, environment
 from benchmarks.report.table import OVERSUBSCRIBED, Columns, grouped_by, measured_on, number, print_tables
-from fastsync._checks import check_at_least
+from fastsync.messages import check_at_least
 
 HYPERPARAMETERS = {
     "cleanrl": Training(total_steps=0, num_envs=4, num_steps=128, num_minibatches=4, num_epochs=4, seed=1),

@@ -33,7 +33,7 @@ from benchmarks.network.namespaces import Network, NetworkError, why_not
 from benchmarks.report.recovery import draw, print_report
 from benchmarks.report.table import OVERSUBSCRIBED
 from benchmarks.units import RATES
-from fastsync._checks import check_at_least
+from fastsync.messages import check_at_least
 
 ELASTIC, RESTART, TORCHFT, QUICK_TORCHFT = "fastsync.Elastic", "torchrun", "torchft", "torchft/short"
 LIMIT = "limit: the connection ends"

@@ -35,10 +35,10 @@ from benchmarks.report.efficiency import points
 from benchmarks.report.page import ROWS, Document, check_folder, write_page
 from benchmarks.report.scaling import scaling_document
 from benchmarks.report.table import OVERSUBSCRIBED, print_lines, print_table
-from fastsync._checks import check_at_least
 from fastsync.distributed import process_group
 from fastsync.launch.environment import this_rank
 from fastsync.launch.torchrun import launch_ranks
+from fastsync.messages import check_at_least
 
 WorldSizes = Annotated[
     tuple[int, ...],

@@ -32,7 +32,7 @@ from benchmarks.harness.progress import watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment
 from benchmarks.harness.timing import Sampling
 from benchmarks.report.table import Columns, milliseconds, print_tables, ranks_on, spread
-from fastsync._checks import check_at_least
+from fastsync.messages import check_at_least
 
 NUM_LAYERS, BATCH_SIZE = 12, 64
 HELD_UP = 0.5

@@ -34,7 +34,7 @@ from benchmarks.report.table import (
     ranks_on,
     spread,
 )
-from fastsync._checks import check_at_least
+from fastsync.messages import check_at_least
 
 
 @dataclass(frozen=True)

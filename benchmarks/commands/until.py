@@ -23,8 +23,8 @@ from benchmarks.harness.progress import named, progress_bars
 from benchmarks.harness.records import Record, RowFile, environment, read_json
 from benchmarks.report.table import OVERSUBSCRIBED
 from benchmarks.report.until import picture, print_report
-from fastsync import _C
-from fastsync._checks import check_at_least
+from fastsync.doctor import num_usable_cores
+from fastsync.messages import check_at_least
 
 BENCHMARK = "ppo --until"
 ALONE_STEPS, ALONE_REPETITIONS = 20_000, 3
@@ -229,7 +229,7 @@ def _shortly(error: TrainingError) -> str:
 
 def methods_of(options: Options, training: Training, notes: list[str]) -> Iterator[Method]:
     """What is compared. Adds a note about each trainer that is left out, and about settings that one lacks."""
-    threads = options.threads or sorted({1, _C.num_usable_cores()})
+    threads = options.threads or sorted({1, num_usable_cores()})
     for name in dict.fromkeys(options.trainers):
         who = COMPARED[name]
         if refusal := who.refuses(training):

@@ -26,8 +26,8 @@ from benchmarks.harness.options import RankOptions
 from benchmarks.harness.progress import progress_bars, watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
 from benchmarks.harness.timing import Sampling, Timed, rounds, slowest_rank, time_turns
-from fastsync import SyncStats
 from fastsync.distributed import process_group
+from fastsync.sync.stats import SyncStats
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from benchmarks.baselines.methods import BY_DEFAULT, MIN_WARMUP
 from benchmarks.harness.collect import Collected, collect
 from benchmarks.harness.records import RowFile
 from benchmarks.harness.timing import TIMEOUT, Sampling
-from fastsync import _C
-from fastsync._checks import check_at_least
+from fastsync.doctor import num_usable_cores
+from fastsync.messages import check_at_least
 
 Device = Literal["auto", "cpu", "cuda"]
 Methods = Annotated[
@@ -97,7 +97,7 @@ def places(nproc: int, cpu: bool = False, share_gpus: bool = False) -> int:
     ``fastsync.distributed.process_group`` chooses.
     """
     gpus = 0 if cpu else torch.cuda.device_count()
-    return gpus if nproc <= gpus or (share_gpus and gpus) else _C.num_usable_cores()
+    return gpus if nproc <= gpus or (share_gpus and gpus) else num_usable_cores()
 
 
 def check_device(device: Device, nproc: int, oversubscribe: bool, share_gpus: bool = False) -> None:
@@ -106,7 +106,7 @@ def check_device(device: Device, nproc: int, oversubscribe: bool, share_gpus: bo
     Raises:
         ValueError: they would share, and may not, or there is no GPU to share.
     """
-    gpus, cores, cpu = torch.cuda.device_count(), _C.num_usable_cores(), device == "cpu"
+    gpus, cores, cpu = torch.cuda.device_count(), num_usable_cores(), device == "cpu"
     if share_gpus and (cpu or gpus == 0):
         raise ValueError("share_gpus: torch sees no GPU here, or may not take one: leave it out")
     if device == "cuda" and not share_gpus and nproc > gpus:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import fastsync
-from fastsync import _C
+from fastsync.doctor import num_usable_cores
 from fastsync.ppo.files import write_whole
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
@@ -104,7 +104,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "cores": _C.num_usable_cores(),
+        "cores": num_usable_cores(),
         "threads_per_rank": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
     }

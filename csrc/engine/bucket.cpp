@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <system_error>
 #include <utility>
 
 #include "passes/aten/passes.h"
@@ -66,14 +67,18 @@ BucketWork::~BucketWork() {
 // The task does nothing if the work is gone by then. It takes this thread's state along, so that a profiler sees what
 // happens on the other thread.
 void BucketWork::drive_later(const std::shared_ptr<BucketWork>& work, ProgressThread& progress) {
-  if (work->sum_->needs_driving()) {
-    const WithoutPythonObjects without_python;
-    progress.post(work->bucket_->device(), at::wrapPropagateTLSState([weak = std::weak_ptr(work)] {
-                    if (const auto driven = weak.lock()) {
-                      driven->sum_->drive();
-                    }
-                  }),
-                  /*is_urgent=*/true);
+  if (!work->sum_->needs_driving()) {
+    return;
+  }
+  const WithoutPythonObjects without_python;
+  auto drive = at::wrapPropagateTLSState([weak = std::weak_ptr(work)] {
+    if (const auto driven = weak.lock()) {
+      driven->sum_->drive();
+    }
+  });
+  try {
+    progress.post(work->bucket_->device(), std::move(drive), /*is_urgent=*/true);
+  } catch (const std::system_error&) {  // there is no thread: receive does it
   }
 }
 
@@ -121,7 +126,13 @@ void BucketWork::receive() {
 }
 
 void BucketWork::finish() {
-  bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
+  try {
+    bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
+  } catch (...) {
+    bucket_->agreement->is_broken = true;
+    throw;
+  }
+  bucket_->note_unmeasured(sum_->unmeasured());
   bucket_->totals_->wire_bytes += sum_->sent_bytes();
   stopwatch_->mark(Mark::kDone);
 }
@@ -158,7 +169,8 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   auto sum = grads.front().is_sparse() ? make_sparse_sum(grads.front(), options, *stopwatch, side_values)
                                        : make_dense_sum(std::move(grads), options, *stopwatch, side_values, stand_in);
   totals_->num_syncs += 1;
-  TORCH_CHECK(!is_half_sent_, failure_, ": it has failed before, while it was sent, so the ranks no longer meet in one ",
+  TORCH_CHECK(!is_half_sent_, failure_,
+              ": it has failed before, while it was sent, so the ranks no longer meet in one ",
               "message: begin anew with another process group");
   guard([&] {
     is_half_sent_ = !sum->may_be_sent_again();
@@ -185,6 +197,7 @@ std::unique_ptr<SumWork> Bucket::make_dense_sum(std::vector<at::Tensor> grads, c
     const at::Tensor scale = this->scale();
     before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.residuals(), low_rank_.factors};
   }
+  take_largest();
   if (needs_scale(options.compression)) {
     agree_on_scale(gradients);
   } else if (options.compression.wire != DType::kFloat16) {
@@ -198,10 +211,12 @@ std::unique_ptr<SumWork> Bucket::make_dense_sum(std::vector<at::Tensor> grads, c
   gradients.scale = has_scale_ ? scale_ : at::Tensor();
   if (options.keeps_shard) {
     gradients.output = shard_means_;
+  }
+  if (options.keeps_shard || options.scatter) {
     scale_sent_ = has_scale_ ? scale_.clone() : at::Tensor();
   }
   totals_->numel = numel_of(gradients.grads);
-  has_followed_ = true;
+  has_followed_ = !options.scatter;  // the statistics of a shard do not tell what all ranks have
   std::unique_ptr<SumWork> sum;
   guard([&] {
     if (options.compression.error_feedback) {
@@ -246,6 +261,7 @@ FlatGradients Bucket::flatten(std::vector<at::Tensor> grads, const SendOptions& 
     gradients.multiplier = 1.0 / static_cast<double>(teams_.all()->size());
   }
   gradients.stats = stats_;
+  gradients.needs_stats = options.needs_stats || is_capturing(device_);  // a graph's replays have what it captures
   gradients.workspace = workspace_;
   return gradients;
 }
@@ -311,11 +327,10 @@ void Bucket::choose_plan(const FlatGradients& gradients, const SendOptions& opti
 }
 
 void Bucket::check_may_shard(const PlanKey& key, const SendOptions& options) const {
-  TORCH_CHECK(
-      key.shares_memory || key.algorithm != Algorithm::kTwoLevel,
-      "attach(optimizer=) takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
+  TORCH_CHECK(key.shares_memory || key.algorithm != Algorithm::kTwoLevel,
+              "shard_optimizer takes a ranks_per_node that is the number of ranks of each host; leave one of them out");
   TORCH_CHECK(key.shares_memory == options.may_share_memory,
-              "attach(optimizer=) needs sums in shared memory, and there are none any more",
+              "shard_optimizer needs sums in shared memory, and there are none any more",
               teams_.why_not_shared().empty() ? "" : ", because " + teams_.why_not_shared());
 }
 
@@ -358,7 +373,7 @@ std::unique_ptr<SumWork> Bucket::make_sum(FlatGradients gradients, const SendOpt
 
 // A LowRankSum has multiplied the gradients by the weight before it makes its sums.
 std::unique_ptr<SumWork> Bucket::make_low_rank_sum(FlatGradients gradients, SendOptions options) {
-  TORCH_CHECK(!options.keeps_shard, "attach(optimizer=) keeps shards of the means, and lowrank needs whole matrices; ",
+  TORCH_CHECK(!options.keeps_shard, "shard_optimizer keeps shards of the means, and lowrank needs whole matrices; ",
               "leave one of them out");
   TORCH_CHECK(!is_capturing(device_), "a CUDA graph cannot hold a step with lowrank; capture with int8 and error ",
               "feedback, or train without the graph");
@@ -412,7 +427,38 @@ void Bucket::agree_on_scale(const FlatGradients& gradients) {
   set_scale(at::where(largest > 0, aten::power_of_two(aten::scale_exponent_for(largest)), otherwise));
 }
 
+// In a CUDA graph the ranks agree anew in each sum, because nothing that was sent outside of it may come inside.
+void Bucket::follow_all_shards(double factor) {
+  const WithoutPythonObjects without_python;
+  if (!has_scale_ || is_capturing(device_)) {
+    set_scale({});
+    return;
+  }
+  const double share = factor * static_cast<double>(teams_.all()->size());
+  largest_ = stats_.narrow(0, kMaxMagnitude, 1).div(share);
+  guard([&] { largest_comes_ = all_reduce(*teams_.all()->group(), device_, {{largest_, c10d::ReduceOp::MAX}}); });
+}
+
+void Bucket::take_largest() {
+  if (!largest_comes_) {
+    return;
+  }
+  if (is_capturing(device_)) {
+    set_scale({});
+    return;
+  }
+  const auto transfer = std::move(largest_comes_);
+  guard([&] { transfer->wait_for_rows(); });
+  use_on_current_stream(largest_);
+  if (const double* const largest = readable(largest_)) {
+    scale_.fill_(next_bucket_scale(scale_sent_.item<float>(), *largest));
+  } else {
+    scale_.copy_(aten::next_scale(scale_sent_, largest_));
+  }
+}
+
 void Bucket::set_scale(const at::Tensor& scale) {
+  largest_comes_.reset();
   has_scale_ = scale.defined();
   has_followed_ = false;
   if (has_scale_ && scale_.defined()) {
@@ -456,6 +502,32 @@ void Bucket::take_stats(const std::vector<const double*>& all) {
   if (scale_sent_.defined() && has_scale_) {
     scale_.fill_(next_bucket_scale(scale_sent_.item<float>(), stats[kMaxMagnitude] / mean_factor_));
   }
+}
+
+void Bucket::note_unmeasured(const at::Tensor& means) {
+  const std::lock_guard<std::mutex> lock(unmeasured_mutex_);
+  unmeasured_.reset();
+  if (means.defined()) {
+    unmeasured_.emplace(means.getIntrusivePtr(), means._version());
+  }
+}
+
+// It is the pass that the sync has left out, so it gives the same bits.
+void Bucket::take_left_out_stats() {
+  const std::lock_guard<std::mutex> lock(unmeasured_mutex_);
+  if (!unmeasured_) {
+    return;
+  }
+  const at::Tensor means(unmeasured_->first.lock());
+  TORCH_CHECK(
+      means.defined() && means._version() == unmeasured_->second, "fastsync: nobody had asked for grad_stats() ",
+      "before the newest sync, and its gradients have changed since: call grad_stats() before they are clipped, ",
+      "unscaled or set to zero. Once it was called, each sync takes the statistics");
+  FlatGradients gradients({means}, dtype_of(means.scalar_type()), device_);
+  gradients.stats = stats_;
+  gradients.workspace = workspace_;
+  gradients.unpack(gradients.all_values(), means.data_ptr(), /*num_wires=*/1, /*stride=*/0, /*factor=*/1.0, Position());
+  unmeasured_.reset();
 }
 
 void Bucket::measure(const std::vector<at::Tensor>& grads) {

@@ -5,10 +5,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -53,6 +55,8 @@ constexpr int64_t kPieceValues = 64;
 //     passed   A rank has passed an agreement in a step if it goes on to send under it. If another rank waits in that
 //              step to replace the same agreement, it waits in vain. Heartbeats tell which agreements a rank has
 //              passed, and so end that wait with an error.
+//     broken   A sync that fails on one rank may have succeeded on another, whose scale has followed it. So the rank on
+//              which it has failed has to agree anew, and then all ranks forget what has to be equal on them.
 
 // Tells what the ranks have agreed on for an engine, or for one bucket. See Note [Agreement].
 struct Agreement {
@@ -61,6 +65,7 @@ struct Agreement {
   StepCheck step_check;                                  // checks the gradients that are sent under the agreement
   std::shared_ptr<const CompressionTable> compressions;  // null until the ranks have agreed
   int64_t version = 0;                                   // the engine's version when the ranks agreed
+  std::atomic<bool> is_broken = false;                   // whether a sync under it has failed on this rank
   int64_t number = -1;                                   // the result of check_agreement; below 0 before the first
 };
 
@@ -87,6 +92,7 @@ struct SendOptions {
   bool keeps_shard = false;          // whether the gradients stay what they are, and Bucket::shard takes the means
   bool may_share_memory = true;      // whether ranks of a host may add up in memory that they share
   bool has_failed = false;           // whether this rank sends nan in place of gradients
+  bool needs_stats = true;           // whether somebody may ask for the statistics of the means
 };
 constexpr int kTagsPerBucket = 4;
 
@@ -199,14 +205,25 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
 
   // The scale: the power of two that fp16 values are multiplied with, as one float32 element. Undefined if the next
   // fp16 sync has to find it out.
-  at::Tensor scale() const { return has_scale_ && !has_lost_scale() ? scale_ : at::Tensor(); }
+  at::Tensor scale() const { return has_scale_ && !has_lost_scale() && !largest_comes_ ? scale_ : at::Tensor(); }
   void set_scale(const at::Tensor& scale);
+
+  // After a reduce-scatter, whose result was the sum times the factor, a rank knows its shard of the means alone. This
+  // has the ranks tell each other the largest magnitude of all shards. It does not wait: the next sum's scale follows
+  // from what comes.
+  void follow_all_shards(double factor);
 
   ErrorFeedback& feedback() { return feedback_; }
 
   // The newest right factor of each gradient, which is undefined if there is none; see LowRankSum. Equal on all ranks.
   const std::vector<at::Tensor>& factors() const { return low_rank_.factors; }
   void set_factors(std::vector<at::Tensor> factors) { low_rank_.factors = std::move(factors); }
+
+  // Forgets the scale and the factors, which have to be equal on all ranks.
+  void forget_equal_state() {
+    set_scale({});
+    low_rank_.factors.clear();
+  }
 
   // Puts the scale, the residuals and the factors back to what they were before this step, if the bucket was sent in
   // it. The step must have been one that may be taken back.
@@ -227,6 +244,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   // Replaces the newest sync's statistics by those of these gradients. The largest magnitude stays, because the scale
   // has followed it.
   void measure(const std::vector<at::Tensor>& grads);
+
+  // Takes the statistics of the newest sync, if they were left out. Throws c10::Error if its means are no longer there.
+  void take_left_out_stats();
 
   // The statistics of the newest sync: float64 [kNumStats] on the device.
   const at::Tensor& stats() const { return stats_; }
@@ -249,6 +269,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
     return compression.wire == DType::kFloat16 && (!has_scale_ || has_lost_scale());
   }
   bool has_lost_scale() const;
+  void take_largest();
   void agree_on_scale(const FlatGradients& gradients);
   FlatGradients flatten(std::vector<at::Tensor> grads, const SendOptions& options, const at::Tensor& side_values);
   PlanKey plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const;
@@ -266,6 +287,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options);
   std::unique_ptr<SumWork> make_sum(FlatGradients gradients, const SendOptions& options, SumMemory& memory);
   std::unique_ptr<SumWork> make_low_rank_sum(FlatGradients gradients, SendOptions options);
+  void note_unmeasured(const at::Tensor& means);
   void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
 
   c10::Device device_;
@@ -283,10 +305,14 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   bool has_followed_ = false;     // whether the scale has followed a sum since it was set
   std::optional<Before> before_;  // the newest step that may be taken back
   at::Tensor stats_;
+  std::mutex unmeasured_mutex_;                                 // guards the next
+  std::optional<std::pair<ParameterId, uint32_t>> unmeasured_;  // means without statistics, and their version
   at::Tensor shard_means_;
   std::vector<std::vector<ShardPiece>> shards_;
   int64_t shard_number_ = 0;
-  at::Tensor scale_sent_;  // the scale of the newest sum, if that keeps a shard and has one
+  at::Tensor scale_sent_;  // the scale of the newest sum, if that keeps a shard or scatters, and has one
+  at::Tensor largest_;     // the largest magnitude of the newest means, on all ranks once largest_comes_ has waited
+  std::unique_ptr<Transfer> largest_comes_;  // null unless follow_all_shards has sent it
   std::shared_ptr<Workspace> workspace_;
   std::shared_ptr<BucketTotals> totals_ = std::make_shared<BucketTotals>();
 };

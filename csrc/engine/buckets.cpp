@@ -80,6 +80,15 @@ void Buckets::set_saved(const std::vector<SavedState::Row>& rows) {
   }
 }
 
+void Buckets::forget_equal_state(const Agreement& agreement) {
+  for (const auto& bucket : all_) {
+    if (bucket->agreement.get() == &agreement) {
+      bucket->forget_equal_state();
+    }
+  }
+  saved_.forget_equal_state();
+}
+
 void Buckets::begin_with_saved(Bucket& bucket) {
   bucket.set_scale(saved_.smallest_scale(bucket.parameters, bucket.device()));
   bucket.feedback().set_residuals(saved_.take_residuals(bucket.parameters, bucket.device()));

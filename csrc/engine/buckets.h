@@ -55,6 +55,9 @@ class Buckets {
   // A line that the ranks have to agree on.
   const std::string& description() const { return saved_.description(); }
 
+  // Forgets what has to be equal on all ranks, of the buckets of the agreement and of what is saved.
+  void forget_equal_state(const Agreement& agreement);
+
   // ---- the costs of steps ----
 
   SyncTimes& times() { return times_; }

@@ -1,6 +1,12 @@
 #include "engine/compression.h"
 
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
+
+#include "transport/agreement.h"
 
 namespace fastsync {
 
@@ -53,6 +59,16 @@ const Compression& CompressionTable::at(int64_t numel) const {
 bool CompressionTable::is_lossless() const {
   return std::all_of(rows.begin(), rows.end(),
                      [](const auto& row) { return !row.second.wire && row.second.low_rank == 0; });
+}
+
+std::string CompressionTable::arithmetic(c10::Device device) const {
+  if (std::ranges::none_of(rows, [](const auto& row) { return row.second.low_rank > 0; })) {
+    return "";
+  }
+  const std::string libraries = c10::str("libraries ", fingerprint(at::show_config()));
+  return !device.is_cpu() ? c10::str("lowrank by ", libraries, "\n")
+                          : c10::str("lowrank by ", at::get_cpu_capability(), ", ", at::get_num_threads(), " threads, ",
+                                     libraries, "\n");
 }
 
 }  // namespace fastsync

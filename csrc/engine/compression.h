@@ -42,6 +42,9 @@ struct CompressionTable {
   const Compression& at(int64_t numel) const;
   // Whether gradients of complex numbers may travel, as the pairs of reals that they are.
   bool is_lossless() const;
+  // A line that the ranks have to agree on with lowrank, else empty. Each rank makes the same factors orthonormal by
+  // itself, and multiplies them. So all have to use the same instructions, libraries and number of threads.
+  std::string arithmetic(c10::Device device) const;
 };
 
 }  // namespace fastsync

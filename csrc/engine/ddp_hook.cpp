@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include <algorithm>
 #include <sstream>
@@ -49,7 +50,7 @@ std::vector<at::Tensor> gradients_to_send(const c10d::GradBucket& bucket, const 
   const bool is_of_blocks = compression.wire && unit_of(*compression.wire).values > 1;
   return is_of_blocks || compression.error_feedback || bucket.getBuffer().is_sparse()
              ? gradients_of(bucket)
-             : std::vector{bucket.getBuffer().view({-1})};
+             : std::vector{bucket.getBuffer().dim() == 1 ? bucket.getBuffer() : bucket.getBuffer().view({-1})};
 }
 
 }  // namespace
@@ -155,6 +156,7 @@ std::shared_ptr<BucketWork> HookState::send(Bucket& bucket, c10d::GradBucket& gr
   const auto stopwatch = start_bucket(bucket);
   SendOptions options{compression, step_under_way(), first_tag(bucket.agreement->number)};
   options.in_place = true;
+  options.needs_stats = needs_stats();
   if (weights_) {
     weights_->wait_on_stream();
     options.is_weighted_mean = !sums_;
@@ -269,7 +271,6 @@ void HookState::note_update() {
   for (const auto& bucket : buckets_.all()) {
     bucket->agreement->step_check.note_update();
   }
-  note_update_for_weights();
 }
 
 // Once DDP has handed over its last bucket, it queues its copying for the end of backward. A callback that is queued
@@ -295,22 +296,17 @@ void HookState::note_gradients() {
   }
 }
 
+void HookState::let_go() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  averaged_.clear();
+  sum_hooks_.clear();
+}
+
 bool HookState::gradients_are_unchanged() {
   return !averaged_.empty() && std::ranges::all_of(averaged_, [](const auto& each) {
     const at::Tensor parameter(each.first.lock());
     return !parameter.defined() || each.second.is_still(parameter.grad());
   });
-}
-
-std::vector<at::Tensor> HookState::with_own_gradients() {
-  std::vector<at::Tensor> found;
-  for (const auto& [id, snapshot] : averaged_) {
-    const at::Tensor parameter(id.lock());
-    if (parameter.defined() && snapshot.was_written_by_autograd(parameter.grad())) {
-      found.push_back(parameter);
-    }
-  }
-  return found;
 }
 
 // Returns the stamp of the step check. It is undefined if none travels in this step, which is the same on all ranks.
@@ -326,24 +322,75 @@ at::Tensor HookState::stamp(Bucket& bucket, c10d::GradBucket& grad_bucket) {
   return stamp && !stamp->empty() ? to_device(*stamp, device) : at::Tensor();
 }
 
+struct HookPlace::Content {
+  explicit Content(c10::intrusive_ptr<c10d::ProcessGroup> own_group) : group(std::move(own_group)) {}
+
+  std::shared_ptr<HookState> get() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return state;
+  }
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group;
+  std::mutex mutex;
+  std::shared_ptr<HookState> state;
+};
+
 namespace {
 
-class Hook : public c10d::CppCommHookInterface<std::shared_ptr<HookState>> {
+// As torch's AllReduceCommHook, which its library does not export.
+c10::intrusive_ptr<Future> all_reduce(c10d::ProcessGroup& group, c10d::GradBucket& bucket) {
+  std::vector<at::Tensor> buffers = {bucket.getBuffer()};
+  buffers.front().div_(group.getSize());
+  return group.allreduce(buffers)->getFuture();
+}
+
+template <typename Content>
+class Hook : public c10d::CppCommHookInterface<std::shared_ptr<Content>> {
  public:
-  using CppCommHookInterface::CppCommHookInterface;
+  using c10d::CppCommHookInterface<std::shared_ptr<Content>>::CppCommHookInterface;
 
   c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override {
-    if (bucket.isLast()) {
-      HookState::note_gradients_later(state_);
+    const auto state = this->state_->get();
+    if (!state) {
+      return all_reduce(*this->state_->group, bucket);
     }
-    return state_->run(bucket, state_->locked([this] { return state_->compressions(); }));
+    if (bucket.isLast()) {
+      HookState::note_gradients_later(state);
+    }
+    return state->run(bucket, state->locked([&] { return state->compressions(); }));
   }
 };
 
 }  // namespace
 
-void register_hook(c10d::Reducer& reducer, std::shared_ptr<HookState> state) {
-  reducer.register_comm_hook(std::make_unique<Hook>(std::move(state)));
+HookPlace::HookPlace(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : content_(std::make_shared<Content>(std::move(group))) {
+  reducer.register_comm_hook(std::make_unique<Hook<Content>>(content_));
+}
+
+void HookPlace::put(std::shared_ptr<HookState> state) {
+  TORCH_CHECK(current_graph_task() == kNoGraphTask, "fastsync: detach() was called inside a backward; call it after");
+  {
+    const std::lock_guard<std::mutex> lock(content_->mutex);
+    std::swap(content_->state, state);
+  }
+  if (state) {  // the one before
+    state->let_go();
+  }
+}
+
+std::vector<bool> are_in_reducers(const std::vector<at::Tensor>& parameters) {
+  // A Reducer keeps the accumulators of its parameters alive, and takes its hooks off when it ends. Among what puts
+  // hooks on accumulators, it alone has hooks of this class; Python's, and ours, are of other ones.
+  const auto is_of_reducer = [](const auto& hook) {
+    return dynamic_cast<const torch::autograd::utils::LambdaPostHook*>(hook.get()) != nullptr;
+  };
+  std::vector<bool> are;
+  for (const at::Tensor& parameter : parameters) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+    are.push_back(accumulator && std::ranges::any_of(accumulator->post_hooks(), is_of_reducer));
+  }
+  return are;
 }
 
 }  // namespace fastsync

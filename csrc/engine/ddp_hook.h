@@ -27,7 +27,9 @@ class HookState : public EngineState, public std::enable_shared_from_this<HookSt
  public:
   // With `sums`, buckets become the sum over the ranks and not the mean.
   HookState(c10::intrusive_ptr<c10d::ProcessGroup> group, bool sums)
-      : EngineState(std::move(group), "a DDP hook", "with Join([ddp_model]):"), sums_(sums) {}
+      : EngineState(std::move(group), "a DDP hook", "with Join([ddp_model]):"), sums_(sums) {
+    needs_stats_ = false;  // until somebody asks
+  }
 
   // Averages the bucket's buffer in place; the future's value is the buffer. The ranks agree on each new bucket, and on
   // the compressions whenever these change.
@@ -48,15 +50,14 @@ class HookState : public EngineState, public std::enable_shared_from_this<HookSt
   // From now on a backward throws c10::Error if it is about to add to sums of the newest step, which would be summed
   // once more. Call it once, outside of a backward.
   static void watch_sums(const std::shared_ptr<HookState>& self, const std::vector<at::Tensor>& parameters);
+  // Forgets the newest step's gradients, and ends what watch_sums began.
+  void let_go();
 
   // Call it inside the backward of the newest step. At the end of that backward, once DDP has copied the means, it
   // notes which gradients hold them.
   static void note_gradients_later(const std::shared_ptr<HookState>& self);
   // Whether it is proven that the gradients are still those that the newest step left.
   bool gradients_are_unchanged();
-  // The parameters whose gradients are proven to hold something that only this rank has, of a backward after the newest
-  // step.
-  std::vector<at::Tensor> with_own_gradients();
 
  private:
   std::string describe_settings() const;
@@ -83,7 +84,22 @@ class HookState : public EngineState, public std::enable_shared_from_this<HookSt
   std::vector<std::pair<ParameterId, Snapshot>> averaged_;         // the gradients that note_gradients has noted
 };
 
-// Makes the reducer hand every bucket to the state, from C++ and without the GIL. A reducer takes only one hook, once.
-void register_hook(c10d::Reducer& reducer, std::shared_ptr<HookState> state);
+// What a reducer hands its buckets to, from C++ and without the GIL. A reducer takes only one hook, once, so the hook
+// stays, and its state may go and come. Without a state it does what PyTorch's own all-reduce hook does. Thread-safe.
+class HookPlace {
+ public:
+  // `group` is DDP's own.
+  HookPlace(c10d::Reducer& reducer, c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // Puts a state in, or nothing. Throws c10::Error inside a backward.
+  void put(std::shared_ptr<HookState> state);
+
+ private:
+  struct Content;
+  std::shared_ptr<Content> content_;  // the reducer has it, too
+};
+
+// Tells of each parameter whether a DistributedDataParallel that lives averages its gradients.
+std::vector<bool> are_in_reducers(const std::vector<at::Tensor>& parameters);
 
 }  // namespace fastsync

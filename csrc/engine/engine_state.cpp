@@ -27,6 +27,14 @@ void EngineState::take_back_step() {
   set_step(step_under_way());
 }
 
+at::Tensor EngineState::grad_stats() {
+  needs_stats_ = true;
+  for (const auto& bucket : buckets_.newest()) {
+    bucket->take_left_out_stats();
+  }
+  return buckets_.grad_stats();
+}
+
 void EngineState::set_compressions(std::shared_ptr<const CompressionTable> compressions) {
   compressions_ = std::move(compressions);
   agree_anew("its compression was set");
@@ -46,18 +54,28 @@ void EngineState::agree_anew(std::string why) {
 
 bool EngineState::have_agreed(const Agreement& agreement,
                               const std::shared_ptr<const CompressionTable>& compressions) const {
-  return agreement.compressions == compressions && agreement.version == version_;
+  return agreement.compressions == compressions && agreement.version == version_ && !agreement.is_broken;
 }
 
 void EngineState::agree(Agreement& agreement, const std::string& what,
                         const std::shared_ptr<const CompressionTable>& compressions, int64_t step,
                         const std::string& lines, c10::Device device) {
-  const std::string why = agreement.number < 0 ? "it is new" : why_agree_;
+  const bool is_broken = agreement.is_broken;
+  const std::string why = agreement.number < 0 ? "it is new" : is_broken ? "its newest sync has failed" : why_agree_;
   liveness_->note_agreeing(step, why, agreement.number);
-  const std::string text =
-      c10::str(compressions->description, "\nstep ", step, "\n", buckets_.description(), "\n", lines);
+  const std::string text = c10::str(compressions->description, "\nstep ", step, "\n", buckets_.description(), "\n",
+                                    compressions->arithmetic(device), lines);
   const auto look = [&] { check_others_come(why); };
-  wait_for_ranks(what, [&] { agreement.number = check_agreement(group_, text, device, "what to synchronise", look); });
+  bool has_one_failed = false;
+  wait_for_ranks(what, [&] {
+    const Agreed agreed = check_agreement(group_, text, device, "what to synchronise", look, is_broken);
+    agreement.number = agreed.number;
+    has_one_failed = agreed.has_one_failed;
+  });
+  if (has_one_failed) {
+    buckets_.forget_equal_state(agreement);
+  }
+  agreement.is_broken = false;
   agreement.compressions = compressions;
   agreement.version = version_;
 }

@@ -53,8 +53,9 @@ class EngineState {
     liveness_->forget_passed_agreements();
   }
 
-  // The statistics of the newest step, as sums over its buckets: float64 [kNumStats].
-  at::Tensor grad_stats() { return buckets_.grad_stats(); }
+  // The statistics of the newest step, as sums over its buckets: float64 [kNumStats]. Throws c10::Error if nobody had
+  // asked before the step, and its means have changed since.
+  at::Tensor grad_stats();
   SyncTotals totals() { return buckets_.totals(); }
   int64_t num_steps() { return buckets_.times().num_steps(); }
   // Whether the newest sync was captured in a CUDA graph. Its replays are not counted as steps.
@@ -72,17 +73,19 @@ class EngineState {
     liveness_->ask_nobody();
   }
   bool is_revocable() const { return is_revocable_; }
+  // Whether somebody has asked for statistics.
+  bool needs_stats() const { return needs_stats_; }
   // Makes scales and residuals what they were before the newest step.
   void take_back_step();
 
-  // From now on the ranks compare these parameters, see WeightCheck. The names are for errors.
-  void compare_weights(const std::vector<at::Tensor>& parameters, std::vector<std::string> names) {
-    weight_check_ = std::make_shared<WeightCheck>(group_, parameters, std::move(names));
+  // From now on the ranks compare these parameters, see WeightCheck.
+  void compare_weights(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, std::string machine) {
+    weight_check_ = std::make_shared<WeightCheck>(group_, parameters, std::move(names), std::move(machine));
   }
-  void note_update_for_weights() const {
-    if (weight_check_) {
-      weight_check_->note_update();
-    }
+  // Call it when an optimizer has stepped with averages. Returns whether a sample of the weights was taken.
+  bool sample_weights() {
+    // Replays of a CUDA graph are no steps of the engine.
+    return weight_check_ && !is_captured_ && weight_check_->note_update(step_ - 1);
   }
   // Null if nobody compares them.
   const std::shared_ptr<WeightCheck>& weight_check() const { return weight_check_; }
@@ -142,6 +145,7 @@ class EngineState {
   std::shared_ptr<const CompressionTable> compressions_;
   Buckets buckets_;
   ProgressThread progress_;
+  bool needs_stats_ = true;
 
  private:
   void check_others_come(const std::string& why) const;

@@ -61,7 +61,7 @@ void Gradient::check() const {
   TORCH_CHECK_VALUE(
       !gradient.defined() || parameter_->is_sparse || gradient.layout() == at::kStrided, "fastsync: parameter ",
       parameter_->name, " got a sparse gradient, and sparse ones are averaged ",
-      "only with op=\"mean\", without optimizer=, and of embeddings that had sparse=True when fastsync was ",
+      "only with op=\"mean\", without shard_optimizer, and of embeddings that had sparse=True when fastsync was ",
       "given their module; pass the module in place of its parameters, or use sparse=False in the embedding");
   TORCH_CHECK_VALUE(
       !gradient.defined() || !parameter_->is_sparse || is_sparse_by_rows(gradient), "fastsync: parameter ",

@@ -184,8 +184,8 @@ std::shared_ptr<GatherWork> ParameterGather::all_gather(size_t index, const at::
   const std::optional<DType> wire = compressions_->at(output.numel()).wire;
   TORCH_CHECK_VALUE(!wire || is_supported(dtype), "compression: ", module.name, " has parameters of ", dtype,
                     dtype == at::kByte ? ", or of several dtypes" : "", ", and only float32, float64, float16 and ",
-                    "bfloat16 travel in fewer bits; call fully_shard for the others, and register_all_gather with ",
-                    "'none' for them");
+                    "bfloat16 travel in fewer bits; call fully_shard for the others, and register_fsdp with ",
+                    "parameters='none' for them");
   const bool is_encoded = wire && *wire != dtype_of(dtype);
   if (is_encoded) {
     work->shards_ = encoded(module, output, numels, *wire);

@@ -1,6 +1,6 @@
 // The entry point for FSDP2's all-gathers: each rank sends its shards of a module's parameters to all ranks, in the
 // wire's dtype. A rank takes its own shards, too, as the wire has carried them. So all ranks compute with the same
-// bits. With attach(optimizer=) ranks without shared memory gather new parameters, and the optimizer's state, by it.
+// bits. With shard_optimizer ranks without shared memory gather new parameters, and the optimizer's state, by it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -59,8 +59,10 @@ void ParameterSync::set_weight(double weight, bool have_hooks) {
   context_.weight.set(weight);
 }
 
-void ParameterSync::set_joining(bool is_joining) {
+void ParameterSync::set_joining(bool is_joining, std::string states) {
+  states_ = std::move(states);
   context_.engine.agree_anew(is_joining ? "join() began" : "join() ended");
+  context_.engine.liveness().set_joining(is_joining);
   context_.weight.set_joining(is_joining);
   context_.agreement->step_check.say_nothing();
 }
@@ -138,6 +140,18 @@ std::vector<std::vector<std::vector<ParameterSync::Place>>> ParameterSync::place
     }
   }
   return places;
+}
+
+void ParameterSync::set_optimizer(std::string description) {
+  optimizer_ = std::move(description);
+  context_.engine.agree_anew("shard_optimizer was called");
+}
+
+void ParameterSync::set_shards(std::shared_ptr<Meeting> shards) {
+  context_.shards = std::move(shards);
+  for (Parameter& parameter : context_.parameters) {
+    parameter.is_sparse = false;  // so that a sparse gradient is refused
+  }
 }
 
 // The last tag of the last bucket is free: a plan that keeps shards without shared memory has at most two phases.
@@ -341,7 +355,7 @@ void ParameterSync::agree(bool init_sync) {
   text << (agreement.number < 0 ? "a new engine" : c10::str("engine ", agreement.number)) << "\ninit_sync "
        << (init_sync ? "True" : "False") << "\nbucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20)
        << (context_.engine.is_revocable() ? "\nfastsync.Elastic True" : "") << "\nop " << word_for(context_.op)
-       << (context_.weight.is_on() ? ", weighted\n" : "\n") << context_.buffers.description() << optimizer_;
+       << (context_.weight.is_on() ? ", weighted\n" : "\n") << context_.buffers.description() << optimizer_ << states_;
   for (const Parameter& parameter : context_.parameters) {
     text << parameter.description(parameter.lock());
   }

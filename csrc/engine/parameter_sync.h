@@ -33,10 +33,7 @@ class ParameterSync {
   // ---- between steps ----
 
   // Notes that an optimizer has updated the parameters. Any thread may call it.
-  void note_update() {
-    context_.agreement->step_check.note_update();
-    context_.engine.note_update_for_weights();
-  }
+  void note_update() { context_.agreement->step_check.note_update(); }
 
   // Has the next step average a float32 tensor. It replaces an earlier one of that name.
   void piggyback(const std::string& name, const at::Tensor& value);
@@ -48,8 +45,9 @@ class ParameterSync {
   // have_hooks, hooks mark new gradients, so only the marks have to be read.
   void set_weight(double weight, bool have_hooks);
 
-  // Sets whether ranks join. If they do, the mean is over those that have not run out of gradients.
-  void set_joining(bool is_joining);
+  // Sets whether ranks join. If they do, the mean is over those that have not run out of gradients. `states` describes
+  // what they share at the end, and has to be equal on all.
+  void set_joining(bool is_joining, std::string states);
   // Notes that this rank has run out.
   void run_out() { context_.weight.set_active(false); }
   // The number of ranks that had not run out in the newest step; nan if one has failed. Waits for the device.
@@ -72,12 +70,14 @@ class ParameterSync {
 
   // ---- with shards, see Note [Shards] ----
 
-  // Has ranks keep shards of the means from the next step on. The description of what they do with them has to be equal
-  // on all ranks.
-  void set_shards(std::shared_ptr<Meeting> shards) { context_.shards = std::move(shards); }
+  // Has ranks keep shards of the means, which are dense, from the first step on.
+  void set_shards(std::shared_ptr<Meeting> shards);
   // Does so for ranks that share no memory. The ranks must have agreed.
   void set_shards_apart();
-  void set_optimizer(std::string description) { optimizer_ = std::move(description); }
+  // The description of what ranks do with their shards, which has to be equal on all of them. Empty without shards.
+  void set_optimizer(std::string description);
+  // Lets the ranks have the same gradients in the first step.
+  void expect_same_data() { context_.expects_same_data = true; }
   // A piece of a parameter's means: the parameter's index, the piece's first value, and the means.
   using Piece = std::tuple<size_t, int64_t, at::Tensor>;
   // This rank's pieces. They stay in the same memory from step to step, until their number is another.
@@ -135,6 +135,7 @@ class ParameterSync {
 
   const int64_t bucket_cap_bytes_;
   std::string optimizer_;  // what the ranks do with shards; empty without
+  std::string states_;     // what the ranks share at the end of join(); empty outside
   StepContext context_;
   int64_t weighted_step_ = -1;              // the step that the weight was set for
   std::unique_ptr<Step> step_;              // the step under way; null if there is none

@@ -87,6 +87,13 @@ at::Tensor SavedState::smallest_scale(const std::vector<ParameterId>& parameters
   return at::full({1}, smallest, at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
+void SavedState::forget_equal_state() {
+  for (auto& [key, entry] : entries_) {
+    entry.scale.reset();
+    entry.factor.reset();
+  }
+}
+
 // The parameter may have been cast or resized since. A residual gets the dtype and device that gradients have by now. A
 // residual of another size is of no use any more.
 std::vector<at::Tensor> SavedState::take_residuals(const std::vector<ParameterId>& parameters, c10::Device device) {

@@ -38,6 +38,9 @@ class SavedState {
   // Records the factors that are defined, likewise.
   void record_factors(const std::vector<ParameterId>& parameters, const std::vector<at::Tensor>& factors);
 
+  // Forgets all scales and factors, which have to be equal on all ranks.
+  void forget_equal_state();
+
   // Returns the scale that a bucket of these parameters starts with, as float32 [1] on the device. It is the smallest
   // of their scales, so that no gradient saturates. Undefined if a scale is unknown; then the gradients decide.
   at::Tensor smallest_scale(const std::vector<ParameterId>& parameters, c10::Device device) const;

@@ -79,13 +79,17 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
   SendOptions options{compressions_->at(values.numel()), step_under_way(), first_tag(bucket->agreement->number)};
   options.scatter = scatter;
-  const auto forget_scale = c10::make_scope_exit([&] {
+  auto if_it_fails = c10::make_scope_exit([&] {
     if (scatter) {
       bucket->set_scale({});  // because it has followed this rank's shard alone; the ranks agree on the next one anew
     }
   });
   const auto work = bucket->send({values}, options, start_bucket(*bucket));
   work->receive();
+  if_it_fails.release();
+  if (scatter) {
+    bucket->follow_all_shards(scatter->factor);
+  }
   liveness_->note_rest();
 }
 

@@ -32,6 +32,12 @@ Step::Step(StepContext& context, std::vector<Gradient> gradients)
   engine().begin_step();
 }
 
+Step::~Step() {
+  if (has_begun_to_send_ && !has_received_) {
+    context_.agreement->is_broken = true;
+  }
+}
+
 // ---- collecting -----------------------------------------------------------------------------------------------------
 
 void Step::mark_ready(size_t index) {
@@ -183,6 +189,9 @@ void Step::wait_for_gradients(const LayoutBucket& bucket) const {
 }
 
 void Step::send_next() {
+  if (!std::exchange(has_begun_to_send_, true)) {
+    engine().pass_agreement(*context_.agreement, number_);  // now, because in memory that ranks share sending may wait
+  }
   const size_t number = works_.size();
   const LayoutBucket& next = layout().buckets[number];
   Bucket& bucket = *next.bucket;
@@ -242,7 +251,7 @@ at::Tensor Step::side_values_to_send(c10::Device device, const std::vector<at::T
     side_values.named.put(kBuffers, context_.buffers.values(is_first));
     side_values.named.make_slots();
   }
-  const bool compares_data = engine().num_steps() == 1 && !context_.weight.is_on();
+  const bool compares_data = engine().num_steps() == 1 && !context_.weight.is_on() && !context_.expects_same_data;
   auto stamp = context_.agreement->step_check.stamp(
       context_.agreement->number, device, compares_data ? grads : at::TensorList(), engine().weight_check().get());
   return side_values.to_send(std::move(stamp), weight, context_.weight.is_active(), has_failed(), device);
@@ -262,6 +271,7 @@ void Step::receive() {
   if (!has_sent_all()) {
     return;
   }
+  has_received_ = true;
   context_.side_values.arrive(works_.back()->side_values(), engine().is_captured());
   if (!has_failed()) {
     take_signals();
@@ -365,7 +375,7 @@ at::Tensor Step::factors_of_used() const {
 }
 
 // Note [Shards]
-//   With attach(optimizer=) each rank keeps the means of its own shards, and steps these. `.grad` stays this rank's
+//   With shard_optimizer each rank keeps the means of its own shards, and steps these. `.grad` stays this rank's
 //   own. Ranks end a sync by telling each other the statistics of their shards: so each rank knows the norm, whether a
 //   mean is not finite, and which scale fp16 has next. A GradScaler looks at `.grad` alone. So if a mean is not finite,
 //   each rank makes a gradient of its own nan, and all scalers skip the same step.

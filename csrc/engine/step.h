@@ -34,6 +34,7 @@ struct StepContext {
   // Null unless ranks keep shards of the means. Then the gradients stay this rank's own, and the ranks tell each other
   // the statistics of their shards.
   std::shared_ptr<Meeting> shards = nullptr;
+  bool expects_same_data = false;  // whether no rank is warned if all ranks have the same gradients in the first step
 
   // The results of the newest step.
   NamedValues::Tensors means = {};     // the means of what was piggybacked
@@ -57,6 +58,8 @@ class Step {
  public:
   // Takes a gradient for each parameter. The layout must hold for their tensors. The context must outlive the step.
   Step(StepContext& context, std::vector<Gradient> gradients);
+  // Breaks the agreement if the step has sent something, and not received all of it. See Note [Agreement].
+  ~Step();
 
   int64_t number() const { return number_; }
   bool has_sent_all() const { return layout().is_made() && works_.size() == layout().buckets.size(); }
@@ -117,11 +120,13 @@ class Step {
   StepContext& context_;
   const int64_t number_;
   State state_ = State::kCollecting;
-  std::vector<Gradient> gradients_;                 // by parameter
+  std::vector<Gradient> gradients_;  // by parameter
   ClaimedMemory claimed_;
   std::vector<size_t> order_;                       // indices, as gradients got ready; kept while there is no layout
   std::vector<size_t> num_waiting_;                 // by bucket: how many gradients are not final
   std::vector<std::shared_ptr<BucketWork>> works_;  // the works of the buckets that were sent
+  bool has_begun_to_send_ = false;
+  bool has_received_ = false;
   bool has_told_stats_ = false;
   size_t num_tried_ = 0;              // how many of them receive_beside has tried
   std::optional<WeightSum> weights_;  // set once this rank's weight was sent

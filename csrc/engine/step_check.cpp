@@ -11,6 +11,7 @@
 #include <sstream>
 #include <utility>
 
+#include "engine/ranks_differ.h"
 #include "passes/graph_memory.h"
 #include "transport/agreement.h"
 
@@ -67,13 +68,22 @@ void StepCheck::begin_step(int64_t step, bool has_gradients) {
   const bool is_first = std::exchange(step_, step) < 0;
   const bool had_gradients = std::exchange(had_gradients_, has_gradients);
   says_nothing_ |= !has_gradients || !had_gradients;
+  has_stamped_ = false;
   num_updates_ += std::exchange(was_updated_, false) && !is_first ? 1 : 0;
 }
 
 std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device device, at::TensorList gradients,
                                                    WeightCheck* weights, bool in_rows) {
-  constexpr int64_t kOneOf = 16;
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (!std::exchange(has_stamped_, true)) {
+    newest_stamp_ = new_stamp(engine, device, gradients, weights, in_rows);
+  }
+  return newest_stamp_;
+}
+
+std::optional<std::vector<float>> StepCheck::new_stamp(int64_t engine, c10::Device device, at::TensorList gradients,
+                                                       WeightCheck* weights, bool in_rows) {
+  constexpr int64_t kOneOf = 16;
   const bool is_cheap = device.is_cpu() && in_rows;
   const int64_t num_before = is_cheap ? 0 : num_costly_++;
   // The second stamp has the weights after the first update. On a device the host would wait for the first one's sum.
@@ -91,7 +101,10 @@ std::optional<std::vector<float>> StepCheck::stamp(int64_t engine, c10::Device d
     own[kEngine] = static_cast<float>(engine + 1);
     own[kUpdates] = static_cast<float>(num_updates);
     own[kGradients] = gradients.empty() ? 0.0F : fingerprint_of(gradients);
-    own[kWeights] = weights == nullptr ? 0.0F : weights->number(step_);
+    const auto of_weights = weights == nullptr ? WeightCheck::Numbers() : weights->numbers(step_);
+    own[kSample] = of_weights.sample;
+    own[kWeights] = of_weights.weights;
+    own[kMachine] = of_weights.machine;
   }
   return stamp;
 }
@@ -131,9 +144,10 @@ void StepCheck::check(const at::Tensor& sum, WeightCheck* weights) const {
   if (ranks_of.size() <= 1) {
     warn_of_same_data(numbers.const_data_ptr<float>());
     if (weights != nullptr && !ranks_of.empty()) {
-      std::vector<float> of_weights;
-      for (int64_t rank = 0; rank < world_size_; ++rank) {
-        of_weights.push_back(numbers.const_data_ptr<float>()[kNumNumbers * rank + kWeights]);
+      std::vector<WeightCheck::Numbers> of_weights;
+      theirs = numbers.const_data_ptr<float>();
+      for (int64_t rank = 0; rank < world_size_; ++rank, theirs += kNumNumbers) {
+        of_weights.push_back({theirs[kSample], theirs[kWeights], theirs[kMachine]});
       }
       weights->arrive(of_weights, ranks_of.begin()->first.first, step_);
     }
@@ -145,11 +159,12 @@ void StepCheck::check(const at::Tensor& sum, WeightCheck* weights) const {
     who << (who.tellp() > 0 ? "; " : "") << ranks << ": engine " << engine << ", " << num_updates
         << (num_updates == 1 ? " update" : " updates");
   }
-  TORCH_CHECK(false, "fastsync: the ranks have averaged gradients that do not belong together, by step ", step_, " of ",
-              what_, ". The engines that met, and how often each had seen its parameters updated since they met ",
-              "before: ", who.str(), ". Has a rank run a backward more than the others, left out an optimizer step, ",
-              "or run its backwards, or attach(), in another order? These gradients are no ",
-              "mean: go on from a checkpoint. Where ranks may differ so, FASTSYNC_STEP_CHECK=0 turns this check off");
+  throw RanksDifferError(c10::str(
+      "fastsync: the ranks have averaged gradients that do not belong together, by step ", step_, " of ", what_,
+      ". The engines that met, and how often each had seen its parameters updated since they met before: ", who.str(),
+      ". Has a rank run a backward more than the others, left out an optimizer step, or run its ",
+      "backwards, or attach(), in another order? These gradients are no mean: go on from a checkpoint. Where ",
+      "ranks may differ so, FASTSYNC_STEP_CHECK=0 turns this check off"));
 }
 
 void StepCheck::warn_of_same_data(const float* numbers) const {

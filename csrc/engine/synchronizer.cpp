@@ -19,6 +19,19 @@ constexpr char kSequenceOfAllGroups = 0;
 
 constexpr auto kInChild = "call detach() in the child";
 
+std::vector<const void*> sequences_of(const std::vector<at::Tensor>& parameters,
+                                      const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const auto num_on_cpu = std::ranges::count_if(parameters, [](const at::Tensor& each) { return each.is_cpu(); });
+  std::vector<const void*> sequences;
+  if (num_on_cpu > 0) {
+    sequences.push_back(group.get());
+  }
+  if (num_on_cpu < std::ssize(parameters)) {
+    sequences.push_back(&kSequenceOfAllGroups);
+  }
+  return sequences;
+}
+
 void check_outside_backward(const char* caller) {
   TORCH_CHECK(current_graph_task() == kNoGraphTask, "fastsync: ", caller,
               " was called inside a backward; call it after");
@@ -29,7 +42,8 @@ void check_outside_backward(const char* caller) {
 // Note [Order of engines]
 // All ranks must send in one order. The buckets of one engine have an order. The buckets of two engines have none if
 // their gradients get ready side by side. So only the first engine of a sequence sends while backward goes on. At the
-// end of backward the others follow, in the order in which they were attached.
+// end of backward the others follow, in the order in which they were attached. The engines of a group are a sequence
+// for their parameters on the CPU. All engines are one for parameters on devices. An engine with both is in both.
 class Synchronizer::Attached {
  public:
   static Attached& all() {
@@ -66,13 +80,17 @@ class Synchronizer::Attached {
     std::weak_ptr<Synchronizer> owner;
   };
 
-  // Tells each engine whether it is the first of its sequence, so that no gradient has to take the lock. An engine that
-  // has expired may be gone: in a forked child it does not remove itself.
+  // Tells each engine whether it is the first of its sequences, so that no gradient has to take the lock. An engine
+  // that has expired may be gone: in a forked child it does not remove itself.
   void note_the_first() {
     std::set<const void*> seen;
     for (const Entry& entry : engines_) {
       if (!entry.owner.expired()) {
-        entry.engine->is_first_ = seen.insert(entry.engine->sequence_).second;
+        bool is_first = true;
+        for (const void* const sequence : entry.engine->sequences_) {
+          is_first &= seen.insert(sequence).second;
+        }
+        entry.engine->is_first_ = is_first;
       }
     }
   }
@@ -86,8 +104,8 @@ Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vecto
                            const std::set<std::string>& sparse)
     : EngineState(group, "the engine of parameter " + names.front(), "with sync.join():"),
       sync_(*this, parameters, std::move(names), bucket_cap_bytes, op, sparse),
-      is_on_cpu_(parameters.front().is_cpu()),
-      sequence_(is_on_cpu_ ? static_cast<const void*>(group.get()) : &kSequenceOfAllGroups),
+      is_on_cpu_(std::ranges::all_of(parameters, [](const at::Tensor& parameter) { return parameter.is_cpu(); })),
+      sequences_(sequences_of(parameters, group)),
       backward_([this] { return sync_.is_under_way(); }, &finish, &send_leftovers) {}
 
 Synchronizer::~Synchronizer() {

@@ -68,10 +68,10 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   static void finish(int graph_task);
 
   ParameterSync sync_;
-  const bool is_on_cpu_;
-  const void* const sequence_;          // engines of one sequence must call in the same order on all ranks
-  std::atomic<bool> is_first_ = false;  // whether it is the first of them, see Note [Order of engines]
-  Backward backward_;                   // the owner of the step under way
+  const bool is_on_cpu_;                      // whether all its parameters are
+  const std::vector<const void*> sequences_;  // engines of one sequence must call in the same order on all ranks
+  std::atomic<bool> is_first_ = false;        // whether it is the first of them, see Note [Order of engines]
+  Backward backward_;                         // the owner of the step under way
   std::vector<std::shared_ptr<GradientHook>> hooks_;  // one for each parameter, while attached
   bool overlaps_ = false;                             // whether hooks send gradients while backward goes on
   bool is_enabled_ = true;

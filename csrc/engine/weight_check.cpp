@@ -1,215 +1,138 @@
 #include "engine/weight_check.h"
 
-#include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
-#include <chrono>
 #include <map>
 #include <set>
-#include <sstream>
-#include <thread>
 
+#include "engine/ranks_differ.h"
+#include "passes/graph_memory.h"
 #include "transport/agreement.h"
-#include "transport/store_connection.h"
 
 namespace fastsync {
 
 namespace {
 
-using std::chrono::steady_clock;
+constexpr auto kMostSeconds = std::chrono::seconds(30);
+// The sum with the number of a sample arrives after the next stamp was made.
+constexpr size_t kMostSent = 2;
 
-constexpr int64_t kMostValues = 64;  // of each parameter
-constexpr auto kMostSeconds = std::chrono::seconds(5);
-constexpr auto kPause = std::chrono::milliseconds(10);
-
-// SplitMix64 (Steele, Lea, Flood, 2014).
-uint64_t random_of(uint64_t seed) {
-  seed += 0x9E3779B97F4A7C15ULL;
-  seed = (seed ^ (seed >> 30U)) * 0xBF58476D1CE4E5B9ULL;
-  seed = (seed ^ (seed >> 27U)) * 0x94D049BB133111EBULL;
-  return seed ^ (seed >> 31U);
-}
-
-// Whether the parameter has values of its own that can be read here: none of a subclass, which Python computes.
-bool is_plain(const at::Tensor& parameter) {
-  return parameter.defined() && parameter.requires_grad() && parameter.numel() > 0 &&
-         parameter.layout() == at::kStrided && !parameter.is_meta() && parameter.has_storage() &&
-         !parameter.key_set().has(c10::DispatchKey::Python);
-}
-
-// Returns evenly spaced values of a tensor. Where they begin depends on the seed.
-at::Tensor some_values(const at::Tensor& tensor, uint64_t seed) {
-  const at::Tensor flat = tensor.detach().reshape({-1});
-  const int64_t numel = flat.numel();
-  const int64_t count = std::min(numel, kMostValues);
-  const int64_t stride = numel / count;
-  const auto begin = static_cast<int64_t>(random_of(seed) % static_cast<uint64_t>(numel - (count - 1) * stride));
-  return flat.as_strided({count}, {stride}, flat.storage_offset() + begin);
-}
-
-std::string bytes_of(const at::Tensor& values) {
-  const auto size = static_cast<size_t>(values.itemsize());
-  const auto stride = static_cast<size_t>(values.stride(0)) * size;
-  const auto* const data = static_cast<const char*>(values.const_data_ptr());
-  std::string bytes;
-  bytes.reserve(size * static_cast<size_t>(values.numel()));
-  for (int64_t i = 0; i < values.numel(); ++i) {
-    bytes.append(data + static_cast<size_t>(i) * stride, size);
-  }
-  return bytes;
+// Returns a whole number above 0 that float32 holds.
+float as_number(const std::string& text) {
+  constexpr uint64_t kMost = (1 << 24) - 1;
+  return static_cast<float>(1 + fingerprint(text) % kMost);
 }
 
 }  // namespace
 
 WeightCheck::WeightCheck(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& parameters,
-                         std::vector<std::string> names)
-    : group_(std::move(group)), names_(std::move(names)) {
+                         std::vector<std::string> names, std::string machine)
+    : group_(std::move(group)), names_(std::move(names)), machine_(std::move(machine)) {
   for (const at::Tensor& parameter : parameters) {
     ids_.emplace_back(parameter.getIntrusivePtr());
   }
 }
 
-void WeightCheck::note_update() {
+bool WeightCheck::note_update(int64_t step) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  was_updated_ = true;
-}
-
-float WeightCheck::number(int64_t step) {
-  constexpr uint64_t kMost = (1 << 24) - 1;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!pending_) {
-    const bool is_first = was_updated_ && !std::exchange(follows_update_, was_updated_);
-    if (!is_first && step / kEvery <= newest_ / kEvery) {
-      return 0.0F;
-    }
-    newest_ = step;
-    pending_ = take(step);
-    if (!pending_->on_their_way.empty()) {
-      return 0.0F;
+  const bool is_due = newest_ < 0 || step / kEvery != newest_ / kEvery;
+  if (step < 0 || (!is_due && (step != newest_ || !pending_))) {
+    return false;
+  }
+  std::vector<at::Tensor> trained;
+  for (const ParameterId& id : ids_) {
+    const at::Tensor parameter(id.lock());
+    trained.push_back(parameter.defined() && parameter.requires_grad() ? parameter : at::Tensor());
+    if (parameter.defined() && is_capturing(parameter.device())) {
+      return false;
     }
   }
-  digests_ = digests_of(std::move(*pending_));
+  newest_ = step;
+  pending_.emplace(trained, static_cast<uint64_t>(step));
+  return true;
+}
+
+WeightCheck::Numbers WeightCheck::numbers(int64_t step) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const float machine = as_number(machine_);
+  if (step <= newest_) {
+    pending_.reset();  // the steps since were taken back
+  }
+  if (!pending_ || (pending_->is_on_its_way() && step < newest_ + kStepsOnTheWay)) {
+    return {.machine = machine};
+  }
+  const float sample = as_number(c10::str(newest_, "\n", machine_, "\n", pending_->which()));
+  const std::string text = pending_->text();
   pending_.reset();
-  const std::string all(reinterpret_cast<const char*>(digests_.data()), digests_.size() * sizeof(uint64_t));
-  return static_cast<float>(1 + fingerprint(all) % kMost);
+  sent_.emplace_back(sample, text);
+  if (sent_.size() > kMostSent) {
+    sent_.pop_front();
+  }
+  return {.sample = sample, .weights = as_number(text), .machine = machine};
 }
 
-WeightCheck::Sample WeightCheck::take(int64_t step) const {
-  const at::NoGradGuard no_grad;
-  Sample sample;
-  sample.values.resize(ids_.size());
-  // By device and dtype, because one copy takes all of them.
-  std::map<std::string, std::pair<std::vector<size_t>, std::vector<at::Tensor>>> on_devices;
-  for (size_t i = 0; i < ids_.size(); ++i) {
-    const at::Tensor parameter(ids_[i].lock());
-    if (!is_plain(parameter)) {
-      continue;
-    }
-    const at::Tensor values = some_values(parameter, static_cast<uint64_t>(step) * ids_.size() + i);
-    if (values.is_cpu()) {
-      sample.values[i] = bytes_of(values);
-    } else {
-      auto& [indices, tensors] = on_devices[c10::str(values.device(), values.scalar_type())];
-      indices.push_back(i);
-      tensors.push_back(values);
-    }
-  }
-  for (const auto& [key, each] : on_devices) {
-    const auto& [indices, tensors] = each;
-    const at::Tensor all = at::cat(tensors);
-    const c10::Device device = all.device();
-    const at::Tensor host = at::empty(all.sizes(), all.options().device(at::kCPU).pinned_memory(true));
-    host.copy_(all, /*non_blocking=*/true);
-    c10::Event& has_come = sample.have_come.emplace_back(device.type());
-    has_come.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    int64_t begin = 0;
-    for (size_t i = 0; i < indices.size(); ++i) {
-      sample.on_their_way.emplace_back(indices[i], host.narrow(0, begin, tensors[i].numel()));
-      begin += tensors[i].numel();
-    }
-  }
-  return sample;
-}
-
-std::vector<uint64_t> WeightCheck::digests_of(Sample sample) {
-  for (const c10::Event& event : sample.have_come) {
-    if (!event.query()) {  // it was recorded some steps ago
-      event.synchronize();
-    }
-  }
-  for (const auto& [index, values] : sample.on_their_way) {
-    sample.values[index] = bytes_of(values);
-  }
-  std::vector<uint64_t> digests;
-  std::ranges::transform(sample.values, std::back_inserter(digests), fingerprint);
-  return digests;
-}
-
-void WeightCheck::arrive(const std::vector<float>& numbers, int64_t engine, int64_t step) {
+void WeightCheck::arrive(const std::vector<Numbers>& numbers, int64_t engine, int64_t step) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::set<float> different(numbers.begin(), numbers.end());
-  different.erase(0.0F);
-  if (different.size() <= 1) {
+  if (!has_warned_of_machines_) {
+    warn_of_machines(numbers, c10::str("fastsync/machines/", engine, "/", step));
+  }
+  std::map<float, std::pair<std::vector<int64_t>, std::set<float>>> found;  // ranks and numbers, by what a sample is of
+  for (size_t rank = 0; rank < numbers.size(); ++rank) {
+    auto& [ranks, weights] = found[numbers[rank].sample];
+    ranks.push_back(static_cast<int64_t>(rank));
+    weights.insert(numbers[rank].weights);
+  }
+  found.erase(0.0F);
+  const auto parted = std::ranges::find_if(found, [](const auto& each) { return each.second.second.size() > 1; });
+  if (parted == found.end()) {
     return;
   }
-  TORCH_CHECK(
-      false, "fastsync: the ranks hold different weights: ", difference(engine, step), ". They were found by step ",
-      step, ", and go on parting, whatever gradients they average. Four causes are usual. A rank stepped another ",
-      "optimizer, or none. The optimizer keeps copies of the weights that it took before they were made equal. A ",
-      "parameter was changed in place with other data on each rank. Or a state was not shared, such as that ",
-      "of an optimizer which only one rank has loaded. Give all ranks the weights and the states of one. ",
-      "Where weights are meant to differ, pass check_weights=False");
+  const auto& ranks = parted->second.first;
+  const auto own = std::ranges::find(sent_, parted->first, &std::pair<float, std::string>::first);
+  const std::string old_key = std::exchange(key_, c10::str("fastsync/weights/", engine, "/", step));
+  const auto difference =
+      find_difference(group_, ranks, key_, names_, own == sent_.end() ? "" : own->second, kMostSeconds, old_key);
+  if (difference && difference->is_rounding) {
+    if (!std::exchange(has_warned_of_rounding_, true) && ranks.front() == group_->getRank()) {
+      TORCH_WARN("fastsync: the weights of the ranks differ by what looks like roundings, and may part slowly: the ",
+                 "first parameter that differs is ", difference->what, ". Restore weights by copying them back, and ",
+                 "not by taking away what was added. Or call fastsync.sync_weights(model) now and then, on every rank");
+    }
+    return;
+  }
+  throw RanksDifferError(c10::str(
+      "fastsync: the ranks hold different weights: ",
+      difference && !difference->what.empty() ? "the first parameter that differs is " + difference->what
+                                              : "the store of their group does not tell which",
+      ". They were found by step ", step, ", and go on parting, whatever gradients they average. Usual causes: a rank ",
+      "stepped another optimizer, or none. A backward past the averaging added gradients of its own rank. The ",
+      "optimizer keeps copies of the weights that it took before they were made equal. A parameter was changed in ",
+      "place with other data on each rank, as a forward of nn.Embedding(max_norm=) does. A state was not shared, such ",
+      "as that of an optimizer which only one rank has loaded. Or the weights are meant to differ: then pass ",
+      "check_weights=False. Else mend the cause, and give all ranks the weights and the states of one"));
 }
 
-// Returns the first parameter that differs, and which ranks have the same values of it. Each rank writes what it has
-// under a key of its own. If a rank does not come, only the fact is told.
-std::string WeightCheck::difference(int64_t engine, int64_t step) const {
-  if (!StoreConnection::can_use(group_->getStore())) {
-    return "they have no store to tell each other which";
-  }
-  std::vector<std::string> keys;
-  for (int64_t rank = 0; rank < group_->getSize(); ++rank) {
-    keys.push_back(c10::str("fastsync/weights/", engine, "/", step, "/", rank));
-  }
-  std::vector<std::string> texts;
-  try {
-    const StoreConnection connection(group_->getStore());
-    const std::string own(reinterpret_cast<const char*>(digests_.data()), digests_.size() * sizeof(uint64_t));
-    connection.store()->set(keys[static_cast<size_t>(group_->getRank())], std::vector<uint8_t>(own.begin(), own.end()));
-    const auto until = steady_clock::now() + kMostSeconds;
-    while (steady_clock::now() < until) {
-      texts = connection.get(keys);
-      if (std::ranges::none_of(texts, &std::string::empty)) {
-        break;
-      }
-      std::this_thread::sleep_for(kPause);
-    }
-  } catch (const std::exception&) {
-    return "the store of their group does not tell which";
-  }
-  for (size_t i = 0; i < names_.size(); ++i) {
-    std::map<std::string, std::string> ranks_of;  // by digest
-    for (size_t rank = 0; rank < texts.size(); ++rank) {
-      if (texts[rank].size() == digests_.size() * sizeof(uint64_t)) {
-        std::string& ranks = ranks_of[texts[rank].substr(i * sizeof(uint64_t), sizeof(uint64_t))];
-        ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(rank);
-      }
-    }
-    if (ranks_of.size() > 1) {
-      std::vector<std::string> groups;
-      for (const auto& each : ranks_of) {
-        groups.push_back(each.second);
-      }
-      std::ranges::sort(groups);
-      std::string who;
-      for (const std::string& each : groups) {
-        who += (who.empty() ? "" : "; ") + each;
-      }
-      return c10::str("the first parameter that differs is ", names_[i], ", and these have the same values: ", who);
+// All ranks see it in the same step, and tell in the store what they are. The first one reads it.
+void WeightCheck::warn_of_machines(const std::vector<Numbers>& numbers, const std::string& key) {
+  std::vector<int64_t> ranks;
+  std::set<float> machines;
+  for (size_t rank = 0; rank < numbers.size(); ++rank) {
+    if (numbers[rank].machine != 0.0F) {
+      ranks.push_back(static_cast<int64_t>(rank));
+      machines.insert(numbers[rank].machine);
     }
   }
-  return "the store of their group does not tell which";
+  if (machines.size() <= 1) {
+    return;
+  }
+  has_warned_of_machines_ = true;
+  const bool warns = ranks.front() == group_->getRank();
+  const auto texts = tell_in_store(group_, ranks, key, machine_, warns ? kMostSeconds : std::chrono::seconds(0));
+  if (warns) {
+    TORCH_WARN("fastsync: the ranks compute on unlike machines, which may round in other ways, so their weights may ",
+               "part slowly, and only those of like machines are compared: ",
+               texts ? who_has(ranks, *texts) : "the store of their group does not tell which",
+               ". Call fastsync.sync_weights(model) now and then, on every rank");
+  }
 }
 
 }  // namespace fastsync

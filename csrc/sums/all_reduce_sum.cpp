@@ -40,12 +40,17 @@ AllReduceSum::AllReduceSum(FlatGradients gradients, std::shared_ptr<const Team> 
       is_in_place_ ? gradients_.grads.front().view({-1}) : wire_memory(kept, bytes, *team_->group(), gradients_.device);
 }
 
-// Whether the gradients are their own wire, and the group multiplies them as packing would. The count of saturated
-// values stays 0 then. Only two ranks let the group multiply. With more of them NCCL cannot add in the switch what it
-// averages, and adds in another order than what DDP has multiplied before.
+// Whether the gradients are their own wire, and the group multiplies them as packing would, or there is one rank. The
+// count of saturated values stays 0 then. Only two ranks let the group multiply. With more of them NCCL cannot add in
+// the switch what it averages, and adds in another order than what DDP has multiplied before.
 bool AllReduceSum::needs_no_packing() const {
   return is_lossless_ && is_in_place_ && !gradients_.weight.defined() && !gradients_.residual.defined() &&
-         !gradients_.device.is_cpu() && (team_->size() == 1 || (team_->size() == 2 && team_->averages_by_factors()));
+         (team_->size() == 1 || (team_->size() == 2 && team_->averages_by_factors()));
+}
+
+// Whether unpacking would only take the statistics, which nobody needs.
+bool AllReduceSum::needs_no_unpacking() const {
+  return is_in_place_ && gradients_.mean_factor == 1.0 && !gradients_.scale.defined() && !gradients_.needs_stats;
 }
 
 void AllReduceSum::send() {
@@ -73,8 +78,12 @@ void AllReduceSum::finish(const std::function<void()>& on_reduced) {
     gradients_.side_values = memory_.narrow(0, num_bytes_, gradients_.side_bytes()).view(at::kFloat);
   }
   on_reduced();
-  gradients_.unpack(all_values(), memory_.data_ptr(), /*num_wires=*/1, /*stride=*/0, gradients_.mean_factor,
-                    Position());
+  if (needs_no_unpacking()) {
+    unmeasured_ = gradients_.grads.front();
+  } else {
+    gradients_.unpack(gradients_.all_values(), memory_.data_ptr(), /*num_wires=*/1, /*stride=*/0,
+                      gradients_.mean_factor, Position());
+  }
   use_memory_on_current_stream();
 }
 

@@ -27,10 +27,11 @@ class AllReduceSum final : public SumWork {
   bool may_be_sent_again() const override { return true; }
   void finish(const std::function<void()>& on_reduced) override;
   int64_t sent_bytes() const override { return transfer_->sent_bytes(); }
+  at::Tensor unmeasured() const override { return unmeasured_; }
 
  private:
-  std::vector<Range> all_values() const { return {{0, gradients_.num_values, /*offset=*/0}}; }
   bool needs_no_packing() const;
+  bool needs_no_unpacking() const;
 
   const std::shared_ptr<const Team> team_;
   const bool is_lossless_;
@@ -38,6 +39,7 @@ class AllReduceSum final : public SumWork {
   const int64_t num_bytes_;   // the size of the gradients on the wire
   bool carries_side_values_;  // whether side values travel behind the gradients
   std::unique_ptr<Transfer> transfer_;
+  at::Tensor unmeasured_;
 };
 
 }  // namespace fastsync

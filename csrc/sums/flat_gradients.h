@@ -43,6 +43,7 @@ struct FlatGradients {
   int64_t num_values;                    // how many values the gradients take on the wire, with the gaps between them
   at::Tensor scale;                      // the bucket's scale; undefined if there is none
   at::Tensor stats;                      // the bucket's statistics, float64 [kNumStats]
+  bool needs_stats = true;               // whether somebody may ask for the statistics
   std::shared_ptr<Workspace> workspace;  // the bucket's
   at::Tensor side_values;    // float32, on the device, summed over the ranks as they are; undefined if there are none
   at::Tensor output;         // takes this rank's shard of the result in place of the gradients; else undefined
@@ -55,6 +56,7 @@ struct FlatGradients {
   // They are Compute<G> [num_values], and the segments point to them. Undefined without error feedback.
   at::Tensor residual;
 
+  std::vector<Range> all_values() const { return {{0, num_values, /*offset=*/0}}; }
   int64_t side_bytes() const { return side_values.defined() ? static_cast<int64_t>(side_values.nbytes()) : 0; }
   // Has unpack write to memory that nobody reads, so that the gradients stay what they are. Call it after the last
   // pack.

@@ -85,10 +85,12 @@ class Planner {
 
   // Returns how many values each chunk but the last has, if there are so many values in all.
   int64_t chunk_length(int64_t num_values) const {
+    if (!plan_.team->device().is_cpu()) {
+      return INT64_MAX / 2 / kBlockValues * kBlockValues;
+    }
     const bool is_small = !key_.shares_memory && bytes_of(num_values, key_.grad_dtype) <= kOneChunkBytes;
     const int64_t least = is_small ? kOneChunkBytes : num_shards_ * kSmallestShardBytes;
-    const int64_t bytes = plan_.team->device().is_cpu() ? std::max(kChunkBytes, least) : INT64_MAX / 2;
-    return values_in(bytes, key_.wire_dtype) / kBlockValues * kBlockValues;
+    return values_in(std::max(kChunkBytes, least), key_.wire_dtype) / kBlockValues * kBlockValues;
   }
 
   // Cuts so many values into chunks of this length. Without any values there is still a chunk for side values.

@@ -45,6 +45,9 @@ class SumWork {
   virtual void finish(const std::function<void()>& on_reduced) = 0;
 
   virtual int64_t sent_bytes() const = 0;  // valid after finish
+  // After finish: the means whose statistics were not taken, because nobody needs them and nothing else was left to do.
+  // Undefined if they were.
+  virtual at::Tensor unmeasured() const { return {}; }
 
  protected:
   void* address(int64_t offset) const { return advance(memory_.data_ptr(), offset); }

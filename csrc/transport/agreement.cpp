@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <exception>
 #include <map>
 #include <sstream>
@@ -22,7 +23,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // The version of fastsync's protocol: how buckets are laid out, the order of messages, wires, side values. Raise it
 // with each change of these, because ranks with different versions would add up what does not belong together.
-constexpr int kProtocol = 3;
+constexpr int kProtocol = 4;
 const char* const kProtocolLine = "fastsync's protocol ";
 
 // Calls look until the work is done, and sleeps in between. Each sleep is a part of the time that the wait has lasted,
@@ -107,17 +108,19 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& tex
   std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
   std::vector<std::string> texts;
   for (const at::Tensor& row : all_gather(group, padded, device).unbind()) {
-    texts.emplace_back(reinterpret_cast<const char*>(row.data_ptr<uint8_t>()));
+    const auto* const theirs = reinterpret_cast<const char*>(row.const_data_ptr<uint8_t>());
+    texts.emplace_back(theirs, strnlen(theirs, size));  // a peer may have ended its text or not
   }
   return texts;
 }
 
 // The next number is atomic, because threads that have groups of their own may agree at the same time.
-int64_t check_agreement(const Group& group, const std::string& lines, c10::Device device, const std::string& what,
-                        const std::function<void()>& look) {
+Agreed check_agreement(const Group& group, const std::string& lines, c10::Device device, const std::string& what,
+                       const std::function<void()>& look, bool has_failed) {
   static std::atomic<int64_t> next_number{0};
+  constexpr int64_t kFailed = int64_t{1} << 62;  // added to the size of a rank that has failed
   if (group->getSize() == 1) {
-    return next_number++;
+    return {next_number++, has_failed};
   }
   TORCH_CHECK(!is_capturing(device),
               "fastsync: the ranks have to agree on what to synchronise, which cannot be part of ",
@@ -126,16 +129,23 @@ int64_t check_agreement(const Group& group, const std::string& lines, c10::Devic
   const at::Tensor mine = at::tensor(
       {static_cast<int64_t>(fingerprint(description)), static_cast<int64_t>(description.size()), next_number.load()},
       at::kLong);
-  const at::Tensor all = all_gather(group, mine, device, look);
+  const at::Tensor sent = mine.clone();
+  sent[1] += has_failed ? kFailed : 0;
+  const at::Tensor all = all_gather(group, sent, device, look);
+  const bool has_one_failed = all.select(1, 1).ge(kFailed).any().item<bool>();
+  all.select(1, 1).remainder_(kFailed);
   const at::Tensor is_same = (all == mine).all(/*dim=*/0);
   const at::Tensor largest = all.amax(/*dim=*/0);
   if (is_same[0].item<bool>() && is_same[1].item<bool>()) {
     const auto number = largest[2].item<int64_t>();
     for (int64_t now = next_number; now <= number && !next_number.compare_exchange_weak(now, number + 1);) {
     }
-    return number;
+    return {number, has_one_failed};
   }
-  const auto texts = gather_texts(group, description, largest[1].item<int64_t>() + 1, device);
+  constexpr int64_t kLongest = 1 << 28;
+  const auto longest = largest[1].item<int64_t>();
+  TORCH_CHECK(longest < kLongest, "a rank told of a description of ", longest, " bytes");
+  const auto texts = gather_texts(group, description, longest + 1, device);
   const std::string difference = first_difference(texts);
   const bool are_versions = difference.find(kProtocolLine) != std::string::npos;
   C10_THROW_ERROR(ValueError, c10::str("fastsync: the ranks do not agree on ", what, ": ", difference, "; ",

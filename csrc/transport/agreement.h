@@ -23,14 +23,20 @@ std::vector<std::string> gather_texts(const c10::intrusive_ptr<c10d::ProcessGrou
 // afterwards. Other backends take no notice.
 void close_connections(c10d::ProcessGroup& group);
 
+// What check_agreement finds out.
+struct Agreed {
+  int64_t number;       // it is the same on all ranks of the group, and no earlier call has returned it
+  bool has_one_failed;  // whether a rank has said so
+};
+
 // Compares lines of text, and the version of fastsync's protocol, over all ranks of the group. If they differ, every
 // rank throws c10::ValueError with the first line that differs, and which ranks have which version of it. `what` names
-// in the error what they do not agree on. While ranks agree, only a hash travels, as a tensor on the device. Returns a
-// number that is the same on all ranks of the group, and that no earlier call has returned.
+// in the error what they do not agree on. While ranks agree, only a hash travels, as a tensor on the device. Each
+// rank also says whether it has failed.
 // With Gloo it calls `look` while it waits. If `look` throws, the wait ends, and this rank's connections of the group
 // are closed.
-int64_t check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& lines,
-                        c10::Device device, const std::string& what = "what to synchronise",
-                        const std::function<void()>& look = nullptr);
+Agreed check_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& lines,
+                       c10::Device device, const std::string& what = "what to synchronise",
+                       const std::function<void()>& look = nullptr, bool has_failed = false);
 
 }  // namespace fastsync

@@ -45,8 +45,8 @@ std::vector<std::string> vote(const Group& group, const std::function<std::strin
   text = failure.empty() ? text : "-" + failure;
   std::vector<std::string> told = gather_texts(group, text.substr(0, kLongestText - 1), kLongestText, c10::kCPU);
   for (size_t rank = 0; rank < told.size(); ++rank) {
-    if (told[rank].front() == '-') {
-      throw CannotShare{c10::str("rank ", rank, ": ", told[rank].substr(1))};
+    if (!told[rank].starts_with('+')) {
+      throw CannotShare{c10::str("rank ", rank, ": ", told[rank].empty() ? "no answer" : told[rank].substr(1))};
     }
     told[rank].erase(0, 1);
   }

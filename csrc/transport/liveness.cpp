@@ -57,7 +57,9 @@ void Liveness::pass_agreement(int64_t step, int64_t number) {
   if (std::exchange(status.passed_step, step) != step) {
     status.passed.clear();
   }
-  status.passed.push_back(number);
+  if (status.passed.empty() || status.passed.back() != number) {
+    status.passed.push_back(number);
+  }
 }
 
 void Liveness::forget_passed_agreements() {

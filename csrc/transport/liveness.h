@@ -25,7 +25,9 @@ class Liveness {
   Liveness(const Group& group, const std::string& engine, std::string join = "");
 
   int64_t rank() const { return rank_; }
-  const std::string& join() const { return join_; }
+  std::string join() const { return is_joining_ ? "" : join_; }
+  // Sets whether this rank is in that context. Then errors do not name it.
+  void set_joining(bool is_joining) { is_joining_ = is_joining; }
 
   // The next four functions are explained in Note [Agreement], in engine/bucket.h.
 
@@ -67,6 +69,7 @@ class Liveness {
 
   const int64_t rank_;
   const std::string join_;
+  std::atomic<bool> is_joining_ = false;
   const std::shared_ptr<Heartbeats> heartbeats_;  // the group's; null if there are none
   const std::shared_ptr<SharedStatus> shared_;
   bool has_failed_ = false;  // guarded by the status's mutex

@@ -10,6 +10,13 @@
 
 namespace fastsync {
 
+std::vector<double> numbers_in(const double* row, int64_t length) {
+  const double count = row[0];  // read once, because another process may write to it
+  TORCH_CHECK(count >= 0.0 && count < static_cast<double>(length), "a rank told of ", count,
+              " numbers, where there is ", "room for ", length - 1);
+  return {row + 1, row + 1 + static_cast<int64_t>(count)};
+}
+
 MeetingByMessages::MeetingByMessages(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device,
                                      int64_t num_numbers, int tag)
     : team_(make_team(std::move(group), device)), ranks_(team_->size()), tag_(tag) {
@@ -21,8 +28,8 @@ MeetingByMessages::MeetingByMessages(c10::intrusive_ptr<c10d::ProcessGroup> grou
 // Each time the rows are others, because messages of a meeting that has failed may still arrive in the old ones.
 void MeetingByMessages::tell(const std::vector<double>& numbers) {
   TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) < num_numbers_);
-  TORCH_CHECK(!is_capturing(team_->device()), "attach(optimizer=) has the host wait for the other ranks, which cannot ",
-              "be part of a CUDA graph; leave optimizer= out, or train without the graph");
+  TORCH_CHECK(!is_capturing(team_->device()), "shard_optimizer has the host wait for the other ranks, which cannot ",
+              "be part of a CUDA graph; leave it out, or train without the graph");
   const at::Tensor own = at::zeros({num_numbers_}, at::kDouble);
   own.data_ptr<double>()[0] = static_cast<double>(numbers.size());
   std::copy(numbers.begin(), numbers.end(), own.data_ptr<double>() + 1);
@@ -41,8 +48,7 @@ std::vector<std::vector<double>> MeetingByMessages::hear() {
   const at::Tensor rows = rows_.cpu();
   std::vector<std::vector<double>> all;
   for (int64_t rank = 0; rank < team_->size(); ++rank) {
-    const double* const theirs = rows.const_data_ptr<double>() + rank * num_numbers_;
-    all.emplace_back(theirs + 1, theirs + 1 + static_cast<int64_t>(theirs[0]));
+    all.push_back(numbers_in(rows.const_data_ptr<double>() + rank * num_numbers_, num_numbers_));
   }
   return all;
 }

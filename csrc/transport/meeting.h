@@ -33,6 +33,9 @@ class Meeting {
   }
 };
 
+// Reads a row in which a rank tells numbers: how many, and then these. Throws c10::Error if the row is too short.
+std::vector<double> numbers_in(const double* row, int64_t length);
+
 // All ranks of a group meet by messages. On a device the host waits for it, in `tell` and in `hear`.
 class MeetingByMessages final : public Meeting {
  public:

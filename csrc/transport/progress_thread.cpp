@@ -96,8 +96,7 @@ void ProgressThread::post(c10::Device device, std::function<void()> task, bool i
   }
   {
     const std::lock_guard<std::mutex> lock(queues_->mutex);
-    (is_urgent ? queues_->urgent : queues_->others).push_back(std::move(task));
-    if (!std::exchange(queues_->has_thread, true)) {
+    if (!queues_->has_thread) {
       std::thread([queues = queues_] {
         pthread_setname_np(pthread_self(), "fastsync");
         use_one_thread();
@@ -105,7 +104,9 @@ void ProgressThread::post(c10::Device device, std::function<void()> task, bool i
           next();
         }
       }).detach();
+      queues_->has_thread = true;
     }
+    (is_urgent ? queues_->urgent : queues_->others).push_back(std::move(task));
   }
   queues_->changed.notify_one();
 }

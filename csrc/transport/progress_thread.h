@@ -22,7 +22,8 @@ class ProgressThread {
   ProgressThread(const ProgressThread&) = delete;
   ProgressThread& operator=(const ProgressThread&) = delete;
 
-  // On a CPU tasks run one after the other, and urgent ones first. On CUDA a task runs at once, on a stream that first
+  // On a CPU tasks run one after the other, and urgent ones first. Throws std::system_error, and drops the task, if
+  // there is no thread and none can be started. On CUDA a task runs at once, on a stream that first
   // waits for what the current stream has been given so far.
   void post(c10::Device device, std::function<void()> task, bool is_urgent = false);
 

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <regex>
 #include <utility>
 
 namespace fastsync {
@@ -27,29 +28,48 @@ std::string identity_of(int file, int64_t bytes) {
   return c10::str(" ", status.st_dev, ":", status.st_ino);
 }
 
+// With these the memory keeps its size. Otherwise a process that makes it smaller would end all that use it.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// Whether it is that of a descriptor of a process. A peer must not have this process open anything else.
+bool is_of_descriptor(const std::string& path) {
+  static const std::regex descriptor("/proc/[0-9]+/fd/[0-9]+");
+  return std::regex_match(path, descriptor);
+}
+
 std::string path_of(const std::string& address) { return address.substr(0, address.find(' ')); }
+
+int open_descriptor(const std::string& path) {
+  TORCH_CHECK(is_of_descriptor(path), "another process's memory has no path such as ", path);
+  return open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+}
 
 }  // namespace
 
 // The public constructors call this one first. So if they throw, the destructor runs, and closes the file.
 SharedMemory::SharedMemory(int file, int64_t bytes) : file_(file), bytes_(bytes), process_id_(getpid()) {}
 
-SharedMemory::SharedMemory(int64_t bytes) : SharedMemory(memfd_create("fastsync", MFD_CLOEXEC), bytes) {
+SharedMemory::SharedMemory(int64_t bytes)
+    : SharedMemory(memfd_create("fastsync", MFD_CLOEXEC | MFD_ALLOW_SEALING), bytes) {
   if (file_ < 0) {
     raise("memfd_create", bytes_);
   }
   if (ftruncate(file_, bytes_) != 0) {
     raise("ftruncate", bytes_);
   }
+  if (fcntl(file_, F_ADD_SEALS, kSeals) != 0) {
+    raise("sealing", bytes_);
+  }
   map();
 }
 
 // If the process that told the address has ended, the path may lead to another process's file.
 SharedMemory::SharedMemory(const std::string& address, int64_t bytes)
-    : SharedMemory(open(path_of(address).c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), bytes) {
+    : SharedMemory(open_descriptor(path_of(address)), bytes) {
   const char* const refusal = file_ < 0 ? std::strerror(errno) : "something else is there";
-  TORCH_CHECK(file_ >= 0 && address == path_of(address) + identity_of(file_, bytes_),
-              "open of another process's memory, ", path_of(address), ": ", refusal);
+  TORCH_CHECK(
+      file_ >= 0 && fcntl(file_, F_GET_SEALS) == kSeals && address == path_of(address) + identity_of(file_, bytes_),
+      "open of another process's memory, ", path_of(address), ": ", refusal);
   map();
 }
 

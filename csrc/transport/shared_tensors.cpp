@@ -32,10 +32,14 @@ SharedTensors::SharedTensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group
     ranks_ = Host::of(group)->ranks();
   }
   team_ = teams.shared();
-  TORCH_CHECK_VALUE(team_, "optimizer: the ranks cannot have one copy of the parameters, because ",
-                    teams.why_not_shared().empty() ? "their process group is not Gloo's, or no two are on one host"
-                                                   : teams.why_not_shared(),
-                    ". Leave optimizer out, on every rank: then each rank steps all parameters");
+  if (!team_) {
+    const std::string& reason = teams.why_not_shared();
+    throw NoSharedTensors(
+        c10::str("optimizer: the ranks cannot have one copy of the parameters, because ",
+                 reason.empty() ? "their process group is not Gloo's, or no two are on one host" : reason,
+                 ". Leave shard_optimizer out, on every rank: then each rank steps all parameters"),
+        reason);
+  }
   memory_ = team_->allocate(0);
   team_->keep_in_children();
 }
@@ -64,8 +68,7 @@ std::vector<std::vector<double>> SharedTensors::hear() {
   team_->wait_for_others(kTelling);
   std::vector<std::vector<double>> all;
   for (int64_t rank = 0; rank < team_->size(); ++rank) {
-    const double* const theirs = numbers_of(rank);
-    all.emplace_back(theirs + 1, theirs + 1 + static_cast<int64_t>(theirs[0]));
+    all.push_back(numbers_in(numbers_of(rank), num_numbers_));
   }
   return all;
 }

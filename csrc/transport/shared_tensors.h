@@ -3,8 +3,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "transport/meeting.h"
@@ -12,10 +15,19 @@
 
 namespace fastsync {
 
+// What SharedTensors throws if ranks cannot share memory, on all of them.
+struct NoSharedTensors final : c10::ValueError {
+  NoSharedTensors(const std::string& why, std::string reason)
+      : c10::ValueError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, why), reason(std::move(reason)) {}
+
+  // Which rank cannot, and why. Empty if none has tried, because no two could, or memory is not what their group uses.
+  std::string reason;
+};
+
 class SharedTensors final : public Meeting {
  public:
   // Makes memory for tensors of so many bytes on each host, of zeros. All ranks of the group call it together. A host's
-  // ranks can tell each other so many numbers at once. Throws c10::ValueError if ranks cannot share memory.
+  // ranks can tell each other so many numbers at once. Throws NoSharedTensors if they cannot share memory.
   SharedTensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t bytes, int64_t num_numbers);
 
   // Returns the dense tensor that begins with this byte of the memory. It has a storage of its own, so that to save it

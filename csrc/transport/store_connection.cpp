@@ -1,13 +1,18 @@
 #include "transport/store_connection.h"
 
 #include <fcntl.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <cstring>
 #include <exception>
 #include <filesystem>
+#include <optional>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -24,11 +29,53 @@ const Kind* as(const StorePtr& store) {
   return dynamic_cast<const Kind*>(prefixed == nullptr ? store.get() : prefixed->getUnderlyingNonPrefixStore().get());
 }
 
-// IPv4's and IPv6's addresses have the port at the same offset.
-bool is_connected_to(uint16_t port, int socket) {
-  sockaddr_in6 peer{};
+// An address and a port. An IPv4 address is written as an IPv6 one, as getpeername may give it.
+using Endpoint = std::pair<std::array<uint8_t, 16>, uint16_t>;
+
+std::optional<Endpoint> endpoint_of(const sockaddr* address) {
+  Endpoint endpoint;
+  if (address->sa_family == AF_INET) {
+    const auto* const in = reinterpret_cast<const sockaddr_in*>(address);
+    endpoint.first[10] = endpoint.first[11] = 0xFF;
+    std::memcpy(&endpoint.first[12], &in->sin_addr, sizeof(in->sin_addr));
+    endpoint.second = ntohs(in->sin_port);
+  } else if (address->sa_family == AF_INET6) {
+    const auto* const in = reinterpret_cast<const sockaddr_in6*>(address);
+    std::memcpy(endpoint.first.data(), &in->sin6_addr, sizeof(in->sin6_addr));
+    endpoint.second = ntohs(in->sin6_port);
+  } else {
+    return std::nullopt;
+  }
+  return endpoint;
+}
+
+// Where a server of this name may be. A name may have several addresses.
+std::vector<Endpoint> endpoints_of(const std::string& host, uint16_t port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  std::vector<Endpoint> endpoints;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
+    return endpoints;
+  }
+  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
+    if (const auto endpoint = endpoint_of(each->ai_addr)) {
+      endpoints.push_back(*endpoint);
+    }
+  }
+  freeaddrinfo(found);
+  return endpoints;
+}
+
+bool is_connected_to(const std::vector<Endpoint>& servers, int socket) {
+  sockaddr_storage peer{};
   socklen_t length = sizeof(peer);
-  return getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &length) == 0 && ntohs(peer.sin6_port) == port;
+  auto* const address = reinterpret_cast<sockaddr*>(&peer);
+  if (getpeername(socket, address, &length) != 0) {
+    return false;
+  }
+  const auto endpoint = endpoint_of(address);
+  return endpoint && std::ranges::find(servers, *endpoint) != servers.end();
 }
 
 bool is_open(int socket) {
@@ -36,13 +83,14 @@ bool is_open(int socket) {
   return poll(&hung_up, 1, /*timeout=*/0) == 0;
 }
 
-// Returns a second descriptor of one of this process's connections to the server on the port; below 0 if there is none.
+// Returns a second descriptor of one of this process's connections to the store's server; below 0 if there is none.
 // TCPStore does not tell which socket is its own, and one connection more for each rank could exceed the server's
 // limit.
-int find_connection_to(uint16_t port) {
+int find_connection_to(const c10d::TCPStore& store) {
+  const std::vector<Endpoint> servers = endpoints_of(store.getHost(), store.getPort());
   for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
     const int descriptor = std::stoi(file.path().filename());
-    if (is_connected_to(port, descriptor) && is_open(descriptor)) {
+    if (is_connected_to(servers, descriptor) && is_open(descriptor)) {
       return fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
     }
   }
@@ -58,7 +106,7 @@ bool StoreConnection::can_use(const StorePtr& store) {
 StoreConnection::StoreConnection(const StorePtr& store)
     : group_store_(store), is_file_(as<c10d::FileStore>(store) != nullptr) {
   if (const auto* const tcp = as<c10d::TCPStore>(store)) {
-    server_ = find_connection_to(tcp->getPort());
+    server_ = find_connection_to(*tcp);
     try {
       client_ = store->clone();
     } catch (const std::exception&) {  // the group's own connection has to do

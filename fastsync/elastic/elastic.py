@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,21 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.optim import Optimizer
 
 from .. import _C
-from .._checks import check_at_least
 from .._torch_compat import own_buffers
-from ..optimizer.steps import innermost
-from ..outer.in_use import check_no_outer
+from ..distributed import every_rank_calls
+from ..errors import RanksDifferError, SyncError
+from ..messages import check_at_least
 from ..sync.attach import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
 from ..sync.handles_in_use import handles_of
+from ..sync.optimizer_steps import innermost, unwrapped
+from ..sync.outer_in_use import check_no_outer
 from ..sync.sync_weights import replace_inference_buffers
-from ..sync.training_state import TrainingState, averages_beside, scalers_in_use
-from .membership import Members, Membership, another_connection, host_of
-from .peer_watch import PeerWatch, host_and_port
-from .schedules import Schedules
+from ..sync.training_state import TrainingState
+from .kept_states import KeptStates
+from .loop import MOST_FAILURES, MembershipLoop
+from .membership import Membership, another_connection
+from .peer_watch import host_and_port
 
 STORE, JOINS = "FASTSYNC_STORE", "FASTSYNC_JOINS"
 """Environment variables: HOST:PORT of a store outside of all ranks, and whether this process joins a running training.
@@ -42,16 +46,14 @@ _NO_STORE = (
 )
 STORE_LIMIT = timedelta(seconds=60)
 """How long the store is waited for, and at the start the other ranks."""
-MOST_FAILURES = 3
-"""A new group may fail so often, and once for each rank that may be lost meanwhile."""
 _KEYS = "fastsync/elastic{}/{}"
 KEYS_OF_FIRST = _KEYS.format(1, 0)
 """Begins that store's keys for the first Elastic or DiLoCo of a training that was never started again."""
 _num_made = 0
 
 
-class RankLostError(RuntimeError):
-    """A rank was lost in this step. ``Elastic`` catches it, and the step runs again.
+class RankLostError(SyncError):
+    """A rank was lost in this step, or its backward has failed. ``Elastic`` catches it, and the step runs again.
 
     ``fastsync.ppo.train`` raises it if a rank is lost before the training has begun.
     """
@@ -71,29 +73,32 @@ class Elastic:
 
     Put each step into a block::
 
-        elastic = fastsync.Elastic(model, optimizer, sync)
+        elastic = fastsync.Elastic(model, optimizer, sync, state=[scheduler])
         for step in elastic.steps(10_000):
             with step:
                 loss = loss_of(model, batches[step.index, elastic.rank, elastic.num_ranks])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+                scheduler.step()
 
     If a rank is lost inside the block, the others leave it, agree on who is left, and run the same step again. So no
     step is dropped, and each mean is over one and the same ranks. Where some have finished the step already, the others
     take over their state. New ranks come in between two steps, and take over the state of another. That is: parameters
-    and buffers, the states of the optimizers of these parameters, of their schedulers and of GradScalers. Nothing else
-    is shared, such as an average of weights beside the model. Make it a part of the module that you attach, frozen.
+    and buffers, the optimizer, and ``state``. Nothing else is shared.
 
-    Before a step runs again, gradients are dropped. Buffers, torch's random state on the CPU, and the residuals of
-    error feedback become what they were. So do the optimizer's settings, such as learning rates, and the schedulers
-    that it had when the loop began. A GradScaler takes the new gradients as if it had not seen the first. Other state
-    that the block changes, such as a data loader's, is not put back: let ``step.index`` choose the data.
+    Before a step runs again, gradients are dropped. Buffers, torch's random state on the CPU, the residuals of error
+    feedback, the optimizer's settings, such as learning rates, and ``state`` become what they were. A GradScaler takes
+    the new gradients as if it had not seen the first. Nothing else is put back: let ``step.index`` choose the data.
 
     Args:
         model: the model that ``sync`` was attached to. Its gradients have to be on the CPU.
-        optimizer: steps once in each block, or not at all. What follows it in the block must not need other ranks.
+        optimizer: steps once in each block, or not at all. What follows it in the block must not need other ranks. A
+            list of several is allowed, such as Muon and AdamW for different parameters.
         sync: what ``attach`` has returned.
+        state: all else that counts steps, such as schedulers, GradScalers, averages of weights and data loaders. They
+            need ``state_dict`` and ``load_state_dict``. Every rank passes the same ones, in the same order. Their
+            states are copied before each step.
         min_ranks: with fewer ranks the training ends. Before, it waits for new ones for ``timeout``.
         max_ranks: with that many ranks, others that want to join wait until one is lost.
         timeout: how long a rank that is silent, but not dead, is waited for, in seconds.
@@ -102,22 +107,26 @@ class Elastic:
             Other hosts reach this one by the interface that GLOO_SOCKET_IFNAME names, or that leads to the store.
 
     Raises:
-        ValueError: an argument is refused, or there is no store that outlives the ranks.
+        ValueError: an argument is refused, or there is no store that outlives the ranks. In a step: an optimizer steps
+            the model that was not given, or whose scheduler or GradScaler was not.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         sync: GradientSynchronizer,
         *,
+        state: Sequence[Any] = (),
         min_ranks: int = 1,
         max_ranks: int | None = None,
         timeout: float = 60.0,
         on_change: Callable[[Sequence[int]], object] | None = None,
         store: Store | None = None,
     ) -> None:
-        self._check(model, optimizer, sync, timeout)
+        self._optimizers: list[Optimizer] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+        self._check(model, sync, timeout)
+        self._state = self._checked_state(sync, state)
         self.min_ranks, self.max_ranks = min_ranks, max_ranks
         check_at_least(self, min_ranks=1, max_ranks=max(1, min_ranks))
         self._model, self._sync = model, sync
@@ -126,38 +135,34 @@ class Elastic:
         store = members_store(dist.get_process_group_ranks(sync._group), store)
         if store is None:
             raise ValueError(_NO_STORE)
-        look_store = another_connection(store)
-        on_death, look = weakref.WeakMethod(self._on_death), weakref.WeakMethod(self._look)
-        self._watch = PeerWatch(
-            host_of(store),
-            on_death=lambda lost: known(lost) if (known := on_death()) else None,
-            look=lambda: known(look_store) if (known := look()) else None,
-        )
-        weakref.finalize(self, self._watch.close)
+        limits = {"min_ranks": min_ranks, "max_ranks": max_ranks}
         own = dist.get_rank(sync._group)
-        self._members = Members(store, own, self._watch, timeout, min_ranks, max_ranks)
+        self._membership = MembershipLoop(store, own, timeout, self._on_death, self._look, **limits)
+        self._members = self._membership.members
         self._joins = os.environ.get(JOINS) == "1"
         if not self._joins:
             self._check_number(sync._group.size())
-        self._has_begun = self._has_ended = self._has_failed = False
+            with every_rank_calls("fastsync.Elastic", sync._group):
+                self._state.agree(sync._group, torch.device("cpu"))
+        self._is_in_use = self._has_begun = self._has_ended = self._has_failed = False
         self._undone: _Undone | None = None
-        self._newest_failure: Exception | None = None
         self._num_failed = 0
         self._failed_at: tuple[int, ...] = ()  # the step, and the members
-        inner = innermost(optimizer)
-        self._optimizers = (optimizer, inner)
-        self._schedules: Schedules | None = None
-        inner.register_step_pre_hook(self._step.before_optimizer)
-        inner.register_step_post_hook(self._step.after_optimizer)
+        self._kept = KeptStates(self._optimizers, self._state.others(self._optimizers))
+        self._step.watch([*dict.fromkeys(map(innermost, self._optimizers))])
         _made.add(self)
+        sync._elastic = weakref.ref(self)
         if not self._joins:
             self._members.begin(list(range(sync._group.size())))
 
-    def _check(self, model: nn.Module, optimizer: Optimizer, sync: GradientSynchronizer, timeout: float) -> None:
+    def _check(self, model: nn.Module, sync: GradientSynchronizer, timeout: float) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model: expected a module, got {type(model).__name__}")
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        for each in self._optimizers:
+            if not isinstance(each, Optimizer):
+                raise ValueError(
+                    f"optimizer: expected a torch.optim.Optimizer, or a list of them, got {type(each).__name__}"
+                )
         if not isinstance(sync, GradientSynchronizer):
             raise ValueError(
                 f"sync: expected what fastsync.attach() returns, got {type(sync).__name__}; DDP and FSDP2 bind the "
@@ -165,8 +170,8 @@ class Elastic:
             )
         if sync._optimizer_shards is not None:
             raise ValueError(
-                "sync: with attach(optimizer=) a lost rank takes its shard of the optimizer's state with it; leave "
-                "optimizer= out of attach(), on every rank"
+                "sync: with shard_optimizer a lost rank takes its shard of the optimizer's state with it; leave "
+                "shard_optimizer out, on every rank"
             )
         check_no_outer(
             model.parameters(), "model", "a lost or new rank would be one of Elastic's and none of that one's. "
@@ -176,10 +181,17 @@ class Elastic:
             raise ValueError(
                 "model: expected the module that attach() was given, because new ranks take its parameters and buffers"
             )
-        if not {*map(id, sync.parameters())} <= {*map(id, sync._stepped_by(optimizer))}:
+        stepped = {id(parameter) for each in self._optimizers for parameter in sync._stepped_by(each)}
+        if not {*map(id, sync.parameters())} <= stepped:
+            names = " and ".join(type(each).__name__ for each in self._optimizers) or "empty list"
             raise ValueError(
-                f"optimizer: this {type(optimizer).__name__} does not step all trained parameters of the model. "
-                "Elastic knows of one optimizer alone; give it all parameters, in groups"
+                f"optimizer: this {names} does not step all trained parameters of the model; pass a list of all "
+                "optimizers that step it"
+            )
+        if sync._shared is not None:
+            raise RuntimeError(
+                "fastsync.Elastic: it was made inside join() of the same weights; steps() tells each rank how many "
+                "there are, so leave join() out"
             )
         if not timeout > 0:
             raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
@@ -189,6 +201,19 @@ class Elastic:
                 f"model: it is on {device}, and a group of GPUs cannot go on without a rank yet; let the launcher "
                 "start all ranks again from a checkpoint, as torchrun --max-restarts does"
             )
+
+    def _checked_state(self, sync: GradientSynchronizer, state: Sequence[Any]) -> TrainingState:
+        """Returns what ranks share. Raises ValueError for what belongs into another argument, or has no state."""
+        if not isinstance(state, list | tuple):
+            raise ValueError(f"state: expected a list of objects, got {type(state).__name__}; write state=[...]")
+        for each in state:
+            found = unwrapped(each)
+            if found is not None and any(True for _ in sync._stepped_by(found)):
+                raise ValueError(
+                    f"state: this {type(each).__name__} steps parameters of the model; pass it in optimizer=[...]"
+                )
+        given = [*self._optimizers, *state]
+        return TrainingState(given, "state=[scheduler, scaler, ...] of fastsync.Elastic", sync._left_to_each_rank())
 
     def _check_number(self, num_ranks: int) -> None:
         if num_ranks < self.min_ranks or (self.max_ranks is not None and num_ranks > self.max_ranks):
@@ -221,6 +246,11 @@ class Elastic:
         return len(self.members)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the loop over its steps has ended."""
+        return self._has_ended
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The members' process group, for collectives of your own inside a step. It is another one after a change."""
         return self._sync._group
@@ -242,18 +272,17 @@ class Elastic:
             raise RuntimeError("fastsync.Elastic: steps() has ended; put all steps of a training into one loop")
         self._begin()
         try:
-            yield from self._loop(num_steps)
+            with self._sync._sharing(self._state):
+                yield from self._loop(num_steps)
         finally:
             self._step.is_in_loop = False
 
     def _loop(self, num_steps: int) -> Iterator[Step]:
         step = self._step
-        schedules = self._schedules = Schedules(self._optimizers)
-        self._warn_of_averages()
         step.is_in_loop = True
         while True:
             while step.goes_on(num_steps):
-                schedules.keep()
+                self._kept.keep()
                 try:
                     yield step
                 except GeneratorExit:
@@ -277,28 +306,17 @@ class Elastic:
                 return
             self._has_ended = False
 
-    def _warn_of_averages(self) -> None:
-        """Warns on the first rank of averages of weights that no other rank takes over."""
-        if self.rank == 0 and averages_beside(self._model):
-            warnings.warn(
-                "fastsync.Elastic: there is an AveragedModel of this model's weights, which is not shared where a rank "
-                "is lost or joins, so ranks may hold other averages from then on. Make it a part of what is shared: "
-                "fastsync.attach(module), with module = nn.ModuleList([model, averaged.requires_grad_(False)]), and "
-                "Elastic(module, ...)",
-                stacklevel=4,
-            )
-
     def _begin(self) -> None:
         """Goes over to a group that ends with a rank, once."""
         if self._has_begun:
             return
+        self._is_in_use = True
         if self._joins:
             if self._members.join() is None:
                 print("fastsync.Elastic: the training was over before this process could join it", file=sys.stderr)
                 sys.exit()
             self._step.num_finished = -1
-        if not self._move(self._members.now):
-            self._agree(has_ended=False)
+        self._agree(has_ended=False, begins=True)
         self._has_begun = True
 
     def _break_off(self) -> None:
@@ -319,19 +337,18 @@ class Elastic:
         """
         step = self._step
         step.is_inside = False
-        error = error or RankLostError("fastsync.Elastic: a rank has failed in this step")
-        if not self._is_of_lost_rank(error) or self._fails_again():
+        reason = "a rank has failed in this step"
+        error = error or RankLostError(f"fastsync.Elastic: {reason}", step=step.num_finished, reason=reason)
+        if not self._is_of_lost_rank(error) or self._fails_again() or step.is_half_done:
             self._has_ended = True
             self._members.leave()
             return False
-        signals = step.signals()
         step.must_agree = True
         self._sync._engine.give_up()
         self._close_group()
         self._has_failed = not step.has_stepped
-        if signals is not None:  # else no scaler has seen means of this step; the search takes long
-            for scaler in scalers_in_use(self._sync.parameters()):
-                forget_step(scaler, self._optimizers)
+        for scaler in self._state.scalers:
+            forget_step(scaler, [*self._optimizers, *map(innermost, self._optimizers)])
         if step.has_stepped:
             step.num_finished += 1
             warnings.warn(
@@ -346,7 +363,7 @@ class Elastic:
         if not isinstance(error, Exception):
             return False
         is_known = isinstance(error, RankLostError) or self._sync._engine.take_failure()
-        return is_known or self._members.may_have_caused(error)
+        return (is_known and not isinstance(error, RanksDifferError)) or self._members.may_have_caused(error)
 
     def _fails_again(self) -> bool:
         """Whether the same ranks have failed in this step so often that it is not for the loss of one."""
@@ -366,8 +383,7 @@ class Elastic:
         if engine.step() != self._step.engine_step:
             engine.take_back_step()
         self._step.put_back()
-        if self._schedules is not None:
-            self._schedules.put_back()
+        self._kept.put_back()
         return undone
 
     def _redo(self, undone: _Undone) -> None:
@@ -379,35 +395,21 @@ class Elastic:
 
     # ---- from one membership to the next ----------------------------------------------------------------------------
 
-    def _agree(self, has_ended: bool) -> Membership:
-        """Agrees on the members, and makes all of them equal."""
+    def _agree(self, has_ended: bool, begins: bool = False) -> Membership:
+        """Agrees on the members, and makes all of them equal. At the beginning all know who they are."""
         self._step.must_agree = False
-        num_failures = 0
-        try:
-            while True:
-                decided = self._members.agree(self._step.num_finished, has_ended)
-                are_equal = len({*decided.progress.values()}) == 1
-                if (decided.is_over and are_equal) or self._move(decided):
-                    return decided
-                num_failures += 1
-                if num_failures > len(decided.members) + MOST_FAILURES:
-                    raise RuntimeError(
-                        f"fastsync.Elastic: ranks {decided.members} could not go on together, {num_failures} times"
-                    ) from self._newest_failure
-        except BaseException:
-            self._members.leave()
-            raise
+        decided = self._membership.go_on(
+            lambda: self._members.agree(self._step.num_finished, has_ended),
+            self._move,
+            first=self._members.now if begins else None,
+        )
+        if decided.epoch > 0 and not decided.needs_nothing and self._on_change is not None:
+            self._on_change(decided.members)
+        return decided
 
-    def _move(self, decided: Membership) -> bool:
-        """Goes on in a group of these members. Returns false if one of them is lost meanwhile."""
-        if not self._members.wait_until_ready():
-            return False
-        group = self._members.form_group()
-        if group is None:
-            return False
+    def _move(self, decided: Membership, group: dist.ProcessGroup) -> None:
+        """Goes over to a group of these members, and takes the state of one that has come furthest."""
         furthest = max(decided.progress.values())
-        if furthest < 0:
-            raise RuntimeError("fastsync.Elastic: all ranks are lost that had the training's state; start it again")
         if self._has_failed:  # before anything is shared, because the ranks that have finished the step may be lost
             self._undone = self._take_back()
         steps = list(decided.progress.values())
@@ -420,15 +422,12 @@ class Elastic:
                 self._share(root)
             if self._undone is not None and self._step.num_finished < furthest:
                 self._redo(self._undone)
-        except (RuntimeError, ValueError) as error:  # torch raises the latter for a group that it does not list
-            if self._step.num_finished < 0 and isinstance(error, ValueError) and not self._members.has_lost():
-                raise  # this rank is new, and has other settings: the others go on without it
-            self._newest_failure = error
+        except (RuntimeError, ValueError):
             self._close_group()
             # What has come from a rank that is lost by now must not stay, as others may not have got it.
             kept = {part: own[part] for part in ("step", "scales", "factors") if part in own}
             self._sync.load_state_dict(self._sync.state_dict() | kept)
-            return False
+            raise
         finally:
             self._step.engine = self._sync._engine
         if self._undone is not None or self._step.num_finished < furthest:
@@ -436,9 +435,6 @@ class Elastic:
                 parameter.grad = None
         self._undone = None
         self._step.num_finished, self._step.wants_change = furthest, False
-        if decided.epoch > 0 and self._on_change is not None:
-            self._on_change(decided.members)
-        return True
 
     def _share(self, root: int) -> None:
         """Gives all ranks the state of one, or leaves it as it is."""
@@ -447,7 +443,9 @@ class Elastic:
         before = [each.detach().clone() for each in tensors] if is_behind else []
         try:
             self._sync._init_sync(root)
-            TrainingState(self._sync.parameters()).share(self._sync._group, root, "as ranks are lost or join,")
+            device = torch.device("cpu")
+            self._state.agree(self._sync._group, device)
+            self._state.share(self._sync._group, root, device)
         except BaseException:
             with torch.no_grad():
                 for tensor, value in zip(tensors, before, strict=False):
@@ -455,7 +453,8 @@ class Elastic:
             raise
 
     def _on_death(self, lost: int) -> None:
-        if lost in self._members.now.progress and not self._has_ended:  # others may be done sooner
+        # Others may be done sooner. Before the loop nobody waits in a step, and the group may have other users.
+        if lost in self._members.now.progress and self._is_in_use and not self._has_ended:
             self._close_group()
 
     def _close_group(self) -> None:
@@ -503,6 +502,32 @@ class Step(_C.ElasticStep):
         self._with_buffers = [module for module in elastic._model.modules() if own_buffers(module)]
         self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
         self.has_buffers = bool(self._with_buffers)
+        self._optimizers: list[Optimizer] = []
+        self._idle: set[Optimizer] = set()  # those that have not stepped in the newest step in which another has
+
+    def watch(self, optimizers: list[Optimizer]) -> None:
+        """Lets these optimizers step in each block, each of them once."""
+        self._optimizers = optimizers
+        for each in optimizers:
+            each.register_step_pre_hook(self.before_optimizer if len(optimizers) == 1 else self._before_one)
+            each.register_step_post_hook(self.after_optimizer if len(optimizers) == 1 else self._after_one)
+
+    def _before_one(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if not (self.is_inside and self.has_stepped):
+            self.before_optimizer(optimizer, *arguments)
+        elif optimizer not in self._idle:
+            self._refuse_optimizer()
+
+    def _after_one(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if not self.has_stepped:
+            self._idle = {*self._optimizers}
+        self._idle.discard(optimizer)
+        self.after_optimizer(optimizer, *arguments)
+
+    @property
+    def is_half_done(self) -> bool:
+        """Whether some of several optimizers have stepped, and others have not."""
+        return self.has_stepped and bool(self._idle)
 
     def _keep_buffers(self) -> list[Tensor]:
         replace_inference_buffers(self._with_buffers)
@@ -534,7 +559,13 @@ class Step(_C.ElasticStep):
                 "fastsync.Elastic: the optimizer was about to step, and no backward of this block has averaged "
                 "gradients; put the backward into the block, and let its errors leave the block"
             )
-        raise RankLostError("fastsync.Elastic: this rank's backward has failed, so the step runs again")
+        reason = "this rank's backward has failed"
+        raise RankLostError(
+            f"fastsync.Elastic: {reason}, so the step runs again",
+            ranks=[self._elastic._members.own],
+            step=self.num_finished,
+            reason=reason,
+        )
 
 
 def members_store(ranks: Sequence[int], given: Store | None = None) -> Store | None:

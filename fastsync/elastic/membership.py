@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ..distributed import gloo_group
+from ..errors import RanksDifferError, SyncError
 from .peer_watch import PeerWatch, reachable
 
 POLL_SECONDS = 0.004
@@ -28,8 +29,8 @@ PROCESS = "FASTSYNC_PROCESS"
 """Environment variable: this process's number in ``fastsync launch local``, which asks for the rank it has become."""
 
 
-class TooFewRanksError(RuntimeError):
-    """Fewer ranks are left than the training needs."""
+class TooFewRanksError(SyncError):
+    """Fewer ranks are left than the training needs. ``ranks`` are those that are left."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Membership:
     @property
     def members(self) -> list[int]:
         return list(self.progress)
+
+    @property
+    def needs_nothing(self) -> bool:
+        """Whether all of them have finished the last step, and have its result."""
+        return self.is_over and len({*self.progress.values()}) == 1
 
     def to_json(self) -> str:
         return json.dumps([self.epoch, list(self.progress.items()), list(self.addresses.items()), self.is_over])
@@ -80,7 +86,7 @@ class Members:
         way_back: str = "start it again, and it joins them",
     ) -> None:
         self._store = store
-        self._name, self._way_back = name, way_back  # for messages
+        self.name, self._way_back = name, way_back  # for messages
         self.own = own
         self._watch = watch
         self._timeout = timeout
@@ -124,13 +130,17 @@ class Members:
 
         Raises:
             TooFewRanksError: no more than so many ranks are left.
+            RanksDifferError: a rank has raised it, so none may go on.
             RuntimeError: the others have gone on without this rank.
         """
         here = PrefixStore(f"{self.now.epoch}/here", self._store)
         here.set(str(self.own), json.dumps([progress, has_ended, takes_new]))
         key = f"{self.now.epoch}/next"
         deadline = time.monotonic() + self._timeout
+        ended = f"{self.now.epoch}/ended"
         while not self._store.check([key]):
+            if self._store.check([ended]):
+                raise RanksDifferError(self._store.get(ended).decode())
             dead = self._watch.dead()
             came = {each: here.check([str(each)]) for each in self.now.members}
             missing = {each for each in came if not came[each]} - dead
@@ -144,18 +154,22 @@ class Members:
             if len(told) + len(new) >= self._min_ranks:
                 self._store.compare_set(key, "", self._proposal(told, new).to_json())
             elif is_late:
+                reason = f"{len(told)} of ranks {self.now.members} are left, and min_ranks={self._min_ranks}"
                 raise TooFewRanksError(
-                    f"{self._name}: {len(told)} of ranks {self.now.members} are left, and min_ranks="
-                    f"{self._min_ranks}; no others have joined within {self._timeout:g} s"
+                    f"{self.name}: {reason}; no others have joined within {self._timeout:g} s",
+                    ranks=told,
+                    step=progress,
+                    reason=reason,
                 )
             else:
                 time.sleep(LOOK_SECONDS / 2)
         decided = Membership.from_json(self._store.get(key))
         if self.own not in decided.progress:
-            raise RuntimeError(
-                f"{self._name}: ranks {decided.members} have gone on without rank {self.own}, which was silent for "
-                f"{self._timeout:g} s, or could not be reached; {self._way_back}"
+            reason = (
+                f"ranks {decided.members} have gone on without rank {self.own}, which was silent for "
+                f"{self._timeout:g} s, or could not be reached"
             )
+            raise SyncError(f"{self.name}: {reason}; {self._way_back}", ranks=[self.own], step=progress, reason=reason)
         self._take(decided)
         return decided
 
@@ -234,7 +248,13 @@ class Members:
         return store.check([key]) and int(store.get(key)) <= step
 
     def may_have_caused(self, error: BaseException) -> bool:
-        """Whether an error may come from a group that has lost a member. Waits a moment for news of it."""
+        """Whether an error may come from a group that has lost a member. Waits a moment for news of it.
+
+        If the error tells that the ranks differ, no member goes on.
+        """
+        if isinstance(error, RanksDifferError):  # which every rank raises, but one may see this rank leave before
+            self._store.set(f"{self.now.epoch}/ended", str(error))
+            return False
         if isinstance(error, dist.DistError):
             return True
         # torch.distributed raises a ValueError in place of a failed collective's error, as it does not list the group.
@@ -292,10 +312,12 @@ class Members:
             if any(reachable(address) for address in newest.addresses.values()):
                 seen = time.monotonic()
             elif time.monotonic() - seen > limit:
-                raise RuntimeError(
-                    f"{self._name}: this process waited to join ranks {newest.members}, none of which could be "
-                    f"reached for {limit:g} s; they have ended, or are lost"
+                reason = (
+                    f"this process waited to join ranks {newest.members}, none of which could be reached for "
+                    f"{limit:g} s"
                 )
+                text = f"{self.name}: {reason}; they have ended, or are lost"
+                raise SyncError(text, ranks=newest.members, reason=reason)
             time.sleep(LOOK_SECONDS / 2)
 
     def leave(self) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import AnyCompression
-from ..sync.handle import GradientHandle
+from ..sync.handle import Handle
 from .accelerate import register_prepared
 
 
@@ -27,7 +27,7 @@ class FastsyncCallback(Callback):  # type: ignore[misc]  # without lightning it 
     """
 
     def __init__(self, compression: AnyCompression = "none") -> None:
-        self.handle: GradientHandle | None = None
+        self.handle: Handle | None = None
         self._compression = compression
         self._loaded: Mapping[str, Any] | None = None
         self._module: weakref.ref[LightningModule] | None = None
@@ -48,7 +48,7 @@ class FastsyncCallback(Callback):  # type: ignore[misc]  # without lightning it 
         if self.handle is None:
             return {}
         state = self.handle.state_dict()
-        if dist.is_initialized() and any(each.compression.error_feedback for each in self.handle._candidates):
+        if dist.is_initialized() and self.handle._feeds_back():
             own = {name: residual.cpu() for name, residual in state["residuals"].items()}
             of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object(own, of_ranks)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from ..sync.compression import AnyCompression
-from ..sync.handle import GradientHandle
+from ..sync.handle import Handle
 from .accelerate import register_prepared
 
 
@@ -31,7 +31,7 @@ class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
     def __init__(self, trainer: Trainer, compression: AnyCompression = "none") -> None:
         if not isinstance(trainer, Trainer):
             raise ValueError(f"trainer: expected the Trainer that this is added to, got {trainer!r}")
-        self.handle: GradientHandle | None = None
+        self.handle: Handle | None = None
         self._trainer = trainer
         self._compression = compression
         self._model: nn.Module | None = None
@@ -51,10 +51,10 @@ class FastsyncCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(self.handle.state_dict(), file)
 
-    def _load(self, handle: GradientHandle, file: Path) -> None:
+    def _load(self, handle: Handle, file: Path) -> None:
         if file.exists():
             handle.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        elif any(each.compression.error_feedback for each in handle._candidates):
+        elif handle._feeds_back():
             warnings.warn(
                 f"fastsync: {file} is not there, so the training is resumed without the residuals of error feedback. "
                 "Put the checkpoint into output_dir, or call callback.handle.load_state_dict() before the first step",

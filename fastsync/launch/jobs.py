@@ -11,15 +11,14 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, make_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-from .._checks import check_at_least, did_you_mean
-
-if TYPE_CHECKING:
-    from ..ppo.ppo import Settings
+from ..messages import check_at_least, did_you_mean
+from .script import Script
 
 HELP = """\
 usage: fastsync launch {slurm,kubernetes,skypilot} [OPTIONS] [-- SCRIPT ...]
@@ -56,82 +55,40 @@ SKYPILOT_SETUP = """\
 python -c 'import fastsync'"""
 _PLACEHOLDER = re.compile(r"{{(\w+)}}")
 """A placeholder of a template, such as ``{{nodes}}``."""
+_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+"""The name of a TrainJob: a label of RFC 1035."""
+_SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+"""The name of a claim: a subdomain of RFC 1123."""
+_QUANTITY = re.compile(r"\+?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?")
+"""A quantity of Kubernetes."""
+_TASK = re.compile(r"[A-Za-z0-9]+([._-]{1,2}[A-Za-z0-9]+)*")
+"""The name of a task of SkyPilot."""
+_ACCELERATORS = re.compile(r"(?=.*\d)[\w.+ -]+(:[\d.]+|:\d+[A-Z]+\+?)?", re.ASCII)
 _NO_YAML = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 """Characters that a block of YAML cannot hold, or takes for the end of a line."""
 
 
-@dataclass(frozen=True)
-class Script:
-    """A script or a module of the user's, with its options, as torchrun takes them.
+class Work(Protocol):
+    """What a job runs: a user's script, or the trainer.
 
-    Raises:
-        ValueError: torchrun could not start it.
+    ``own`` marks the lines of a template for a user's script, ``resumes`` those for the trainer, and ``from_folder``
+    those for what takes files of this folder. An empty string keeps these lines, and None leaves them out.
     """
 
-    words: Sequence[str]
-    own: ClassVar[str | None] = ""
-    resumes: ClassVar[str | None] = None
-    from_folder: ClassVar[str | None] = ""
-    """``own`` marks the lines of a template for a user's script, ``resumes`` those for the trainer, and ``from_folder``
-    those for what takes files of this folder. An empty string keeps these lines, and None leaves them out."""
+    @property
+    def own(self) -> str | None: ...
 
-    def __post_init__(self) -> None:
-        first = self.words[0] if self.words else ""
-        if re.fullmatch(r"torchrun|python[\d.]*", Path(first).name):
-            raise ValueError(f"leave {first!r} out: the file starts torchrun, which takes a script, or -m and a module")
-        if first.startswith("-") and first != "-m":
-            raise ValueError(f"{first!r} stands behind --, where a script comes first, or -m and a module")
-        if not self.words or list(self.words) == ["-m"]:
-            raise ValueError("nothing stands behind --: name a script, or -m and a module, as for torchrun")
+    @property
+    def resumes(self) -> str | None: ...
+
+    @property
+    def from_folder(self) -> str | None: ...
 
     def command(self, run_name: str, runs_dir: str | None = None) -> list[str]:
         """Returns the words after torchrun's options. The arguments are for the trainer alone."""
-        return list(self.words)
 
     def check_file(self) -> None:
-        """Raises ValueError if a relative path is no file here. An absolute one may be on another machine."""
-        script = Path(self.words[0])
-        if script.name == "-m" or script.exists():
-            return
-        if not script.is_absolute():
-            raise ValueError(f"{str(script)!r} is no file in this folder, where the job looks for it")
-        print(f"fastsync launch: warning: {script} is not on this machine", file=sys.stderr)
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """The PPO trainer. A file of settings is read now, so later changes to it have no effect."""
-
-    settings: Settings
-    own: ClassVar[str | None] = None
-    resumes: ClassVar[str | None] = ""
-
-    @property
-    def from_folder(self) -> str | None:
-        """See ``Script``. Names such as my_env:MyEnv are of the user's own modules, which have to be there, too."""
-        asked = self.settings
-        named = (asked.env, asked.eval_env, asked.policy, asked.loss, asked.advantages)
-        return "" if any(":" in (name or "") for name in named) else None
-
-    def __post_init__(self) -> None:
-        if self.settings.resume not in (None, "auto"):
-            raise ValueError(f"resume={self.settings.resume!r}: jobs always use resume=auto; set run_name instead")
-        if self.settings.on_lost_rank == "continue":
-            raise ValueError(
-                "on_lost_rank='continue': these jobs start ranks by torchrun, which ends all ranks of a machine with a "
-                "lost one; leave it out, and have the job come back from its last checkpoint"
-            )
-
-    def command(self, run_name: str, runs_dir: str | None = None) -> list[str]:
-        """Returns the words after torchrun's options. A name in the settings comes before ``run_name``."""
-        from ..ppo.cli import option_words
-
-        asked = self.settings
-        settings = replace(asked, run_name=asked.run_name or run_name, runs_dir=runs_dir or asked.runs_dir)
-        return ["-m", "fastsync.ppo", *option_words(settings, "resume"), "--resume", "auto"]
-
-    def check_file(self) -> None:
-        """Does nothing, because the trainer is installed."""
+        """Raises ValueError if what it runs is no file here."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +130,7 @@ class Slurm(Job):
     max_restarts: int = 0
     """How often the job comes back from its last checkpoint when a rank is lost."""
 
-    def values(self, work: Script | Trainer) -> dict[str, object]:
+    def values(self, work: Work) -> dict[str, object]:
         """Returns the values of the template's placeholders."""
         work.check_file()
         words = [word if word == SLURM_RUN else shlex.quote(word) for word in work.command(SLURM_RUN)]
@@ -208,7 +165,16 @@ class Kubernetes(Job):
     claim: str | None = None
     """PersistentVolumeClaim, which pods mount as /runs. A restarted training resumes from it."""
 
-    def values(self, work: Script | Trainer) -> dict[str, object]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, gpus_per_node=0)
+        label = "at most 63 small letters, digits and -, that begin with a letter and end with no - (RFC 1035)"
+        subdomain = "small letters, digits, - and ., that begin and end with no - or . (RFC 1123)"
+        _check("name", self.name, _LABEL, label)
+        _check("claim", self.claim, _SUBDOMAIN, subdomain)
+        _check("memory", self.memory, _QUANTITY, "a quantity of Kubernetes, such as 32Gi, 500M or 1.5Ti")
+
+    def values(self, work: Work) -> dict[str, object]:
         """Returns the values of the template's placeholders. Raises ValueError without an image."""
         if self.image is None:
             raise ValueError("image is missing: say which container image has fastsync-torch and what you run")
@@ -241,7 +207,12 @@ class SkyPilot(Job):
     setup: str | None = None
     """Shell commands that install fastsync-torch, for the PPO trainer with the extra train."""
 
-    def values(self, work: Script | Trainer) -> dict[str, object]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check("name", self.name, _TASK, "letters and digits, with one or two of . _ - between them")
+        _check("accelerators", self.accelerators, _ACCELERATORS, "a kind of GPU and a number, such as H100:8 or A100")
+
+    def values(self, work: Work) -> dict[str, object]:
         """Returns the values of the template's placeholders."""
         work.check_file()
         setup = SKYPILOT_SETUP if self.setup is None else self.setup.strip()
@@ -257,7 +228,8 @@ class SkyPilot(Job):
         return vars(self) | _as_json(texts) | indented
 
 
-KINDS: dict[str, type[Slurm | Kubernetes | SkyPilot]] = {
+Kind: TypeAlias = Slurm | Kubernetes | SkyPilot
+KINDS: dict[str, type[Kind]] = {
     "slurm": Slurm,
     "kubernetes": Kubernetes,
     "skypilot": SkyPilot,
@@ -265,8 +237,18 @@ KINDS: dict[str, type[Slurm | Kubernetes | SkyPilot]] = {
 """The subcommands of ``fastsync launch``."""
 
 
-def main(arguments: Sequence[str]) -> int:
+ReadTrainer: TypeAlias = Callable[[type[Kind], str, Sequence[str]], tuple[Kind, Work]]
+"""Reads the words of a command without a script: a kind's options, and the trainer's. It gets the kind, the name of the
+command and the words."""
+
+
+def main(arguments: Sequence[str], read_trainer: ReadTrainer, of_trainer: Callable[[], set[str]]) -> int:
     """Writes the file that a command line asks for, and returns the exit status.
+
+    Args:
+        arguments: the words after ``fastsync launch``.
+        read_trainer: reads a command without a script.
+        of_trainer: returns the names of the trainer's settings.
 
     Raises:
         ValueError: there is no such subcommand, the file exists already, or a setting does not suit.
@@ -283,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"one of {', '.join(KINDS)} comes first, as in: fastsync launch slurm -- train.py")
     if name not in KINDS:
         raise ValueError(f"{name!r} is not one of local, {', '.join(KINDS)}{did_you_mean(name, ['local', *KINDS])}")
-    job, work = read(name, words)
+    job, work = read(name, words, read_trainer, of_trainer)
     text = content(job, work).encode()
     try:
         with Path(job.file).open("xb") as file:
@@ -296,7 +278,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def read(name: str, words: Sequence[str]) -> tuple[Slurm | Kubernetes | SkyPilot, Script | Trainer]:
+def read(
+    name: str, words: Sequence[str], read_trainer: ReadTrainer, of_trainer: Callable[[], set[str]]
+) -> tuple[Kind, Work]:
     """Reads the words after the name of a kind: its options, and the script to run. Errors of tyro end the process.
 
     Raises:
@@ -308,28 +292,15 @@ def read(name: str, words: Sequence[str]) -> tuple[Slurm | Kubernetes | SkyPilot
         work = Script(words[end + 1 :])
         own = [re.sub(r"^--nproc[-_]per[-_]node(?==|$)", "--nproc", word) for word in words[:end]]  # torchrun's name
         try:
-            import tyro
+            from .options import read_options
         except ImportError:
             raise ValueError("tyro is missing, which reads options: pip install tyro") from None
-        _check_options(prog, kind, own, _names(kind))
-        return tyro.cli(kind, prog=prog, args=own), work
-    from ..ppo.__main__ import require_extra
-
-    require_extra()
-    try:
-        from ..ppo.cli import SYNONYMS, Arguments, parse
-        from ..ppo.ppo import Settings
-    except ImportError as error:  # the extension is not built
-        raise ValueError(str(error)) from None
-    both = make_dataclass(kind.__name__, [], bases=(kind, Arguments), frozen=True)
-    both.__doc__ = kind.__doc__
-    others = {name.lstrip("-").replace("-", "_") for name in SYNONYMS}
-    _check_options(prog, kind, words, _names(both) | _names(Settings) | others)
-    job: Any = parse(both, prog, words)
-    return job, Trainer(job.settings)
+        check_options(prog, kind, own, names_of_options(kind), script=words[end + 1 :], of_trainer=of_trainer)
+        return read_options(kind, prog, own), work
+    return read_trainer(kind, prog, words)
 
 
-def content(job: Slurm | Kubernetes | SkyPilot, work: Script | Trainer) -> str:
+def content(job: Kind, work: Work) -> str:
     """Fills the template of a job. It leaves out lines with a placeholder whose value is None."""
     values = job.values(work) | {"own": work.own, "resumes": work.resumes, "from_folder": work.from_folder}
     lines = Path(__file__).with_name(job.template).read_text().splitlines(keepends=True)
@@ -337,38 +308,96 @@ def content(job: Slurm | Kubernetes | SkyPilot, work: Script | Trainer) -> str:
     return _PLACEHOLDER.sub(lambda found: str(values[found[1]]), "".join(kept))
 
 
-def _names(options: Any) -> set[str]:
+def _check(option: str, value: str | None, form: re.Pattern[str], rule: str) -> None:
+    """Raises ValueError for a value that the cluster would refuse."""
+    if value is not None and not form.fullmatch(value):
+        raise ValueError(f"{option}={value!r}: expected {rule}")
+
+
+def names_of_options(options: Any) -> set[str]:
+    """Returns the names of the options of a dataclass."""
     return {option.name for option in fields(options)}
 
 
-def _check_options(prog: str, kind: type[Slurm | Kubernetes | SkyPilot], words: Sequence[str], known: set[str]) -> None:
-    """Raises ValueError for unknown words. It says where to put them: into the submitting command, or after ``--``."""
+def check_options(
+    prog: str,
+    kind: type[Kind],
+    words: Sequence[str],
+    known: set[str],
+    *,
+    script: Sequence[str] = (),
+    of_trainer: Callable[[], set[str]] = set,
+) -> None:
+    """Raises ValueError for unknown words, and says where they belong.
+
+    Args:
+        prog: the command, for messages.
+        kind: the kind of the job.
+        words: the words before ``--``.
+        known: the names of options.
+        script: the words after ``--``.
+        of_trainer: returns the names of settings that do not go with a script.
+    """
     names = known | {"h", "help"}
     unknown: list[str] = []
+    understood: list[str] = []
     is_known = False
     for number, word in enumerate(words):
         is_value = is_known and re.fullmatch(r"--?[A-Za-z][\w-]*", words[number - 1])
         is_script = word == "-m" or (word.endswith(".py") and not word.startswith("-"))
         if not is_value and (is_script or (number == 0 and not word.startswith("-"))):
-            raise ValueError(f"put -- before your own script: {prog} -- {shlex.join(words[number:])}")
-        if option := re.match(r"--?([A-Za-z][\w-]*)", word):
-            name = option[1].replace("-", "_")
-            is_known = name in names or name.removeprefix("no_") in names
-        if not is_known:
-            unknown.append(word)
+            own, others = _parted(words[number:], names_of_options(kind))
+            raise ValueError(
+                f"put -- before your own script: {prog} {shlex.join([*words[:number], *own, '--', *others])}"
+            )
+        if (option := _option(word)) is not None:
+            is_known = option in names or option.removeprefix("no_") in names
+        (understood if is_known else unknown).append(word)
     if not unknown:
         return
     name = unknown[0].partition("=")[0]
+    if (option := _option(name)) == "replace":
+        raise ValueError(f"{name} is an option of fastsync launch local; leave it out here")
+    if script and option in of_trainer():
+        raise ValueError(
+            f"{name} is a setting of the PPO trainer, and settings of the trainer do not go with a script; leave it "
+            "out, or leave out -- and the script"
+        )
+    own, _ = _parted(understood, names_of_options(kind))
+    typed = shlex.join([*own, "--", *(script or ["train.py"]), *unknown])
     way_out = did_you_mean(name.lstrip("-"), names, cutoff=0.8) or (
-        f". If it is one of {kind.submit}, pass it there: {_submitting(kind, kind.file, unknown)}. If it is your "
-        f"script's, put it behind the script: {prog} -- train.py {shlex.join(unknown)}"
+        f". If it is one of {kind.submit}, pass it there: {_submitting(kind, _file(kind, words), unknown)}. If it is "
+        f"your script's, put it behind the script: {prog} {typed}"
     )
     raise ValueError(f"{name} is no option of {prog}{way_out}")
 
 
-def _submitting(
-    job: Slurm | Kubernetes | SkyPilot | type[Slurm | Kubernetes | SkyPilot], file: str, options: Sequence[str] = ()
-) -> str:
+def _option(word: str) -> str | None:
+    """Returns the name of the option that a word is, without its value; None if it is none."""
+    option = re.match(r"--?([A-Za-z][\w-]*)", word)
+    return None if option is None else option[1].replace("-", "_")
+
+
+def _parted(words: Sequence[str], own: set[str]) -> tuple[list[str], list[str]]:
+    """Parts words into options of these names, with their values, and all others."""
+    found: tuple[list[str], list[str]] = ([], [])
+    is_own = takes_value = False
+    for word in words:
+        name = _option(word)
+        is_own = name in own if name is not None else is_own and takes_value
+        takes_value = name is not None and "=" not in word
+        found[0 if is_own else 1].append(word)
+    return found
+
+
+def _file(kind: type[Kind], words: Sequence[str]) -> str:
+    """Returns the file that a command line names."""
+    named = [word.removeprefix("--file=") for word in words if word.startswith("--file=")]
+    named += [value for word, value in pairwise(words) if word == "--file"]
+    return next(iter(named), kind.file)
+
+
+def _submitting(job: Kind | type[Kind], file: str, options: Sequence[str] = ()) -> str:
     flag = ["-f"] if job.submit.startswith("kubectl") else []
     return f"{job.submit} {shlex.join([*options, *flag, file])}"
 

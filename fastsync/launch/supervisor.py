@@ -92,8 +92,11 @@ class Supervisor:
         self._running[number] = rank, time.monotonic()
 
     def run(self) -> int:
-        """Starts the ranks, and waits until all have ended. Returns 0 if one of them has ended its script."""
-        is_done, size = False, self._nproc
+        """Starts the ranks, and waits until all have ended.
+
+        Returns 0 if one of them has come to the end of its script. If the ranks have never met, all of them have to.
+        """
+        is_done, has_failed, size = False, False, self._nproc
         try:
             for first in range(size):
                 self._start({"RANK": first, "LOCAL_RANK": first, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
@@ -106,7 +109,9 @@ class Supervisor:
                     if not result.failures:
                         is_done = True
                         self.returned += result.return_values.values()
-                    elif not self._goes_on_without(number, result.failures[0].exitcode, since, is_done):
+                        continue
+                    has_failed = True
+                    if not self._goes_on_without(number, result.failures[0].exitcode, since, is_done):
                         return 1
             left = self._running
             why = (
@@ -123,7 +128,7 @@ class Supervisor:
         finally:
             for rank, _ in self._running.values():
                 rank.close(signal.SIGTERM, timeout=5)
-        return 0 if is_done else 1
+        return 0 if is_done and (not has_failed or self._newest() is not None) else 1
 
     def _are_left_behind(self) -> bool:
         """Whether those that still run were members, were taken for lost because they are stopped, and stay so."""

@@ -134,6 +134,9 @@ def signals_passed_on(stop_timeout: float) -> Iterator[list[signal.Signals]]:
 @contextmanager
 def _ended_soon(say: Callable[[str], None], killed: list[str]) -> Iterator[None]:
     """Ends the other ranks within END_SECONDS after one has failed. Older launchers give them 30 seconds."""
+    # The method is replaced because the launcher makes its processes itself, and has no setting for this time: the
+    # shutdown_timeout of newer ones is for signals. Whoever ends ranks beside it, as a thread could, may be faster than
+    # it looks: it would then blame one of those that were ended, and not the one that has failed.
     join = ProcessContext.join
 
     def end_first(context: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The optimizer step of attach(optimizer=): each rank steps a shard."""
+"""The optimizer's step that ranks share, each its shard: homes of shards, masters, checks."""

@@ -1,4 +1,4 @@
-"""Which optimizers and parameters ``attach(optimizer=)`` takes."""
+"""Which optimizers and parameters ``shard_optimizer`` takes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,45 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ..sync.attach import GradientSynchronizer
 from ..sync.compression import LOW_RANK, Auto, Compression
-from .steps import innermost
+from ..sync.optimizer_steps import innermost
 
-WAY_OUT = "Leave optimizer= out of attach(), on every rank: then each rank steps all parameters"
+_WITHOUT = "shard_optimizer out, on every rank: then each rank steps all parameters"
+WAY_OUT = f"Leave {_WITHOUT}"
+OR_ELSE = f"Or leave {_WITHOUT}"
+"""The same after another way out."""
+
+
+def check_attached(sync: object) -> None:
+    """Raises ValueError unless it is a handle of ``attach`` that has averaged nothing yet."""
+    if not isinstance(sync, GradientSynchronizer):
+        raise ValueError(
+            f"sync: expected what fastsync.attach() returns, got {type(sync).__name__}; DDP and fully_shard make "
+            "means of their own, so attach the model in place of wrapping it"
+        )
+    if not sync._is_attached:
+        raise ValueError("sync: detach() was called; pass the handle of a new attach(), on every rank")
+    if sync._op != "mean":
+        raise ValueError(
+            f"sync: expected a handle of attach(op='mean'), because ranks keep means of the gradients, got {sync._op!r}"
+        )
+    sync._engine.end_interrupted()
+    if num_steps := sync._engine.num_steps():
+        raise ValueError(
+            f"sync: it has averaged gradients {num_steps} times already, and they are in .grad. Call shard_optimizer "
+            "right after attach(); or call sync.detach(), and attach again before it, on every rank"
+        )
+
+
+def check_dense(sync: GradientSynchronizer) -> None:
+    """Raises ValueError if some of the trained parameters have sparse gradients."""
+    for name in sorted(sync._sparse):
+        if sync._named[name].requires_grad:
+            raise ValueError(
+                f"sync: ranks step shards of dense gradients, and those of parameter {name} are sparse; use "
+                f"sparse=False in the embedding. {WAY_OUT}"
+            )
 
 
 def has_count(optimizer: Optimizer) -> bool:
@@ -30,7 +65,7 @@ def state_names(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ..
 def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
     """Returns the optimizer, out of its wrappers. Raises ValueError if ranks cannot step shards with it."""
     if not isinstance(given, Optimizer):
-        hint = "; attach the parameters of each optimizer apart" if isinstance(given, (list, tuple)) else ""
+        hint = "; attach the parameters of each apart, and shard each" if isinstance(given, (list, tuple)) else ""
         raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {type(given).__name__}{hint}")
     optimizer = innermost(given)
     if type(optimizer) not in (Adam, AdamW, SGD):
@@ -72,7 +107,7 @@ def check_compression(compression: Compression | Auto) -> None:
     """Raises ValueError if ranks cannot keep shards of means that travel with this compression."""
     if isinstance(compression, Compression) and compression.wire == LOW_RANK:
         raise ValueError(
-            f"compression: {LOW_RANK!r} needs whole matrices, and with attach(optimizer=) a rank keeps shards of the "
+            f"compression: {LOW_RANK!r} needs whole matrices, and with shard_optimizer a rank keeps shards of the "
             f"means; take 'int8+ef'. {WAY_OUT}"
         )
 
@@ -85,7 +120,7 @@ def _obstacle(parameter: Tensor) -> str:
         return f"is of {parameter.dtype}, with gradients of {parameter.grad_dtype}: expected one real dtype"
     if parameter.is_cpu and parameter.is_shared():
         return (
-            "is in memory of share_memory(), and attach(optimizer=) would move it to memory of its own, so that other "
+            "is in memory of share_memory(), and shard_optimizer would move it to memory of its own, so that other "
             "processes keep the first weights. Share a copy of the model, and write to it after steps"
         )
     is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()

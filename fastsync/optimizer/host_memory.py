@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import _C
-from .home import Piece, ShardHome, StatePart
+from ..sync.attach import GradientSynchronizer
+from .home import ShardHome, StatePart
 from .masters import MASTER
-
-if TYPE_CHECKING:
-    from ..sync.attach import GradientSynchronizer
+from .piece import Piece
 
 ALIGNMENT = 128
 """The alignment of a tensor in shared memory, in bytes."""
@@ -24,7 +22,7 @@ PARAMETERS = "parameters"
 
 
 class HostMemory(ShardHome):
-    """Puts the parameters into the host's memory, with the values of its first rank. Every rank must make it.
+    """Puts the parameters into the host's memory. Every rank must make it.
 
     All ranks come together after a step, because each reads what the others have written.
 
@@ -42,17 +40,20 @@ class HostMemory(ShardHome):
         super().__init__(sync, parameters, rounding)
         self._memory: dict[str, _C.SharedTensors] = {}  # of the parameters, and of each part of the state
         self._offsets: dict[str, dict[int, int]] = {}  # in each memory, by parameter
-        memory = self._memory_of(PARAMETERS)
-        for name in (*state_names, *([MASTER] if rounding else [])):  # now, as without room each rank has its own
+        # All of it now, because without room for it each rank has its own.
+        for name in (PARAMETERS, *state_names, *([MASTER] if rounding else [])):
             self._memory_of(name)
-        sync._engine.set_shards(memory)
-        views = {index: self._view(index, PARAMETERS) for index in parameters}
-        if sync._group.rank() == memory.ranks()[0]:
+
+    def begin(self) -> None:
+        """Gives the parameters the values of the host's first rank."""
+        self._sync._engine.set_shards(self._memory[PARAMETERS])
+        views = {index: self._view(index, PARAMETERS) for index in self._parameters}
+        if self._sync._group.rank() == self.ranks()[0]:
             for index, view in views.items():
-                view.copy_(parameters[index].detach())
-        sync._engine.meet()
+                view.copy_(self._parameters[index].detach())
+        self._sync._engine.meet()
         for index, view in views.items():
-            parameters[index].data = view
+            self._parameters[index].data = view
 
     def _memory_of(self, what: str) -> _C.SharedTensors:
         """Returns memory of all parameters, or of a part of the state. The first call waits for all ranks."""
@@ -87,6 +88,9 @@ class HostMemory(ShardHome):
         return {part: self._view(*part).clone() for part in parts}
 
     def share(self, stepped: Collection[int]) -> None:
+        self._sync._engine.meet()
+
+    def wait_for_readers(self) -> None:
         self._sync._engine.meet()
 
     def fail(self, stepped: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""Float32 masters of rounded parameters in ``attach(optimizer=)``: how they follow them, and how they load."""
+"""Float32 masters of rounded parameters in ``shard_optimizer``: how they follow them, and how they load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .steps import parameters_of
+from ..sync.optimizer_steps import parameters_of
 
 MASTER = "master"
 """The name of a master in the optimizer's state."""
@@ -45,7 +45,7 @@ def check_masters(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
         if isinstance(master, Tensor) and master.dtype != torch.float32:
             raise ValueError(
                 f"optimizer: the master of parameter {name} was rounded to {master.dtype}, because load_state_dict() "
-                "came before attach(master_weights=True). Make the optimizer anew, and call it after attach"
+                "came before shard_optimizer(master_weights=True). Make the optimizer anew, and call it afterwards"
             )
 
 

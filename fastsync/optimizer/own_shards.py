@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +12,11 @@ from torch import Tensor
 from .. import _C
 from .._torch_compat import foreach_copy_
 from ..autotune.choose import Candidate, in_engine
+from ..errors import SyncError
+from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Compression
-from .home import Piece, ShardHome, StatePart, values_at
-
-if TYPE_CHECKING:
-    from ..sync.attach import GradientSynchronizer
+from .home import ShardHome, StatePart
+from .piece import Piece, values_at
 
 ROW_ALIGNMENT = 64
 """The alignment of a rank's row, in bytes. Rows then travel without a copy."""
@@ -38,11 +37,13 @@ class OwnShards(ShardHome):
         self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], rounding: Mapping[int, torch.dtype]
     ) -> None:
         super().__init__(sync, parameters, rounding)
-        sync._engine.set_shards_apart()
-        self._engine = _C.ParameterGather(sync._group, list(GATHERED), "attach(optimizer=)")
+        self._engine = _C.ParameterGather(sync._group, list(GATHERED), "shard_optimizer")
         self._engine.set_compressions(in_engine([Candidate(Compression())]))
         self._places: list[list[list[Place]]] = []  # by bucket, and by rank
         self._held: dict[tuple[int, int, str], Tensor] = {}  # by parameter, first value and part
+
+    def begin(self) -> None:
+        self._sync._engine.set_shards_apart()
 
     def ranks(self) -> Sequence[int]:
         return range(self._sync._group.size())
@@ -67,10 +68,10 @@ class OwnShards(ShardHome):
         what = "gathering the optimizer's state, as state_dict() and detach() do on every rank,"
         told = self._sync._engine.compare([float(zlib.crc32(repr(sorted(parts)).encode()))], what)
         if any(theirs != told[0] for theirs in told):
-            raise RuntimeError(
-                f"fastsync: {what} found that ranks have state of different parameters: load the same state on every "
-                "rank"
-            )
+            reason = "ranks have state of different parameters"
+            differ = [rank for rank, theirs in enumerate(told) if theirs != told[0]]
+            text = f"fastsync: {what} found that {reason}: load the same state on every rank"
+            raise SyncError(text, ranks=differ, reason=reason)
         copies = {part: torch.empty_like(self._parameters[part[0]].detach(), dtype=self.dtype(part)) for part in parts}
         for name in sorted({name for _, name in parts}):
             whole = {index: copy for (index, part), copy in copies.items() if part == name}
@@ -93,9 +94,13 @@ class OwnShards(ShardHome):
         whole = {index: self._parameters[index].detach() for index in stepped}
         failed = self._gather(NEW_PARAMETERS, None, whole, has_failed)
         if failed and not has_failed:
-            raise RuntimeError(
+            reason = f"rank {failed[0]} has failed"
+            raise SyncError(
                 f"fastsync: the step of the optimizer failed on rank {self._sync._group.rank()} of "
-                f"{self._sync._group.size()}: rank {failed[0]} has failed"
+                f"{self._sync._group.size()}: {reason}",
+                ranks=failed,
+                step=self._sync._engine.num_steps() - 1,
+                reason=reason,
             )
 
     def _gather(

@@ -46,8 +46,8 @@ class WrapperWatch:
             if not torch.equal(noted, _sample_of(self._named[name])):
                 raise RuntimeError(
                     f"fastsync: {type(self._inside[-1]).__name__} has written parameter {name} itself, in its step(). "
-                    "With attach(optimizer=) the ranks of a host have one copy of the parameters, so that write counts "
-                    "once for each rank. Go on from a checkpoint, and leave optimizer= out of attach(), on every rank"
+                    "With shard_optimizer the ranks of a host have one copy of the parameters, so that write counts "
+                    "once for each rank. Go on from a checkpoint, and leave shard_optimizer out, on every rank"
                 )
 
     def _watch(self, wrapper: Optimizer, on_write: Callable[[], None]) -> None:

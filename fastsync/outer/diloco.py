@@ -29,16 +29,18 @@ from torch.optim import SGD, Optimizer
 
 from .. import _C
 from .._checks import resolve_group, without_compiler
-from ..elastic.elastic import MOST_FAILURES, check_no_elastic
-from ..optimizer.steps import innermost, unwrapped
+from .._torch_compat import known_ranks
+from ..elastic.elastic import check_no_elastic
+from ..elastic.loop import MOST_FAILURES
 from ..sync.attach import GradientSynchronizer, is_in_join
 from ..sync.compression import AnyCompression, Compression, as_compression
 from ..sync.handles_in_use import check_not_left_to_each_rank, groups_of
+from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.optimizer_watch import check_has_no_shards
+from ..sync.outer_in_use import NO_JOIN, begin_outer_use, name_of_outer, set_in_block
 from ..sync.stats import SyncStats
 from .background import BackgroundCalls
 from .fragment import Fragment, Mean, OuterOptimizer, SiteChange, UnderWay, gather
-from .in_use import NO_JOIN, begin_outer_use, name_of_outer, set_in_block
 from .model_tensors import ModelTensors
 from .steps import BlockSteps
 from .surviving_group import Progress, SurvivingGroup
@@ -68,8 +70,8 @@ class DiLoCo:
             plain mean of the sites. Under ``fully_shard`` a rank's shards are averaged with its peers'.
         optimizer: the inner one, whose steps count; or a list, such as Muon and AdamW for different weights. A step of
             several counts when each has stepped since the one before. Wrappers with ``.optimizer`` are taken, too. If
-            one steps from copies of the weights, such as float32 masters, in ``state`` or in lists, each mean is
-            written to these.
+            one steps from copies of the weights, such as float32 masters, and tells of them in
+            ``optimizer.state[weight]["master"]``, each mean is written to these.
         sync_every: steps from one synchronisation of a fragment to its next.
         outer_optimizer: makes the outer optimizer for a list of tensors. By default SGD with lr 0.7 and Nesterov
             momentum 0.9; with ``TopK`` plain SGD of lr 1.
@@ -83,10 +85,13 @@ class DiLoCo:
             process has ended is not waited for. It has to be longer than ``sync_every`` steps take, because a site that
             is done waits for the next mean of the others.
         on_merge: is called with the list of parameters that were written to: with all when the object is made, and
-            after each mean with those that it moves. Use it if the optimizer keeps copies of the weights elsewhere.
+            after each mean with those that it moves. Use it to write the mean to copies that the optimizer keeps
+            elsewhere. With weights of less than 32 bits, an optimizer that is not PyTorch's has to tell of its copies,
+            or has none and needs ``on_merge=lambda parameters: None``.
 
     Raises:
-        ValueError: an argument is refused, or the ranks hold different parameters or settings.
+        ValueError: an argument is refused, or the ranks hold different parameters or settings. Or, in the first step,
+            nobody tells whether the optimizer keeps copies of the weights.
         RuntimeError: ranks cannot connect. Or this process was to join others, none of which could be reached.
     """
 
@@ -121,6 +126,7 @@ class DiLoCo:
                 )
         check_has_no_shards(named, "model")
         group = resolve_group(process_group)
+        tensors.ranks_that_train_together()  # or an error, before anything is sent
         check_not_left_to_each_rank(model, group, type(self).__name__)
         check_no_elastic(named.values(), "model", type(self).__name__)
         _check_number("sync_every", sync_every, 1, sys.maxsize)
@@ -143,7 +149,9 @@ class DiLoCo:
         self._averaged_sites: list[int] = []  # those of the newest mean, each by its first rank
         self._num_averaged = 0  # the number of the newest one that all ranks have come to
         self._num_final = 0  # how many fragments were averaged in a row after all loops had ended
-        self._is_resumed = self._has_warned_of_undone = False
+        self._is_resumed = False
+        self._knows_masters = on_merge is not None
+        self._unchecked_ranks = frozenset(known_ranks(group))  # until the first mean
         self._block: BlockSteps | None = None
         self._background = BackgroundCalls()
         atexit.register(_end_background_calls, weakref.ref(self))
@@ -276,8 +284,6 @@ class DiLoCo:
         except Exception:
             if not self._is_resumed:  # else that block is over, and what it did not send goes with the next mean
                 raise
-        for fragment in self._fragments:
-            fragment.expect_step()
         number = self._num_sent = self._num_sent + 1
 
         def compare() -> None:
@@ -343,8 +349,9 @@ class DiLoCo:
         self._step += 1
         for fragment in self._fragments:
             fragment.num_unsent_steps += 1
-        if self._block is not None:  # else several steps of the optimizer may be one of these
-            self._check_that_merges_stay()
+        if not self._knows_masters:
+            self._tensors.check_masters_are_known()
+            self._knows_masters = True
         for fragment in self._fragments:
             if fragment.due == self._step:
                 self._receive(fragment)
@@ -352,19 +359,8 @@ class DiLoCo:
             if self._step % self._sync_every == fragment.offset:
                 self._send(fragment)
 
-    def _check_that_merges_stay(self) -> None:
-        undone = [fragment.has_undone_merge() for fragment in self._fragments]  # each of them looks
-        if any(undone) and not self._has_warned_of_undone:
-            self._has_warned_of_undone = True
-            warnings.warn(
-                "fastsync: the optimizer seems to have taken the model's weights back to where they were before the "
-                f"newest mean of the {type(self).__name__}. It may step from copies of its own, such as float32 "
-                "masters, that were not found. Then let it keep them in optimizer.state[parameter], or write to them "
-                "in on_merge=, which is called after each mean",
-                stacklevel=2,
-            )
-
     def _send(self, fragment: Fragment, *, has_ended: bool = False) -> None:
+        self._warn_of_one_site()
         with _on_the_host():
             change = fragment.take_change(has_ended=has_ended)
         self._num_sent += 1
@@ -374,6 +370,16 @@ class DiLoCo:
         else:
             arrival = self._background.start(partial(self._average, fragment, change, self._num_sent, self._step))
             fragment.under_way = UnderWay(self._step + self._delay, arrival)
+
+    def _warn_of_one_site(self) -> None:
+        ranks, self._unchecked_ranks = self._unchecked_ranks, frozenset()
+        if len(ranks) > 1 and self._sites.own == min(ranks) and ranks <= self._trains_with:
+            warnings.warn(
+                f"fastsync: the gradients of ranks {sorted(ranks)} are averaged at each step already, so a "
+                f"{type(self).__name__} over the same ranks adds nothing. Average gradients inside each site only, as "
+                "by attach(model, process_group=mesh['ranks']), or leave one of the two out",
+                stacklevel=2,
+            )
 
     def _receive(self, fragment: Fragment) -> None:
         """Merges a fragment that is under way. Waits for it no longer than the group does, and raises its error."""
@@ -430,8 +436,13 @@ class DiLoCo:
     @cached_property
     def _site(self) -> set[int]:
         """The ranks of this site, with which this one trains. Only this one if all of them average in one group."""
-        site = self._tensors.ranks_that_train_together()
+        site = self._trains_with
         return {self.rank} if self._sites.joins or len(site & {*self._sites.ranks}) != 1 else site
+
+    @cached_property
+    def _trains_with(self) -> set[int]:
+        """The ranks that average their gradients with this one at each step."""
+        return self._tensors.ranks_that_train_together()
 
     def stats(self) -> list[SyncStats]:
         """Returns statistics of each fragment's synchronisations since the newest loss of a site. ``TopK`` has none."""
@@ -577,7 +588,6 @@ class DiLoCo:
         for fragment, due, unsent in zip(self._fragments, state["due"], state["unsent"], strict=True):
             fragment.averager.load_state_dict(unsent)
             fragment.under_way = None if due is None else UnderWay(due)
-            fragment.merge_watch = None
             fragment.num_unsent_steps = 0
         self._step = self._averaged_step = state["step"]  # all that was sent is averaged
         self._num_skipped = state["num_skipped"]

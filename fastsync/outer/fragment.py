@@ -17,7 +17,7 @@ from .. import _C
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Auto, Compression
 from .background import has_failed
-from .master_weights import MergeWatch, local, samples_of_narrow
+from .master_weights import local
 from .model_tensors import ModelTensors, fingerprint, marks, write
 from .surviving_group import SurvivingGroup
 from .topk import TopK, TopKAverager
@@ -98,7 +98,6 @@ class Fragment:
         self.offset = offset  # the step of a round that sends it
         self.under_way: UnderWay | None = None
         self.num_unsent_steps = 0  # the site's steps since the newest change that it has sent
-        self.merge_watch: MergeWatch | None = None  # None if the newest merge needs no more watching
         self._tensors = tensors
         self._names = list(names)
         self._is_first = is_first  # buffers and other parameters are averaged with the first fragment
@@ -144,7 +143,9 @@ class Fragment:
         self._num_ranks = group.size()
         if isinstance(self._compression, TopK):
             return TopKAverager(self.outer, self._compression, group)
-        return GradientSynchronizer(self.outer, self._compression, group, overlap=False)
+        averager = GradientSynchronizer(self.outer, self._compression, group, overlap=False)
+        averager._engine.expect_same_data()  # the ranks of a site move alike
+        return averager
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -264,14 +265,11 @@ class Fragment:
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
         """Moves the site's weights to the outer ones, and keeps the share ``alpha`` of its own."""
-        before = self._samples()
         for outer, (weight, own) in zip(self.outer.values(), self._tensors.own(self._names), strict=True):
             arrived = outer.detach().to(own.device)
             own.copy_(arrived if alpha == 0 else torch.lerp(arrived, own.to(outer.dtype), alpha))
             if own is not weight:  # the optimizer steps a master, and rounds it to the weight
                 weight.copy_(own)
-        if not torch.equal(merged := self._samples(), before):
-            self.merge_watch = MergeWatch(before, merged)
         first = 0
         for buffer in self._buffers().values():
             write(buffer, self.buffers_mean[first : first + buffer.numel()].view_as(buffer))
@@ -286,23 +284,6 @@ class Fragment:
         """Returns the model's parameters that a merge writes to."""
         now = self._tensors.now()
         return [now[name] for name in self._names]
-
-    def expect_step(self) -> None:
-        """Watches the newest merge no longer, before a step, if the weights were changed since."""
-        if self.merge_watch is not None and not self.merge_watch.is_ready(self._samples()):
-            self.merge_watch = None
-
-    def has_undone_merge(self) -> bool:
-        """Tells after a step whether the optimizer has undone the newest merge."""
-        if self.merge_watch is None:
-            return False
-        is_undone = self.merge_watch.is_undone(self._samples())
-        if is_undone is not None:
-            self.merge_watch = None
-        return bool(is_undone)
-
-    def _samples(self) -> Tensor:
-        return samples_of_narrow(self.parameters())
 
     def _buffers(self) -> dict[str, Tensor]:
         return self._tensors.buffers() if self._is_first else {}

@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._checks import instances_of, is_wrapper, plain_parts, without_compiler
-from .._torch_compat import is_saved, known_ranks, parameters_of_ddp
+from .._checks import is_wrapper, plain_parts, without_compiler
+from .._torch_compat import is_saved, known_ranks
 from ..distributed import as_bytes, broadcast_tensors
-from ..optimizer.steps import parameters_of
 from ..sync.handles_in_use import groups_of
-from .master_weights import local, masters_of
+from ..sync.in_ddp import check_not_in_ddp
+from ..sync.optimizer_steps import parameters_of
+from .master_weights import check_masters_are_known, local, masters_of
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -26,7 +27,8 @@ class ModelTensors:
     """A model's weights, which an outer optimizer moves, and its other tensors that are averaged."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._model = model
+        self._ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._optimizers = optimizers
         self._at_start = self._named_parameters()
         self.weights = {name: p for name, p in self._at_start.items() if p.requires_grad}
@@ -36,18 +38,26 @@ class ModelTensors:
         ids = {id(weight) for weight in self._parameters().values()} | {id(weight) for weight in self.weights.values()}
         return not ids.isdisjoint(map(id, parameters_of(optimizer)))
 
+    def check_masters_are_known(self) -> None:
+        """Raises ValueError after a step if an optimizer may keep copies of the weights, and does not tell."""
+        check_masters_are_known(self._optimizers, self._parameters())
+
     def ranks_that_train_together(self) -> set[int]:
         """Returns the ranks between which gradients or shards of the weights travel at each step, as far as is known.
 
-        It knows handles of fastsync, DistributedDataParallel, and ``fully_shard``. It searches all objects.
+        It knows handles of fastsync, DistributedDataParallel, and ``fully_shard``.
+
+        Raises:
+            ValueError: DistributedDataParallel averages the weights, and is no part of the model, so its ranks are not
+                known.
         """
         weights = [*self._parameters().values()]
-        ids = {*map(id, weights)}
         found = [known_ranks(group) for group in groups_of(weights)]
         found += [set(each.device_mesh.mesh.flatten().tolist()) for each in weights if isinstance(each, DTensor)]
-        for ddp in instances_of(DistributedDataParallel):
-            if not ids.isdisjoint(map(id, parameters_of_ddp(ddp))):
-                found.append(known_ranks(ddp.process_group))
+        found += [known_ranks(ddp.process_group) for ddp in self._ddps]
+        if not found:
+            way_out = "pass the DistributedDataParallel, which knows the ranks of this site"
+            check_not_in_ddp(self.weights, "model", way_out)
         return {dist.get_rank()}.union(*found)
 
     def plain(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..optimizer.steps import is_training_step
+from ..sync.optimizer_steps import is_training_step, watch_calls
 from .model_tensors import ModelTensors
 
 PATIENCE = 16
@@ -40,6 +40,7 @@ class BlockSteps:
         self._have_stepped: set[Optimizer] = set()  # since the newest step that counts
         self._idle = list(optimizers)  # those that have not stepped in this block
         self._num_steps_of_others = 0
+        watch_calls()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_any),
             *(each.register_step_post_hook(self._after_ours) for each in optimizers),

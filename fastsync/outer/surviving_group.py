@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,9 +19,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from .. import _C
 from .._torch_compat import default_store
-from ..elastic.elastic import JOINS, MOST_FAILURES, STORE, members_store
-from ..elastic.membership import Members, Membership, another_connection, host_of
-from ..elastic.peer_watch import PeerWatch
+from ..elastic.elastic import JOINS, STORE, members_store
+from ..elastic.loop import MembershipLoop
+from ..elastic.membership import Membership, another_connection
+from ..errors import SyncError
 
 MOST_SILENCES = 2  # checks in a row without a heartbeat after which a rank is given up; each takes some seconds
 PATIENCE_SECONDS = 1.0  # before the first check
@@ -33,7 +33,7 @@ Progress = Mapping[int, int]
 """How far each rank has come, by its number; -1 for one that is new."""
 
 
-class RankJoinsError(RuntimeError):
+class RankJoinsError(SyncError):
     """A rank waits to join. The members break off what they do, and go on with it."""
 
 
@@ -63,16 +63,12 @@ class SurvivingGroup:
             if self.joins:
                 raise ValueError(f"{JOINS}=1: this process is to join others, and {STORE} does not tell where they are")
             store = PrefixStore(name, another_connection(default_store()))
-        look_store, look = another_connection(store), weakref.WeakMethod(self._look)
-        self._watch = PeerWatch(
-            host_of(store),
-            on_death=lambda lost: None,  # the group's own connections break, and nobody is missed after the end
-            look=lambda: known(look_store) if can_join and (known := look()) else None,
-        )
-        weakref.finalize(self, self._watch.close)
-        way_back = "start it again, and it joins them" if can_join else "start it again from their state"
-        told: dict[str, Any] = {"name": "fastsync", "way_back": way_back}
-        self._members = Members(store, dist.get_rank(), self._watch, timeout.total_seconds(), **told)
+        # Where a rank ends, the group's own connections break, and nobody is missed after the end.
+        self._membership = MembershipLoop(
+            store, dist.get_rank(), timeout.total_seconds(), look=self._look if can_join else None, name="fastsync",
+            way_back="start it again, and it joins them" if can_join else "start it again from their state",
+        )  # fmt: skip
+        self._members = self._membership.members
         self._liveness: _C.Liveness | None = None
         self._formed: list[int] = []  # the members of the group, by their places in it
         if not self.joins:
@@ -90,21 +86,24 @@ class SurvivingGroup:
         return self._members.own
 
     def _form_first(self) -> None:
-        if not self._form():
-            unreachable = {each: self._members.now.addresses[each] for each in sorted(self._watch.dead())}
-            raise RuntimeError(
-                f"fastsync: rank {self.own} could not connect to all of ranks {self.ranks}; these did not answer: "
-                f"{unreachable}. If these addresses are not those of the link between sites, set GLOO_SOCKET_IFNAME to "
-                "its interface, on every host"
+        group = self._membership.form_group()
+        if group is None:
+            dead = sorted(self._membership.watch.dead())
+            unreachable = {each: self._members.now.addresses[each] for each in dead}
+            reason = (
+                f"rank {self.own} could not connect to all of ranks {self.ranks}; these did not answer: {unreachable}"
             )
+            raise SyncError(
+                f"fastsync: {reason}. If these addresses are not those of the link between sites, set "
+                "GLOO_SOCKET_IFNAME to its interface, on every host",
+                ranks=unreachable,
+                reason=reason,
+            )
+        self._use(group)
 
-    def _form(self) -> bool:
-        """Forms the members' group. Returns false if one of them is lost meanwhile."""
-        group = self._members.form_group() if self._members.wait_until_ready() else None
-        if group is not None:
-            self.group, self._formed = group, self.ranks
-            self._liveness = _C.Liveness(group, "sites")
-        return group is not None
+    def _use(self, group: dist.ProcessGroup) -> None:
+        self.group, self._formed = group, self.ranks
+        self._liveness = _C.Liveness(group, "sites")
 
     # ---- changes ----------------------------------------------------------------------------------------------------
 
@@ -146,40 +145,32 @@ class SurvivingGroup:
             ValueError: this rank is new, and ``share`` has refused it.
             RuntimeError: the store does not answer, or the others have gone on without this rank.
         """
-        try:
-            for _ in range(len(self.ranks) + MOST_FAILURES):
-                if self._is_closed:
-                    raise RuntimeError("fastsync: this process ends") from error
-                self._close_connections()  # another rank may wait in the old group for this one, which does not come
-                decided = self._agree(progress(), takes_new, error) if self.ranks else self._members.join()
-                assert decided is not None  # these ranks never tell that the training is over
-                if max(decided.progress.values()) < 0:
-                    all_lost = "all ranks are lost that had the training's state"
-                    raise RuntimeError(f"fastsync: {all_lost}; start it again") from error
-                self._wants_change = False
-                if not self._form():
-                    continue
-                try:
-                    share(decided.progress)
-                    return
-                except (RuntimeError, ValueError) as another:
-                    is_refused = isinstance(another, ValueError) and decided.progress[self.own] < 0
-                    if is_refused and not self._members.has_lost():
-                        raise  # the others go on without this rank
-                    error = another
-            raise RuntimeError(f"fastsync: ranks {self.ranks} could not go on together") from error
-        except BaseException:
-            self._members.leave()
-            raise
+
+        def agree() -> Membership:
+            if self._is_closed:
+                raise RuntimeError("fastsync: this process ends") from error
+            self._close_connections()  # another rank may wait in the old group for this one, which does not come
+            decided = self._agree(progress(), takes_new, error) if self.ranks else self._members.join()
+            assert decided is not None  # these ranks never tell that the training is over
+            self._wants_change = False
+            return decided
+
+        def go_over(decided: Membership, group: dist.ProcessGroup) -> None:
+            self._use(group)
+            share(decided.progress)
+
+        self._membership.go_on(agree, go_over, error)
 
     def _agree(self, progress: int, takes_new: bool, error: Exception | None) -> Membership:
         try:
             return self._members.agree(progress, has_ended=False, takes_new=takes_new, silent=self._silences())
         except dist.DistError as unreachable:
-            raise RuntimeError(
-                f"fastsync: rank {self.own} has lost some of ranks {self.ranks} ({error}), and the store that would "
-                f"tell which does not answer ({unreachable}); it has to live on a host that is not lost"
-            ) from error
+            reason = (
+                f"rank {self.own} has lost some of ranks {self.ranks} ({error}), and the store that would tell which "
+                f"does not answer ({unreachable})"
+            )
+            text = f"fastsync: {reason}; it has to live on a host that is not lost"
+            raise SyncError(text, step=progress, reason=reason) from error
 
     def check_same_sites(self, number: int, sites: Sequence[int], own_site: Sequence[int]) -> None:
         """Checks that the ranks of this site have averaged the same sites in a mean, before they move their weights.
@@ -195,10 +186,16 @@ class SurvivingGroup:
         theirs = self._common_store.compare_set(key.format(number), "", mine).decode()
         if theirs != mine:
             self._members.leave()
-            raise RuntimeError(
-                f"fastsync: a rank was lost amid a mean of the sites. Rank {self.own} has averaged the sites of ranks "
-                f"{mine}, and another rank of its site {[*own_site]} those of ranks {theirs}, so the weights in this "
-                "site would part. The training cannot go on; start it again from the checkpoints of all ranks"
+            reason = (
+                f"Rank {self.own} has averaged the sites of ranks {mine}, and another rank of its site {[*own_site]} "
+                f"those of ranks {theirs}"
+            )
+            raise SyncError(
+                f"fastsync: a rank was lost amid a mean of the sites. {reason}, so the weights in this site would "
+                "part. The training cannot go on; start it again from the checkpoints of all ranks",
+                ranks={*sites} ^ {*json.loads(theirs)},
+                step=number,
+                reason=reason,
             )
         with suppress(RuntimeError, NotImplementedError):
             self._common_store.delete_key(key.format(number - KEPT_MEANS))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..sync.compression import FOR_DILOCO
 
 BLOCK = 4096
 """The number of values in a block, of which the largest are sent. An index in it has 12 bits."""
@@ -29,6 +31,8 @@ class TopK:
     """The fraction of the values that is sent, above 0 and at most 1. A block sends a multiple of 8 values."""
     decay: float = 0.95
     """The factor of an unsent value when the next difference is added to it, above 0 and at most 1."""
+
+    _way_out: ClassVar[str] = FOR_DILOCO
 
     def __post_init__(self) -> None:
         for name, value in (("fraction", self.fraction), ("decay", self.decay)):

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .survivors import check_not_joining
 
     prog = "python -m fastsync.ppo"
-    settings = parse(Arguments, prog, arguments).settings
     try:
+        settings = parse(Arguments, prog, arguments).settings
         check_not_joining()
         this = this_rank()
         if this.rank == 0:

@@ -25,12 +25,13 @@ from gymnasium import Space
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from .._checks import check_at_least
 from ..distributed import process_group
 from ..doctor import install_command
 from ..integrations.ray import launch_on_ray
+from ..launch.options import read_options
 from ..launch.supervisor import launch_survivors
 from ..launch.torchrun import launch_ranks
+from ..messages import check_at_least
 from .envs.make import make_one
 from .evaluation import Evaluator
 from .names import kept_folder
@@ -76,12 +77,15 @@ Command = TypeVar("Command")
 
 
 def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) -> Command:
-    """Reads a command line. Errors end the process with status 2 and one message.
+    """Reads a command line. Errors of single options end the process with status 2 and one message.
 
     Args:
         command: a dataclass with a field ``settings``, of Settings, and a field ``config``, a file or preset.
         prog: the name of the command, for messages.
         arguments: the words after it; by default those of this process.
+
+    Raises:
+        ValueError: the file of settings is none, or settings are refused.
     """
     starts_ranks = "nproc" in {option.name for option in fields(command)}  # type: ignore[arg-type]
     elsewhere = ELSEWHERE if starts_ranks else ELSEWHERE | {"--nproc": ONE_RANK}
@@ -89,14 +93,10 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     config = finder.parse_known_args(words)[0].config
-    try:
-        file_options = [] if config is None else file_words(config)
-    except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        sys.exit(2)
+    file_options = [] if config is None else file_words(config)
     # The last value of an option wins.
     words = [*understood(prog, file_options, elsewhere), *words]
-    return tyro.cli(command, prog=prog, args=words, config=(tyro.conf.OmitArgPrefixes,), registry=WHOLE_NUMBERS)
+    return read_options(command, prog, words, config=(tyro.conf.OmitArgPrefixes,), registry=WHOLE_NUMBERS)
 
 
 def understood(prog: str, words: Sequence[str], elsewhere: Mapping[str, str]) -> list[str]:

@@ -19,8 +19,9 @@ import torch
 import tyro
 from gymnasium.wrappers import RecordVideo
 
-from .._checks import check_at_least
 from ..doctor import install_command
+from ..launch.options import read_options
+from ..messages import check_at_least
 from .envs.interface import EnvironmentFailedError, Environments
 from .envs.lookup import Env
 from .evaluation import MAX_STEPS, check_same_spaces, kept_generators, make_players, play
@@ -34,7 +35,7 @@ from .runs.metrics import returns_of
 from .whole_numbers import WHOLE_NUMBERS
 
 LISTED = 5
-"""The most runs that a message names."""
+"""The most runs that an error names."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,18 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and prints the result.
 
     Returns:
-        The exit status: 0, or 1 if the checkpoint is damaged, or if the environment fails.
+        The exit status: 0, or 1 if the checkpoint is damaged, or if the environment fails. Without a run it is 0, after
+        commands for the runs in this folder.
 
     Raises:
-        ValueError: no checkpoint is named or found, its environment or policy cannot be made, or a package is missing.
+        ValueError: no checkpoint is found, its environment or policy cannot be made, or a package is missing.
     """
-    options = tyro.cli(Evaluate, prog="fastsync eval", args=arguments, registry=WHOLE_NUMBERS)
+    options = read_options(Evaluate, "fastsync eval", arguments, registry=WHOLE_NUMBERS)
     if options.checkpoint is None:
-        raise ValueError(f"say which run to play; {runs_here('eval')}")
+        if not (found := newest_runs()):
+            raise ValueError(f"say which run to play; {runs_here('eval')}")
+        print("\n".join(_commands("eval", found)))
+        return 0
     path, here = Path(options.checkpoint).expanduser(), Path.cwd()
     look_in(here)  # also for the policy's module, if the environment leaves the working folder
     try:
@@ -172,9 +177,15 @@ def find_checkpoint(path: Path, *, newest: bool = False) -> tuple[Path, Checkpoi
 
     found = (None if newest else folder.best(warn)) or folder.newest(warn)
     if found is None:
+        named = Path(Settings.runs_dir) / path
+        offer = (
+            f"`{shlex.join(['fastsync', 'eval', str(named)])}` plays the run of that name; "
+            if (named / CHECKPOINTS).is_dir()
+            else ""
+        )
         raise ValueError(
             f"checkpoint={str(path)!r} is neither a checkpoint nor the folder of a run that has one; "
-            f"{runs_here('eval')}"
+            f"{offer}{runs_here('eval')}"
         )
     return found
 
@@ -184,7 +195,12 @@ def runs_here(verb: str) -> str:
     found = newest_runs()
     if not found:
         return f"the folder {Settings.runs_dir!r} has none here: `fastsync train` makes one"
-    return "\n  ".join(["the newest here:", *(shlex.join(["fastsync", verb, str(each)]) for each in found[:LISTED])])
+    more = [f"… and {len(found) - LISTED} more"] if len(found) > LISTED else []
+    return "\n  ".join(["the newest here:", *_commands(verb, found[:LISTED]), *more])
+
+
+def _commands(verb: str, runs: Sequence[Path]) -> list[str]:
+    return [shlex.join(["fastsync", verb, str(each)]) for each in runs]
 
 
 def newest_runs() -> list[Path]:

@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _C
-from .._checks import resolve_group
-from ..distributed import dist_sum
+from ..distributed import Heartbeats, dist_sum, resolve_group
+from ..errors import SyncError
 
 ROW = 512
 """How many numbers the first collective of ``all_gather`` takes from each rank."""
 
 
-class MissingRankError(RuntimeError):
-    """A collective has failed, because a rank is lost or late."""
+class MissingRankError(SyncError):
+    """A collective has failed, because a rank is lost or late. ``ranks`` are those that do not answer, if asked."""
 
 
 class Exchange:
@@ -39,7 +38,7 @@ class Exchange:
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Goes over to another group."""
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
-        self._liveness = _C.Liveness(group, "fastsync train") if self._names_missing else None
+        self._heartbeats = Heartbeats(group, "fastsync train") if self._names_missing else None
 
     def all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Returns the numbers of all ranks, in rank order. Ranks may have different numbers of them.
@@ -82,16 +81,11 @@ class Exchange:
         try:
             self.group.allgather(gathered, mine).wait()
         except RuntimeError as error:
-            missing = "" if self._liveness is None else f", {_who_is_missing(self._liveness)}"
-            raise MissingRankError(
-                f"fastsync train: rank {self.rank} of {self.world_size} waited for the others in vain{missing} "
-                f"({error})"
-            ) from error
+            silent: list[int] = []
+            reason = f"rank {self.rank} of {self.world_size} waited for the others in vain"
+            if self._heartbeats is not None:
+                with suppress(RuntimeError):  # the store does not answer
+                    silent = self._heartbeats.silent_ranks()
+                reason += f", and ranks {silent} do not answer" if silent else ", and no rank is known to be lost"
+            raise MissingRankError(f"fastsync train: {reason} ({error})", ranks=silent, reason=reason) from error
         return gathered
-
-
-def _who_is_missing(liveness: _C.Liveness) -> str:
-    silent: list[int] = []
-    with suppress(RuntimeError):  # the store does not answer
-        silent = liveness.silent_ranks()
-    return f"and ranks {silent} do not answer" if silent else "and no rank is known to be lost"

@@ -23,8 +23,9 @@ def import_from(setting: str, name: str) -> Any:
     """
     module_name, colon, attribute = name.rpartition(":")
     if not colon:
-        raise ValueError(f"{setting}={name!r} must be module:Class, or module:function")
-    if "<" in attribute or "(...)" in name or name.endswith(")"):
+        own = name if name.endswith(".py") else "path/of/file.py"
+        raise ValueError(f"{setting}={name!r} must be module:Class or module:function, or a file's, as {own}:function")
+    if name.startswith("<") or "<" in attribute or "(...)" in name or name.endswith(")"):
         raise ValueError(
             f"{setting}={name!r} has no name to import it by; resume by the script that passed it, or define it at the "
             "top level of a module"

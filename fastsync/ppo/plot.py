@@ -41,7 +41,7 @@ class Plot:
     metric: str = "episodes/return"  # Column of progress.csv to draw.
     x: Literal["step", "seconds"] = "step"  # Environment steps, or seconds.
     output: str | None = None
-    """PNG file to write. By default it is returns.png, in the run's folder, or for several runs in this folder."""
+    """File to write: PNG, PDF or SVG. By default it is returns.png in the run's folder, or for several runs here."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -412,7 +412,7 @@ def try_policy(
             with in_eval_mode(policy):
                 outputs, values = policy(observations)
             if rows_per_pass == 1:
-                with explain_batch_norm(rows_per_pass):
+                with explain_batch_norm(policy, rows_per_pass):
                     policy(observations)
     except ValueError:
         raise
@@ -428,13 +428,16 @@ def try_policy(
     return policy.distribution.mode(outputs)
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 @contextmanager
-def explain_batch_norm(num_rows: int) -> Iterator[None]:
-    """Says what to do where BatchNorm gets one row inside a ``with`` block, as ValueError."""
+def explain_batch_norm(policy: nn.Module, num_rows: int) -> Iterator[None]:
+    """Says what to do where the policy's BatchNorm gets one row inside a ``with`` block, as ValueError."""
     try:
         yield
     except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
+        if num_rows != 1 or not any(isinstance(each, BATCH_NORMS) and each.training for each in policy.modules()):
             raise
         raise ValueError(
             f"BatchNorm cannot learn from one row, and a minibatch has {num_rows} on each rank: it has "

@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
-from .._checks import resolve_group
+from ..distributed import resolve_group
 from ..sync.sync_weights import broadcast_named
 from . import fused
 from .adam import Adam
@@ -392,7 +392,7 @@ class PPO:
                 self.policy, self.optimizer, sync_every=1, compression=settings.compression, timeout=settings.timeout
             )
         if settings.on_lost_rank == "continue":
-            self.sync._engine.make_revocable()  # averaging then fails as soon as a rank is lost
+            self.sync.make_revocable()  # averaging then fails as soon as a rank is lost
         self.scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
         self.learning_rate = LearningRate(settings, dist.get_world_size(), self.optimizer)
         self.shuffler = Shuffler(settings.num_minibatches, self.streams)
@@ -454,7 +454,7 @@ class PPO:
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Goes on with the ranks of another group, in which all have learnt the same so far."""
         self.sync.use_group(group, init_sync=False)
-        self.sync._engine.make_revocable()
+        self.sync.make_revocable()
         self.exchange.use_group(group)
         self.learning_rate.scale_to(group.size())
 
@@ -471,7 +471,7 @@ class PPO:
         for minibatch in self.shuffler.minibatches(batch, settings.num_epochs):
             for parameter in self.parameters:  # zero_grad() takes longer
                 parameter.grad = None
-            with explain_batch_norm(len(minibatch.log_probs) // settings.num_micro_batches):
+            with explain_batch_norm(self.policy, len(minibatch.log_probs) // settings.num_micro_batches):
                 metrics = self._backward(minibatch, remaining)
             if settings.target_kl is not None:
                 kl = self.sync.piggybacked()["kl"]  # the mean over ranks that average gradients, so these decide alike

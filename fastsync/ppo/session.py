@@ -22,6 +22,7 @@ from ..printable import printing_what_can_be
 from ..sync.compression import Auto
 from ..sync.consistency import check_consistency
 from ..sync.stats import SyncStats
+from .before_update import Before
 from .envs.interface import Environments, Episode
 from .envs.make import make_environments
 from .evaluation import Evaluator, kept_generators
@@ -45,7 +46,7 @@ from .runs.metrics import (
 from .runs.rank_output import output_kept_apart
 from .runs.usage import UsageMeter
 from .settings import RunSettings
-from .survivors import Before, Result, Survivors, survivors_of
+from .survivors import Result, Survivors, survivors_of
 
 
 @contextmanager

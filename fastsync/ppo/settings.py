@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import tyro
 import yaml
 
-from .._checks import did_you_mean
+from ..launch.options import read_options
+from ..messages import did_you_mean
 from ..sync.compression import parse_compression
 from .json_objects import JSON_OBJECT
 from .whole_numbers import WHOLE_NUMBERS
@@ -154,13 +154,13 @@ def preset_names() -> list[str]:
 def load_settings(source: str, kind: type[Kind]) -> Kind:
     """Reads settings from a YAML file or, if there is no such file, from the preset of that name.
 
-    Settings that the file does not mention have their defaults. A wrong setting ends the process, as on the command
-    line.
+    Settings that the file does not mention have their defaults. A setting that is unknown, or of another type, ends the
+    process, as on the command line.
 
     Raises:
-        ValueError: there is no such file or preset, or the content is not YAML.
+        ValueError: there is no such file or preset, the content is not YAML, or a value is refused.
     """
-    return tyro.cli(kind, prog=source, args=file_words(source), registry=WHOLE_NUMBERS)
+    return read_options(kind, source, file_words(source), registry=WHOLE_NUMBERS)
 
 
 def file_words(source: str) -> list[str]:

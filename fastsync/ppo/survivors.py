@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from .. import _C
-from .._checks import resolve_group
-from ..elastic.elastic import JOINS, MOST_FAILURES, RankLostError, members_store
-from ..elastic.membership import Members, host_of
-from ..elastic.peer_watch import PeerWatch
+from ..distributed import close_connections, resolve_group
+from ..elastic.elastic import JOINS, RankLostError, members_store
+from ..elastic.loop import MOST_FAILURES, MembershipLoop
+from ..elastic.membership import Membership
 from .exchange import MissingRankError
 from .settings import RunSettings
 
@@ -75,15 +71,11 @@ class Survivors:
         self._num_done = 0
         self._newest: Any = None
         self._has_ended = self._is_served = False
-        on_death = weakref.WeakMethod(self._on_death)
-        self._watch = PeerWatch(
-            host_of(store),
-            on_death=lambda lost: known(lost) if (known := on_death()) else None,
-            look=lambda: None,
-        )
-        weakref.finalize(self, self._watch.close)
-        told: dict[str, Any] = {"name": "fastsync train", "way_back": "it cannot come back into this run"}
-        self._members = Members(store, dist.get_rank(), self._watch, timeout, **told)
+        self._membership = MembershipLoop(
+            store, dist.get_rank(), timeout, self._on_death, name="fastsync train",
+            way_back="it cannot come back into this run",
+        )  # fmt: skip
+        self._members = self._membership.members
         self._members.begin(list(range(self.group.size())))
 
     @contextmanager
@@ -104,9 +96,11 @@ class Survivors:
             lost = sorted({*before} - {*left})
             if not lost:
                 raise
+            reason = f"ranks {lost} were lost before the training had begun"
             raise RankLostError(
-                f"fastsync train: ranks {lost} were lost before the training had begun, so ranks {left} end, too. "
-                "Nothing was learned yet: start the run again"
+                f"fastsync train: {reason}, so ranks {left} end, too. Nothing was learned yet: start the run again",
+                ranks=lost,
+                reason=reason,
             ) from error
 
     def serve(self, use_group: Callable[[], None], has_failed: Callable[[], bool]) -> None:
@@ -140,7 +134,9 @@ class Survivors:
                 if not (tries_left and self._is_of_lost_rank(error)):
                     raise
                 self._close_group()  # another rank may wait in it for this one
-                if self._go_on(put_back, error):
+                number = self._num_done
+                self._go_on(put_back, error)
+                if self._num_done > number:
                     return self._newest  # type: ignore[no-any-return]
         self._num_done, self._newest = self._num_done + 1, result
         return result
@@ -148,35 +144,27 @@ class Survivors:
     def end(self) -> None:
         """Waits until all ranks that are left have done all parts. Then nobody is missed any more."""
         self._has_ended = True
-        self._go_on(lambda: None, None)
+        while not self._go_on(lambda: None).is_over:
+            pass
 
-    def _go_on(self, put_back: Callable[[], None], error: Exception | None) -> bool:
-        """Goes on with the ranks that are left. Returns whether this rank has got the result of its part."""
+    def _go_on(self, put_back: Callable[[], None], error: Exception | None = None) -> Membership:
+        """Goes on with the ranks that are left. One that is behind gets the result of its part."""
         number = self._num_done
-        for _ in range(len(self.ranks) + MOST_FAILURES):
-            decided = self._members.agree(self._num_done, self._has_ended)
-            if decided.is_over:
-                return False
-            group = self._members.form_group() if self._members.wait_until_ready() else None
-            if group is None:
-                continue
+
+        def go_over(decided: Membership, group: dist.ProcessGroup) -> None:
             self.group = group
             try:
                 if self._members.has_lost():  # before anybody knew of the new group
-                    raise RuntimeError("fastsync train: another rank is lost")
+                    raise RankLostError("fastsync train: another rank is lost", reason="another rank is lost")
                 if self._num_done == number == max(decided.progress.values()):
                     put_back()
                 self._use_group()
                 self._catch_up(decided.progress)
-            except (RuntimeError, ValueError) as another:
-                if not self._is_of_lost_rank(another):
-                    raise
-                error = another
+            except (RuntimeError, ValueError):
                 self._close_group()
-                continue
-            if not self._has_ended:
-                return self._num_done > number
-        raise RuntimeError(f"fastsync train: ranks {self.ranks} could not go on together") from error
+                raise
+
+        return self._membership.go_on(lambda: self._members.agree(self._num_done, self._has_ended), go_over, error)
 
     def _catch_up(self, progress: Mapping[int, int]) -> None:
         """Gives the ranks that are behind the result of their part."""
@@ -199,43 +187,4 @@ class Survivors:
     def _close_group(self) -> None:
         """Ends all waits in the group, on this rank and then on others."""
         if self.group.size() > 1:
-            _C.close_connections(self.group)
-
-
-class Before:
-    """What learning from a rollout changes in a ``ppo.PPO``, as it was before."""
-
-    def __init__(self, ppo: Any) -> None:
-        self._ppo = ppo
-        self._tensors = {name: tensor.detach().clone() for name, tensor in self._named_tensors()}
-        self._states = copy.deepcopy([part.state_dict() for part in self._parts()])
-        self._rate = copy.deepcopy(ppo.learning_rate.state_dict())
-        self._numbers = ppo.step, ppo.update, ppo.streams.num_draws
-        self._world_size = ppo.exchange.world_size
-        self._random = torch.get_rng_state()
-
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        modules = {"policy": self._ppo.policy, "rewards": self._ppo.reward_normalizer}
-        for prefix, module in modules.items():
-            if module is not None:
-                yield from module.named_parameters(prefix)
-                yield from module.named_buffers(prefix)
-
-    def _parts(self) -> tuple[Any, ...]:
-        return self._ppo.optimizer, self._ppo.scaler, self._ppo.sync
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Puts it back. What averaging still waits for ends first."""
-        ppo = self._ppo
-        ppo.sync._end_interrupted()
-        for name, tensor in self._named_tensors():
-            tensor.copy_(self._tensors[name])
-        *_, averaging = states = copy.deepcopy(self._states)
-        for residual in averaging["residuals"].values():  # adds as much to the mean of fewer ranks, see use_group()
-            residual *= ppo.sync._group.size() / self._world_size
-        for part, state in zip(self._parts(), states, strict=True):
-            part.load_state_dict(state)
-        ppo.learning_rate.put_back(self._rate)
-        ppo.step, ppo.update, ppo.streams.num_draws = self._numbers
-        torch.set_rng_state(self._random)
+            close_connections(self.group)

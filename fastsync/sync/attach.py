@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,7 @@ from .._checks import (
     MEAN_OF_USED,
     as_weight,
     check_bool,
-    check_not_in_ddp,
     check_op,
-    have_a_stage,
     is_positive,
     named_parameters,
     resolve_group,
@@ -32,15 +31,13 @@ from .._checks import (
 )
 from .._torch_compat import own_buffers, unseen_by_autograd
 from ..distributed import as_bytes
-from ..optimizer.checks import WAY_OUT, check_compression, check_optimizer
-from ..optimizer.masters import PARAMETER_WIRES, check_masters
-from ..optimizer.shards import OptimizerShards
-from ..optimizer.steps import from_outside_in
-from ..outer.in_use import NO_JOIN, check_no_outer, name_of_outer
-from .compression import AnyCompression, Auto, Compression, as_compression
-from .handles_in_use import NOBODY, begin_use, check_free, end_use, handles_of
+from .compression import AnyCompression, Auto, Compression
+from .handles_in_use import NOBODY, begin_use, check_free, end_use
 from .ignored_states import IgnoredStates, States
-from .optimizer_watch import WatchedHandle, watch_optimizers
+from .in_ddp import check_not_in_ddp
+from .machine import describe_machine
+from .optimizer_watch import WatchedHandle, first_with_gradient, watch_optimizers
+from .outer_in_use import NO_JOIN, name_of_outer
 from .stats import SyncStats
 from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers
 from .training_state import TrainingState
@@ -57,6 +54,7 @@ class GradientSynchronizer(WatchedHandle):
     """
 
     _claimed_by = "by attach(); call detach() of the handle that it returned, or set that handle's .compression"
+    _made_by = "fastsync.attach"
     _late_reason = (
         "it came into the model after attach(), or could not be averaged then. Call detach() of the handle and attach "
         "the model again, on every rank. If each rank is to have its own, name it in ignored_states. A step that is "
@@ -87,6 +85,8 @@ class GradientSynchronizer(WatchedHandle):
         self._weight: float | None = None
         self._put: dict[str, tuple[int, Tensor]] = {}  # what piggyback() got, and before which sync
         self._is_enabled = True
+        self._shared: TrainingState | None = None  # what ranks share inside join(), or in the steps of Elastic
+        self._elastic: weakref.ref[Any] | None = None  # the Elastic that was made with this handle
         self._is_attached = False
         self._examined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._begin(group, compression)
@@ -102,7 +102,9 @@ class GradientSynchronizer(WatchedHandle):
             self._sparse,
         )
         if self._checks_weights:
-            self._engine.compare_weights(list(self._named.values()), list(self._named))
+            self._engine.compare_weights(
+                list(self._named.values()), list(self._named), describe_machine(self._named.values())
+            )
         self._accumulated_step = -1  # the newest step after which no_sync() let gradients accumulate
         self._deferred_clip_step = -1
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -154,7 +156,7 @@ class GradientSynchronizer(WatchedHandle):
     # ---- ranks that run out of batches at different times -----------------------------------------------------------
 
     @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *states: Any) -> Iterator[None]:
         """Lets ranks run out of batches at different times: put the training loop inside, on every rank.
 
         A rank whose loop has ended goes on taking part in the others' syncs until all loops have ended. Its gradients
@@ -163,25 +165,35 @@ class GradientSynchronizer(WatchedHandle):
         have sent their names before. ``broadcast_buffers`` takes the buffers of the first of these ranks.
 
         At the end all ranks take over the state of a rank that took the most steps. That is: parameters and buffers,
-        and the states of these parameters' optimizers, of their schedulers and of GradScalers. Make the same ones on
-        every rank. Other state that counts steps, such as averages of weights, stays each rank's own. If a loop ends
-        with gradients of ``no_sync`` that were not averaged, they count for nothing, and it warns.
+        and ``states``. Other state that counts steps stays each rank's own. If a loop ends with gradients of
+        ``no_sync`` that were not averaged, they count for nothing, and it warns.
+
+        Args:
+            states: the optimizers that step these parameters, and all else that counts steps: schedulers, GradScalers,
+                averages of weights, data loaders. They need ``state_dict`` and ``load_state_dict``. Every rank passes
+                the same ones, in the same order.
 
         Raises:
+            ValueError: one of ``states`` has no state, or ranks have passed others. Or an optimizer steps inside that
+                was not passed, or whose scheduler or GradScaler was not.
             RuntimeError: it is inside another ``join``; or as ``synchronize()``. No rank waits longer than the process
                 group's time-out.
         """
-        self._refuse("join()", "Leave optimizer out, on every rank")
+        shared = TrainingState(states, "sync.join(optimizer, scheduler, scaler, ...)", self._left_to_each_rank())
+        self._refuse("join()", "Leave shard_optimizer out, on every rank")
+        self._refuse_join_with_elastic()
         self._refuse_join_in_outer_block()
         if getattr(_thread, "joins", False):
             raise RuntimeError(
                 "fastsync: join() was called inside another join(), so that ranks that have run out of batches would "
                 "wait for each other; attach one nn.ModuleList of all models in place of several engines"
             )
-        self._engine.set_joining(True)
+        device = next(iter(self._named.values())).device
+        self._engine.set_joining(True, shared.description())
         _thread.joins = True
         try:
-            yield
+            with self._sharing(shared):
+                yield
             self._warn_of_gradients_not_averaged()
             self._sync_without_batches()
             is_last = self._engine.num_active() == 0
@@ -192,13 +204,33 @@ class GradientSynchronizer(WatchedHandle):
             self._engine.set_joining(False)
         # All ranks take the parameters of the first rank whose loop ended last.
         size, rank = self._group.size(), self._group.rank()
-        device = next(iter(self._named.values())).device
         maxima = torch.tensor([size - rank if is_last else 0, not is_last], device=device)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._group)
         first, took_fewer_steps = maxima.tolist()
         self._init_sync(root=size - first)
         if took_fewer_steps:
-            TrainingState(list(self._named.values())).share(self._group, size - first, "at the end of join()")
+            shared.share(self._group, size - first, device)
+
+    @contextmanager
+    def _sharing(self, states: TrainingState) -> Iterator[None]:
+        """Refuses steps of optimizers that are not among these, inside."""
+        before, self._shared = self._shared, states
+        try:
+            yield
+        finally:
+            self._shared = before
+
+    def _is_in_elastic(self) -> bool:
+        """Tells whether an ``Elastic`` whose steps have not ended was made with this handle."""
+        elastic = None if self._elastic is None else self._elastic()
+        return elastic is not None and not elastic.has_ended
+
+    def _refuse_join_with_elastic(self) -> None:
+        if self._is_in_elastic():
+            raise RuntimeError(
+                "fastsync: join() was called where an Elastic trains these weights, whose steps() tell each rank how "
+                "many there are; leave join() out"
+            )
 
     def _refuse_join_in_outer_block(self) -> None:
         if self._group.size() > 1 and (name := name_of_outer(self._named.values(), in_block=True)):
@@ -277,7 +309,7 @@ class GradientSynchronizer(WatchedHandle):
     def averaged_gradients(self) -> dict[str, Tensor]:
         """Returns the means over ranks that the newest sync has made, by parameter's name. Every rank must call it.
 
-        It is for looking at the means with ``attach(optimizer=)``, where ``.grad`` stays this rank's own. What is
+        It is for looking at the means with ``shard_optimizer``, where ``.grad`` stays this rank's own. What is
         changed here changes no step.
         """
         if self._optimizer_shards is not None:
@@ -312,7 +344,7 @@ class GradientSynchronizer(WatchedHandle):
 
     def _move_to(self, group: dist.ProcessGroup, root: int) -> None:
         """Averages over another group from now on. Step, scales and factors become those of its rank ``root``."""
-        self._end_interrupted()
+        self.end_interrupted()
         state, num_before = self.state_dict(), self._group.size()
         before = self._engine, self._group
         try:
@@ -348,10 +380,19 @@ class GradientSynchronizer(WatchedHandle):
 
     def _refuse(self, call: str, way_out: str) -> None:
         if self._optimizer_shards is not None:
-            raise RuntimeError(f"fastsync: {call} does not work with attach(optimizer=). {way_out}")
+            raise RuntimeError(f"fastsync: {call} does not work with shard_optimizer. {way_out}")
 
-    def _end_interrupted(self) -> None:
-        """Ends a step that failed on the old group. Errors are ignored, because the group is replaced.
+    def make_revocable(self) -> None:
+        """Averages for a training that goes on without lost ranks, from the next step on.
+
+        An error then comes at once, and does not say where the other ranks are. Each step keeps a copy of its residuals
+        until the next. ``Elastic`` calls it, and so may a loop of your own that hands groups to ``use_group``. It lasts
+        until then. Call it on every rank, before the same step.
+        """
+        self._engine.make_revocable()
+
+    def end_interrupted(self) -> None:
+        """Ends a step that has failed because a rank is lost. ``use_group`` calls it, too. It raises no errors.
 
         Other ranks may have left that step after an error. If the step waits for a lost rank, this closes the
         connections.
@@ -375,7 +416,7 @@ class GradientSynchronizer(WatchedHandle):
     def detach(self) -> None:
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before.
 
-        With ``attach(optimizer=)`` every rank must call it, because where ranks share no memory they then gather the
+        With ``shard_optimizer`` every rank must call it, because where ranks share no memory they then gather the
         optimizer's state.
 
         Raises:
@@ -461,26 +502,32 @@ class GradientSynchronizer(WatchedHandle):
         """
         super()._check_before_step(optimizer)
         if optimizer not in self._examined and any(True for _ in self._stepped_by(optimizer)):
-            check_not_in_ddp(self._named, "fastsync.attach", but=handles_of)
-            # Zero-bubble schedules bypass the hooks of all stages but the first, so the checks below may not notice.
-            if self._overlaps and have_a_stage(self._named.values()):
-                raise ValueError(
-                    "overlap: these are the parameters of a pipeline's stage, whose schedule runs a backward for every "
-                    "micro-batch, or computes gradients past all hooks, as zero-bubble schedules do; use "
-                    "fastsync.attach(..., overlap=False), and call synchronize() after schedule.step()"
-                )
+            check_not_in_ddp(self._named, "fastsync.attach")
             self._examined.add(optimizer)
-        if not self._is_enabled:
+        if not self._averages():
             return
+        if self._shared is not None and any(True for _ in self._stepped_by(optimizer)):
+            self._shared.check_step(optimizer)
         self._check_nothing_is_late(optimizer)
         # An engine's lock is held while it waits for other ranks. So a step asks only the engines that it belongs to.
         if next(self._stepped_by(optimizer), None) is None:
             return
-        way_out = "run the last backward() outside no_sync()" if self._overlaps else "call synchronize() before it"
-        self._check_was_averaged(optimizer, "fastsync.attach", way_out)
+        self._check_was_averaged(optimizer)
         stepped = next((parameter for parameter in self._stepped_by(optimizer) if parameter.grad is not None), None)
         if stepped is not None:
             self._check_not_made_of_samples(stepped, optimizer)
+
+    def _averages(self) -> bool:
+        return self._is_enabled
+
+    def _way_to_average(self) -> str:
+        return (
+            "run the last backward() outside no_sync(), or, with a schedule of torch.distributed.pipelining that "
+            "computes gradients past all hooks, as zero-bubble ones do, use attach(overlap=False), and call "
+            "synchronize() after schedule.step()"
+            if self._overlaps
+            else "call synchronize() before it"
+        )
 
     def _check_not_made_of_samples(self, parameter: Tensor, optimizer: Optimizer) -> None:
         """Raises RuntimeError if .grad was made of per-sample gradients after the sync, as Opacus does in its step."""
@@ -493,6 +540,14 @@ class GradientSynchronizer(WatchedHandle):
                 ".grad_sample after the ranks had averaged, as Opacus does, so it is this rank's own. Use Opacus's "
                 "DistributedDPOptimizer without attach; or attach(overlap=False), and synchronize() after that write"
             )
+
+    def _find_not_averaged(self, optimizer: Optimizer, is_synced: bool) -> tuple[Tensor, bool] | None:
+        own = set(map(id, self._engine.with_own_gradients()))  # asked before Python reads any .grad
+        if is_synced and not own:
+            return None
+        late = (parameter for parameter in self._stepped_by(optimizer) if id(parameter) in own or not is_synced)
+        stepped = first_with_gradient(late)
+        return None if stepped is None else (stepped, id(stepped) in own)
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return self._named
@@ -512,18 +567,16 @@ def attach(
     op: str = "mean",
     broadcast_buffers: bool = False,
     ignored_states: States = (),
-    optimizer: Optimizer | None = None,
-    master_weights: bool = False,
-    parameter_compression: str = "none",
     check_weights: bool = True,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
-    The model stays as it is. Call it on every rank once the model is on its device. Ranks must make several calls in
-    the same order. Every rank must run the same number of backwards that reach any of the parameters. A parameter
-    without a gradient on this rank counts as zeros if another rank has one; see ``op`` for another mean. It keeps
-    ``grad is None`` if no rank has one. Parameters that the model gets later are not averaged. An optimizer that steps
-    one raises RuntimeError: detach and attach again.
+    The model stays as it is, and so does the optimizer; with ``shard_optimizer`` each rank then steps a shard of it.
+    Call it on every rank once the model is on its device. Ranks must make several calls in the same order. Every rank
+    must run the same number of backwards that reach any of the parameters. A parameter without a gradient on this rank
+    counts as zeros if another rank has one; see ``op`` for another mean. It keeps ``grad is None`` if no rank has one.
+    Parameters that the model gets later are not averaged. An optimizer that steps one raises RuntimeError: detach and
+    attach again.
 
     Gradients of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` stay sparse: each rank sends the rows
     that it has, and ``.grad`` gets the rows of all ranks, coalesced. They travel at the end of backward. On a GPU the
@@ -546,18 +599,11 @@ def attach(
             start.
         ignored_states: modules, parameters and buffers of the model that are left to each rank, such as experts. They
             are not averaged, broadcast, clipped or compared, and ranks may have different ones.
-        optimizer: torch's AdamW, Adam or SGD of these parameters. Each rank then steps its own shard. CPU ranks of a
-            host have one copy of parameters and state: what one rank writes to a parameter, all see. Ranks that share
-            no memory, and those on GPUs, have all parameters, and the state of their own shard. ``.grad`` stays this
-            rank's own; for the means there is ``averaged_gradients()``.
-        master_weights: give each bfloat16 and float16 parameter a float32 master, and its state float32, too. Then
-            ``optimizer`` steps the masters, and the parameters are their roundings. A single rank does so as well.
-        parameter_compression: how new float32 parameters travel with ``optimizer``: ``"none"``, or ``"bf16"`` for half
-            the bytes. With ``"bf16"`` they have float32 masters, and each step rounds them to what bfloat16 holds, on
-            every rank, also where no bytes travel.
-        check_weights: compare samples of the parameters over the ranks now and then, beside the gradients: in the step
-            after the first update, and once in 50 steps. Where they differ, ``backward()`` raises RuntimeError on every
-            rank, and names the first parameter. Pass False if weights are meant to differ.
+        check_weights: compare samples of the parameters over the ranks. They are read right after an optimizer's step,
+            the first one and one in 50, and travel beside the gradients of a later sync. Where they differ,
+            ``backward()`` raises RuntimeError on every rank, and names the first parameter. Only ranks on like machines
+            are compared, because others may round differently. Pass False if weights are meant to differ, as with
+            ``nn.Embedding(max_norm=)``.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
@@ -577,68 +623,31 @@ def attach(
     trained = {f"module_or_params: parameter {name}": p for name, p in named.items() if p.requires_grad}
     check_can_be_written(trained)
     check_free(named, "module_or_params")
-    check_not_in_ddp(named, "module_or_params", but=handles_of)
-    check_bool(master_weights, "master_weights")
-    if master_weights and optimizer is None:
-        raise ValueError("master_weights: it needs optimizer=, which steps the masters; pass it, or leave this out")
-    if not isinstance(parameter_compression, str) or parameter_compression not in PARAMETER_WIRES:
-        raise ValueError(f"parameter_compression: expected 'none' or 'bf16', got {parameter_compression!r}")
-    parameter_wire = PARAMETER_WIRES[parameter_compression]
-    if parameter_wire is not None and optimizer is None:
-        raise ValueError(
-            "parameter_compression: without optimizer= no parameters travel after a step; pass it, or leave this out"
-        )
-    checked = None if optimizer is None else check_optimizer(optimizer, named)
-    if checked is not None and op != "mean":
-        raise ValueError(f"op: expected 'mean' with optimizer=, whose ranks keep means of the gradients, got {op!r}")
-    if checked is not None:
-        check_compression(as_compression(compression))
-    has_masters = master_weights or parameter_wire is not None
-    if checked is not None and has_masters:
-        check_masters(checked, named)
+    check_not_in_ddp(named, "module_or_params")
     group = resolve_group(process_group)
-    has_shards = checked is not None and (group.size() > 1 or has_masters)
-    if has_shards:
-        check_no_outer(named.values(), "optimizer", f"ranks that step shards cannot each change weights. {WAY_OUT}")
     sparse = sparse_weights(module_or_params)
-    _check_sparse([name for name, p in named.items() if p.requires_grad and id(p) in sparse], op, optimizer)
-    if op != "mean" or optimizer is not None:
+    if op != "mean":
+        _check_not_sparse([name for name, p in named.items() if p.requires_grad and id(p) in sparse], op)
         sparse = frozenset()  # they are frozen, and what they get once they are not is refused
     sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap, sparse, check_weights)
     sync._ignored = ignored
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)
     sync._send_buffers()
-    shards: OptimizerShards | None = None
-    if checked is not None and has_shards:
-        wrappers = [] if optimizer is None else from_outside_in(optimizer)[:-1]
-        shards = OptimizerShards(sync, checked, master_weights, parameter_wire, wrappers)
-    if shards is not None:
-        sync._engine.set_optimizer(shards.description())
     if init_sync:
         sync._init_sync()
-    elif shards is not None:
-        sync._engine.agree(init_sync=False)
-    if shards is not None:
-        shards.begin()
-        sync._optimizer_shards = shards
     sync._engine.attach(list(named.values()), overlap)
     sync._keep(owner)
     return sync
 
 
-def _check_sparse(names: Sequence[str], op: str, optimizer: Optimizer | None) -> None:
-    """Raises ValueError if an argument does not go with the sparse gradients of these parameters."""
-    if names and op != "mean":
+def _check_not_sparse(names: Sequence[str], op: str) -> None:
+    """Raises ValueError if ``op`` does not go with the sparse gradients of these parameters."""
+    if names:
         way_out = "op='mean' and multiply the loss by the number of ranks, or use " if op == "sum" else ""
         raise ValueError(
             f"op: {op!r} does not go with sparse gradients, such as those of parameter {names[0]}; use {way_out}"
             "sparse=False in the embedding"
-        )
-    if names and optimizer is not None:
-        raise ValueError(
-            "optimizer: ranks that share an optimizer step shards of dense gradients, and those of parameter "
-            f"{names[0]} are sparse; leave optimizer= out, or use sparse=False in the embedding"
         )
 
 

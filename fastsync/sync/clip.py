@@ -15,9 +15,9 @@ from .. import _C
 from .._checks import is_positive, resolve_group
 from .._torch_compat import foreach_mul_, known_ranks, states_of_scaler, takes_grad_scale
 from ..distributed import every_rank_calls
-from ..optimizer.steps import from_outside_in, unwrapped
 from .grad_scaler import has_unscaled, loss_scale, scale_of_step, skip_unless_finite
 from .handle import GradientHandle
+from .optimizer_steps import from_outside_in, unwrapped
 from .optimizer_watch import WatchedHandle
 
 
@@ -74,10 +74,12 @@ def clip_grad_norm_(
         )
     for handle in handles:
         if handle._deferred_clip_step == handle._engine.num_steps() and not handle._engine.is_captured():
+            or_else = "" if handle._optimizer_shards is not None else ", or leave optimizer out both times"
             raise RuntimeError(
                 "fastsync.clip_grad_norm_: the gradients have been clipped already, in the optimizer's next step; clip "
-                "once after each synchronised backward, or leave optimizer out both times"
+                f"once after each synchronised backward{or_else}"
             )
+        handle._check_may_be_clipped()
     known_to_scaler = optimizer
     if optimizer is not None:
         all_of_it = from_outside_in(_checked(optimizer))
@@ -182,7 +184,7 @@ def _check_may_be_joint(
             )
         if handle._optimizer_shards is not None and scaler is not None:
             raise ValueError(
-                "scaler: in a list of handles none may be of attach(optimizer=), because a scaler looks at .grad, and "
+                "scaler: in a list of handles none may be of shard_optimizer, because a scaler looks at .grad, and "
                 "that stays this rank's own there; leave out one of the two"
             )
 
@@ -216,8 +218,8 @@ def _norm(sync: WatchedHandle, norm_type: float, optimizer: Optimizer | None, sc
         if norm_type != 2.0 or is_unscaled:
             what = "unscale_() has divided only this rank's own gradients" if is_unscaled else f"norm_type {norm_type}"
             raise ValueError(
-                f"fastsync.clip_grad_norm_: with attach(optimizer=) the norm is the 2-norm of the means, got: {what}. "
-                "Leave out unscale_(), and norm_type; or leave optimizer= out of attach(), on every rank"
+                f"fastsync.clip_grad_norm_: with shard_optimizer the norm is the 2-norm of the means, got: {what}. "
+                "Leave out unscale_(), and norm_type; or leave shard_optimizer out, on every rank"
             )
         norm = sync.grad_stats().grad_norm
         return norm if scaler is None else norm / loss_scale(scaler)
@@ -233,7 +235,8 @@ def _known_norm(sync: WatchedHandle) -> Tensor | None:
 
     They are if Python has read no ``.grad`` since backward, and no later backward has added to one.
     """
-    is_known = sync._engine.num_steps() == 0 or sync._engine.gradients_are_unchanged()
+    has_none = sync._engine.num_steps() == 0 and all(parameter.grad is None for parameter in sync.parameters())
+    is_known = has_none or sync._engine.gradients_are_unchanged()
     return sync.grad_stats().grad_norm if is_known else None
 
 

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch.optim import Optimizer
 
-from .._checks import did_you_mean
-from ..outer.topk import TopK
+from ..messages import did_you_mean
 
 Wire = Literal["none", "bf16", "fp16", "int8", "int4", "lowrank"]
 Reduce = Literal["wire", "fp32"]
@@ -43,7 +42,7 @@ class Compression:
     ``"int8"``: whole numbers from -127 to 127, blocks of 128 of them behind a float32 scale each.
     ``"int4"``: whole numbers from -7 to 7, in such blocks, too. Models learn as well only with error feedback.
     ``"lowrank"``: each matrix as the product of two thin factors in float32, with error feedback (PowerSGD). Vectors
-    travel as they are. It needs whole matrices, so it does not go with ``fully_shard`` or ``attach(optimizer=)``."""
+    travel as they are. It needs whole matrices, so it does not go with ``fully_shard`` or ``shard_optimizer``."""
     reduce: Reduce | None = None
     """``"wire"``: the process group's all-reduce adds, in the wire's dtype. ``"fp32"``: ranks send each other what they
     have and add in float32, so that the error does not grow with their number. By default ``"fp32"`` for int8, int4,
@@ -159,19 +158,19 @@ options behind plus signs, such as ``"int8+ef"``; or ``"auto"``; or ``"auto:int8
 rank 8. The command line has the same words."""
 
 
-def as_compression(compression: object) -> Compression | Auto:
+def as_compression(compression: object, argument: str = "compression") -> Compression | Auto:
     """Returns ``compression`` itself, or what the word stands for. Raises ValueError for anything else."""
     if isinstance(compression, Compression | Auto):
         return compression
     if isinstance(compression, str):
-        return parse_compression(compression)
+        return parse_compression(compression, argument)
     given, way_out = repr(compression), ""
     if isinstance(compression, Optimizer):
-        given, way_out = f"the optimizer {type(compression).__name__}", "; write optimizer= before it"
-    elif isinstance(compression, TopK):
-        way_out = FOR_DILOCO
+        given, way_out = f"the optimizer {type(compression).__name__}", "; pass it to fastsync.shard_optimizer"
+    else:
+        way_out = getattr(type(compression), "_way_out", "")  # TopK says where it belongs
     raise ValueError(
-        f"compression: expected a word such as 'fp16' or 'int8+ef', a Compression or an Auto, got {given}{way_out}"
+        f"{argument}: expected a word such as 'fp16' or 'int8+ef', a Compression or an Auto, got {given}{way_out}"
     )
 
 
@@ -185,8 +184,8 @@ _AUTOS = {"auto": Auto(), **{f"auto:{wire}": Auto(allow=(wire,)) for wire in LOS
 
 
 @lru_cache  # all_reduce_gradients asks at every step
-def parse_compression(text: str) -> Compression | Auto:
-    """Reads a word, as ``AnyCompression`` describes them.
+def parse_compression(text: str, argument: str = "compression") -> Compression | Auto:
+    """Reads a word, as ``AnyCompression`` describes them. Errors begin with the argument that it was given as.
 
     Raises:
         ValueError: it is no such word.
@@ -204,11 +203,11 @@ def parse_compression(text: str) -> Compression | Auto:
         with_options = [f"{wire}+{option}" for wire in wires for option in _OPTIONS]
         known = names if text.isalnum() else [*names, f"{LOW_RANK}:{DEFAULT_RANK}", *with_options]
         raise ValueError(
-            f"compression: expected one of {', '.join(names)}, lowrank:RANK, or a wire with options such as int8+ef "
+            f"{argument}: expected one of {', '.join(names)}, lowrank:RANK, or a wire with options such as int8+ef "
             f"({', '.join(_OPTIONS)}), got {text!r}{way_out or did_you_mean(text, known)}"
         )
     if len(options) != len(set(options)) or {"one_shot", "two_shot"} <= set(options):
-        raise ValueError(f"compression: {text!r} names an option twice, or two algorithms")
+        raise ValueError(f"{argument}: {text!r} names an option twice, or two algorithms")
     values = {name: value for option in options for name, value in _OPTIONS[option].items()}
     if has_rank:
         values["rank"] = int(rank)

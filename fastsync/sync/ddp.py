@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,9 @@ from .._torch_compat import delays_parameters, has_comm_hook, has_python_reducer
 from ..autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
 from .handle import SyncHandle, warn_of_generic_kernels
-from .handles_in_use import begin_use, check_free, handles_of
-from .optimizer_watch import WatchedHandle, watch_optimizers
+from .handles_in_use import begin_use, check_free, end_use, handles_of
+from .machine import describe_machine
+from .optimizer_watch import WatchedHandle, first_with_gradient, watch_optimizers
 
 
 class HookState(SyncHandle):
@@ -54,6 +56,7 @@ class CommHook(HookState, WatchedHandle):
         "by register_comm_hook on a DistributedDataParallel that has it; leave one of the two out. To attach a model "
         "that was wrapped, drop the wrapper first"
     )
+    _made_by = "fastsync.register_comm_hook"
     _late_reason = (
         "it was frozen, or not there, when DistributedDataParallel took the model, and DDP decides then what it "
         "averages. Wrap the model again, and call register_comm_hook anew. If each rank is to have its own, name it in "
@@ -83,12 +86,14 @@ class CommHook(HookState, WatchedHandle):
         self._ids = frozenset(map(id, self._parameters))
         self._engine.compare_names(self._parameters, self._names)
         if check_weights:
-            self._engine.compare_weights(self._parameters, self._names)
+            self._engine.compare_weights(self._parameters, self._names, describe_machine(self._parameters))
         sparse = sparse_weights(self._module)
         self._sparse = frozenset(name for name, parameter in averaged.items() if id(parameter) in sparse)
         self._ddp_model = weakref.ref(ddp_model)
         self.compression = compression
-        _C.register_hook(ddp_model.reducer, self._engine)
+        if ddp_model not in _places:
+            _places[ddp_model] = _C.HookPlace(ddp_model.reducer, ddp_model.process_group)
+        _places[ddp_model].put(self._engine)
         if op == "sum":
             _C.HookState.watch_sums(self._engine, self._parameters)
 
@@ -109,6 +114,28 @@ class CommHook(HookState, WatchedHandle):
         """
         self._engine.set_weight(as_weight(weight), self._parameters, self._names)
 
+    def detach(self) -> None:
+        """Gives the model back: from now on DDP averages gradients at full width, without the engine.
+
+        DDP takes one hook, once, so a hook stays. It does what PyTorch's own ``allreduce_hook`` does: it divides, and
+        all-reduces over DDP's process group. ``register_comm_hook`` may be called again. Call it on every rank, between
+        two steps.
+
+        Raises:
+            RuntimeError: it was called inside a backward.
+        """
+        ddp_model = self._ddp_model()
+        if ddp_model is not None and self in handles_of(ddp_model):
+            _places[ddp_model].put(None)
+        end_use(self)
+
+    def join(self, *states: object) -> NoReturn:
+        """Raises RuntimeError, because DDP has a join of its own."""
+        raise RuntimeError(
+            "fastsync: join() of a DistributedDataParallel is DDP's own; write `with ddp_model.join():`, or attach the "
+            "model without the wrapper"
+        )
+
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return {without_compiler(name): parameter for name, parameter in self._module.named_parameters()}
 
@@ -122,16 +149,36 @@ class CommHook(HookState, WatchedHandle):
         It raises as well if the optimizer steps a parameter of the model that DDP does not serve.
         """
         super()._check_before_step(optimizer)
-        ddp_model = self._ddp_model()
-        if ddp_model is not None and ddp_model.require_backward_grad_sync:  # false inside no_sync()
+        if self._averages():
             self._check_nothing_is_late(optimizer)
-            if any(True for _ in self._stepped_by(optimizer)):
-                self._check_was_averaged(
-                    optimizer,
-                    "fastsync.register_comm_hook",
-                    "call the DistributedDataParallel model itself and not its .module, and give the model its device "
-                    "and dtype before you wrap it",
-                )
+            if self._group.size() > 1 and any(True for _ in self._stepped_by(optimizer)):
+                self._check_was_averaged(optimizer)
+
+    def _averages(self) -> bool:
+        ddp_model = self._ddp_model()
+        return ddp_model is not None and ddp_model.require_backward_grad_sync  # false inside no_sync()
+
+    def _way_to_average(self) -> str:
+        return (
+            "call the DistributedDataParallel model itself and not its .module, and give the model its device and "
+            "dtype before you wrap it"
+        )
+
+    def _find_not_averaged(self, optimizer: Optimizer, is_synced: bool) -> tuple[Tensor, bool] | None:
+        """Compares the gradients over the ranks if DDP has averaged none, because the user may have done it.
+
+        A backward past DDP after one of DDP's is not found here: it may be a regulariser's, whose gradients are the
+        same on all ranks. Where they are not, the ranks' weights differ after the step, see ``check_weights``.
+        """
+        if is_synced:
+            return None
+        stepped = list(self._stepped_by(optimizer))
+        first = first_with_gradient(stepped)
+        if first is None:
+            return None
+        name_of = {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
+        difference = _C.compare_gradients(self._group, stepped, [name_of[id(each)] for each in stepped])
+        return None if difference == "" else (first, True)
 
     def _claimed_parameters(self) -> list[nn.Parameter]:
         return [] if self._ddp_model() is None else self._parameters
@@ -140,6 +187,9 @@ class CommHook(HookState, WatchedHandle):
         """The parameters whose gradients the hook averages."""
         return self._parameters
 
+
+_places: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookPlace]" = weakref.WeakKeyDictionary()
+"""The place of our hook in each model that has one, or had."""
 
 # The compressions of the hooks that DDP calls for one bucket at a time.
 _COMPRESSIONS = {wire: in_engine([Candidate(Compression(wire))]) for wire in ("none", "fp16", "bf16")}
@@ -159,6 +209,12 @@ def register_comm_hook(
     the parameters that existed, and were not frozen, when it wrapped the model. An optimizer that steps another
     parameter of the model raises RuntimeError: wrap the model again, and register the hook anew.
 
+    An optimizer's step outside ``no_sync`` also raises RuntimeError if DDP has averaged no gradients since its previous
+    step, and samples of them differ between the ranks. So it was a backward past DDP, such as that of
+    ``ddp_model.module(x)``. Gradients that you average by hand may step. All ranks have to step alike: a rank that
+    steps such gradients alone waits for the others for 30 seconds. A backward past DDP that follows one of DDP's is not
+    refused. If its gradients differ between ranks, so do the weights, see ``check_weights``.
+
     Args:
         ddp_model: the wrapped model.
         compression: as in ``attach``.
@@ -169,7 +225,7 @@ def register_comm_hook(
 
     Returns:
         The hook's handle: its statistics, its state for checkpoints, its weight, and its compression, which may be
-        changed later.
+        changed later. ``detach()`` gives the model back.
 
     Raises:
         ValueError: an argument is refused, or the model has a hook already or is attached. Or DDP was told to send some
@@ -268,8 +324,8 @@ def _state_for(state: object) -> HookState:
         return state
     if state is not None and not isinstance(state, dist.ProcessGroup):
         raise ValueError(
-            f"state: expected None, a ProcessGroup or a fastsync.HookState, got {type(state).__name__}; it is the "
-            "first argument of ddp_model.register_comm_hook"
+            f"state: expected None, a ProcessGroup or a fastsync.sync.ddp.HookState, got {type(state).__name__}; it is "
+            "the first argument of ddp_model.register_comm_hook"
         )
     group = resolve_group(state)
     if group not in _states:

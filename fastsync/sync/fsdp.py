@@ -1,32 +1,105 @@
-"""Models under ``fully_shard``: their gradients go through the engine on the way to the shards, or between replicas."""
+"""Models under ``fully_shard``: gradients and parameters go through the engine, and shards between replicas."""
 
 from __future__ import annotations
 
-import re
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _C
 from .._checks import resolve_group
-from .._torch_compat import has_all_reduce_hook, reduce_scatter_of
-from .compression import LOW_RANK, AnyCompression, Auto, Compression
-from .fsdp_units import Unit, is_left_to_pytorch, ranks_of, shard_group_of, units_of, units_to_serve
-from .handle import GradientHandle
+from .compression import AnyCompression, Auto, Compression, as_compression
+from .fsdp_gather import EngineAllGather, ShardedParameters, for_all_gather
+from .fsdp_gradients import EngineReduceScatter, ShardedGradients, check_replicas, for_reduce_scatter
+from .fsdp_units import PYTORCH, Unit, shard_group_of, units_of, units_to_serve
+from .handle import Handle
 from .handles_in_use import begin_use, end_use
+from .stats import NUM_SATURATED, BucketStats, GradStats, SyncStats
 
 
-class ShardedGradients(GradientHandle):
-    """The handle that ``register_reduce_scatter`` and ``register_all_reduce_hook`` return.
+@dataclass(frozen=True, repr=False, kw_only=True)
+class ShardedStats(SyncStats):
+    """The cost of synchronisation of a model under ``fully_shard`` on this rank.
 
-    Statistics are of this rank's shards, as the reduce-scatter returns them. On CPUs backward waits for each module's
-    reduce-scatter, so all of its time is exposed; ``exposed_time`` counts only the last one.
+    Its own figures are of gradients: of their way to the shards, and between replicas. ``parameter_wire_bytes`` are of
+    all gathers. On CPUs backward waits for each module's reduce-scatter, so all of its time is exposed;
+    ``exposed_time`` counts only the last one.
+    """
+
+    gradients: SyncStats | None
+    """Of the reduce-scatters; None if they are PyTorch's."""
+    parameters: dict[str, BucketStats]
+    """Of the gathers, by the names of modules. The model itself has the name ``""``. ``numel`` is how many values a
+    gather makes, with those that pad uneven shards. Times on a GPU are estimates. Empty if PyTorch gathers."""
+    replicas: SyncStats | None
+    """Of the all-reduces between replicas; None if there are none of the engine's."""
+
+
+class ShardedCompression:
+    """The compressions of a model under ``fully_shard``, as in ``handle.compression.parameters = "none"``.
+
+    Each may be set between steps, to an object or a word, before the same step on all ranks. If one rank sets it alone,
+    the next step raises ``RuntimeError`` on every rank. What the engine does not send is None, and cannot be set.
+    """
+
+    def __init__(
+        self,
+        gradients: ShardedGradients | None,
+        parameters: ShardedParameters | None,
+        replicas: ShardedGradients | None,
+    ) -> None:
+        self._parts = {"gradients": gradients, "parameters": parameters, "replicas": replicas}
+
+    def __repr__(self) -> str:
+        known = (f"{name}={str(part.compression)!r}" for name, part in self._parts.items() if part is not None)
+        return f"{type(self).__name__}({', '.join(known)})"
+
+    @property
+    def gradients(self) -> Compression | None:
+        """Of gradients on their way to the shards."""
+        return self._get("gradients")  # type: ignore[return-value]  # a reduce-scatter has no Auto
+
+    @gradients.setter
+    def gradients(self, compression: AnyCompression) -> None:
+        self._set("gradients", compression)
+
+    @property
+    def parameters(self) -> Compression | None:
+        """Of parameters that are gathered."""
+        return self._get("parameters")  # type: ignore[return-value]  # nor has an all-gather
+
+    @parameters.setter
+    def parameters(self, compression: AnyCompression) -> None:
+        self._set("parameters", compression)
+
+    @property
+    def replicas(self) -> Compression | Auto | None:
+        """Of shards' gradients between replicas."""
+        return self._get("replicas")
+
+    @replicas.setter
+    def replicas(self, compression: AnyCompression) -> None:
+        self._set("replicas", compression)
+
+    def _get(self, name: str) -> Compression | Auto | None:
+        part = self._parts[name]
+        return None if part is None else part.compression
+
+    def _set(self, name: str, compression: AnyCompression) -> None:
+        part = self._parts[name]
+        if part is None:
+            raise ValueError(
+                f"{name}: register_fsdp has left them to PyTorch, so they have no compression; call detach(), and "
+                f"register_fsdp again with {'process_group' if name == 'replicas' else name}"
+            )
+        part.compression = compression
+
+
+class ShardedHandle(Handle):
+    """The handle that ``register_fsdp`` returns.
 
     A name in the state has module, number of values that are sent together, and rank, such as ``layers.0[4096] of rank
     1``. Save the state of each rank. It fits the same number of ranks only. Residuals are as large as all of the
@@ -40,230 +113,247 @@ class ShardedGradients(GradientHandle):
 
     def __init__(
         self,
-        model: nn.Module,
         units: Sequence[Unit],
-        compression: AnyCompression,
-        group: dist.ProcessGroup,
-        *,
-        scatters: bool,
+        gradients: ShardedGradients | None,
+        parameters: ShardedParameters | None,
+        replicas: ShardedGradients | None,
     ) -> None:
         self._units = units
-        self._model: weakref.ref[nn.Module] | None = weakref.ref(model)  # until the first gradients
-        self._known = {id(unit.group) for unit in units_of(model)}
-        self._group = group
-        self._scatters = scatters
-        self._engine: _C.ShardedState = _C.ShardedState(group)
-        self._identities: dict[str, Tensor] = {}
-        self._is_in_use = True
-        self.compression = compression
-        lines = [f"compression {self.compression}"]
-        for unit in units:
-            lines += [f"{unit}: a parameter of shape {list(p.shape)}, {p.dtype}" for p in unit.parameters()]
-        _C.check_agreement(group, "\n".join(lines), units[0].group.device)
+        self._gradients, self._parameters, self._replicas = gradients, parameters, replicas
+        self._group = next(part._group for part in self._parts())
+        self._compression = ShardedCompression(gradients, parameters, replicas)
+        for part in self._parts():
+            part.owner = self
+            part.begin()
 
-    def detach(self) -> None:
-        """Restores the modules' previous reduce-scatter, or removes the all-reduce hook.
+    def __repr__(self) -> str:
+        what = repr(self._compression).partition("(")[2]
+        return f"{type(self).__name__}({len(self._units)} modules, {self._group.size()} ranks, {what}"
 
-        Where ``set_custom_reduce_scatter`` has put another in its place since, that one stays.
+    @property
+    def compression(self) -> ShardedCompression:
+        """The compressions, of which each may be set: ``.gradients``, ``.parameters`` and ``.replicas``."""
+        return self._compression
+
+    @compression.setter
+    def compression(self, compression: object) -> None:
+        raise ValueError(
+            f"compression: a model under fully_shard has several, got {compression!r}; set .compression.gradients, "
+            ".compression.parameters or .compression.replicas"
+        )
+
+    def stats(self) -> ShardedStats:
+        """Returns what synchronisation has cost so far; on a GPU with an estimate for steps that are under way."""
+        gradients, replicas = (None if part is None else part.stats() for part in (self._gradients, self._replicas))
+        parameters = {} if self._parameters is None else self._parameters.stats()
+        of_parameters = sum(stats.wire_bytes for stats in parameters.values())
+        both = _added(gradients, replicas)
+        parts: dict[str, Any] = {"gradients": gradients, "parameters": parameters, "replicas": replicas}
+        return ShardedStats(**vars(both) | {"parameter_wire_bytes": of_parameters} | parts)
+
+    def grad_stats(self) -> GradStats:
+        """Returns statistics of the newest backward that was synchronised: of this rank's shards.
+
+        Raises:
+            RuntimeError: there was none yet, or no gradients go through the engine.
         """
-        for unit in self._units if self._is_in_use else ():
-            present = reduce_scatter_of(unit.group)
-            if not self._scatters:
-                unit.module.set_all_reduce_hook(None)
-            elif isinstance(present, _EngineReduceScatter):
-                unit.module.set_custom_reduce_scatter(present.replaced)
-        self._is_in_use = False
-        end_use(self)
+        through = [part.grad_stats() for part in self._sent()]
+        if not through:
+            raise RuntimeError("grad_stats: register_fsdp has left the gradients to PyTorch")
+        newest = through[-1]._sums.clone()  # those of replicas come last
+        newest[NUM_SATURATED] = sum(stats._sums[NUM_SATURATED] for stats in through)
+        return GradStats(newest)
+
+    def explain(self) -> str:
+        """Returns the compressions of the next step, and why they are chosen.
+
+        Raises:
+            RuntimeError: no step was synchronised yet.
+        """
+        lines = [f"{part._argument}: {part.explain()}" for part in self._sent()]
+        if self._parameters is not None:
+            lines.append(f"parameters: {self._parameters.compression.wire}; given")
+        return "\n".join(lines)
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters whose gradients are synchronised."""
         return [parameter for unit in self._units for parameter in unit.parameters() if parameter.requires_grad]
 
-    def _own(self, name: str) -> str:
-        return name  # it ends in the rank already
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs to go on as if it had not stopped. See ``GradientHandle.state_dict``.
+
+        Names of what travels between replicas begin with ``replicas:``, and a space.
+        """
+        state: dict[str, Any] = {"step": 0, "scales": {}, "residuals": {}}
+        for part in self._sent():
+            saved = part.state_dict()
+            state["step"] = saved["step"]
+            for kind in ("scales", "residuals"):
+                state[kind] |= {self._prefix(part) + name: tensor for name, tensor in saved[kind].items()}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict()`` has returned on the same rank. See ``GradientHandle.load_state_dict``."""
-        parts = [state_dict.get(name) for name in ("scales", "residuals")] if isinstance(state_dict, dict) else []
-        residuals = parts[1] if parts and isinstance(parts[1], dict) else {}
-        for key in (str(key) for part in parts if isinstance(part, dict) for key in part):
-            numel = re.search(r"\[(\d+)\] of rank \d+$", key)
-            if numel is not None and any(unit.key(int(numel[1])) == key for unit in self._units):
-                dtype = getattr(residuals.get(key), "dtype", torch.float32)
-                self._identify(key, int(numel[1]), dtype)
-        super().load_state_dict(state_dict)
+        """Loads what ``state_dict()`` has returned on the same rank. See ``GradientHandle.load_state_dict``.
 
-    def _check_took_all(self) -> None:
-        """Raises RuntimeError, before the first gradients are sent, if a module went through fully_shard too late."""
-        model = None if self._model is None else self._model()
-        self._model = None
-        late = [] if model is None else [unit for unit in units_of(model) if id(unit.group) not in self._known]
-        for unit in late:
-            if is_left_to_pytorch(unit, "reduce-scatter") if self._scatters else not has_all_reduce_hook(unit.group):
-                call = "register_reduce_scatter" if self._scatters else "register_all_reduce_hook"
-                raise RuntimeError(
-                    f"fastsync.{call}: {unit} went through fully_shard after this call, which left its parameters out; "
-                    "call it after the last fully_shard, on every rank"
-                )
-
-    def _reduce_scatter(self, unit: Unit, output: Tensor, values: Tensor, op: Any) -> None:
-        """Writes this rank's shard of the mean or sum. On a GPU it is ready on the current stream."""
-        self._check_took_all()
-        self._engine.reduce_scatter(self._identity_of(unit, values), str(unit), output, values, op)
-
-    def _all_reduce(self, unit: Unit, values: Tensor) -> None:
-        """Averages values in place. On a GPU they are ready on the current stream."""
-        self._check_took_all()
-        self._engine.all_reduce(self._identity_of(unit, values), str(unit), values)
-
-    def _identity_of(self, unit: Unit, values: Tensor) -> Tensor:
-        is_wide = values.dtype == torch.float64
-        return self._identify(unit.key(values.numel()), values.numel(), torch.float64 if is_wide else torch.float32)
-
-    def _identify(self, key: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a meta tensor that stands for these values in the engine. Its dtype is that of residuals."""
-        identity = self._identities.get(key)
-        if identity is None or identity.dtype != dtype:
-            identity = torch.empty(numel, dtype=dtype, device="meta")
-            self._identities[key] = identity
-        return identity
-
-    def _named_parameters(self) -> Mapping[str, Tensor]:
-        return self._identities
-
-    def _device_of_gradients(self) -> torch.device | None:
-        device: torch.device = self._units[0].group.device  # parameters may be offloaded to the CPU
-        return device
-
-    def _planned_parameters(self) -> Mapping[str, Tensor]:
-        return {f"{index} of {unit}": p for unit in self._units for index, p in enumerate(unit.parameters())}
-
-    def _follow(self, compression: Compression | Auto) -> None:
-        if isinstance(compression, Compression) and compression.wire == LOW_RANK:
+        Raises:
+            ValueError: the state is not an engine's, or not this model's, or has parts that this handle has not.
+        """
+        if not isinstance(state_dict, dict) or not isinstance(state_dict.get("scales"), dict):
             raise ValueError(
-                f"compression: {LOW_RANK!r} needs whole matrices, and fully_shard hands over shards of its parameters "
-                "one after the other; take 'int8+ef'"
+                f"state_dict: expected what state_dict() returns, a dict with 'scales', got {state_dict!r:.80}"
             )
-        super()._follow(_for_reduce_scatter(compression) if self._scatters else compression)
+        kinds = {kind: dict(state_dict.get(kind) or {}) for kind in ("scales", "residuals")}
+        for part in reversed(self._sent()):  # what has no prefix is left for the gradients
+            prefix = self._prefix(part)
+            found = {kind: [name for name in named if name.startswith(prefix)] for kind, named in kinds.items()}
+            own = {kind: {name.removeprefix(prefix): kinds[kind].pop(name) for name in found[kind]} for kind in kinds}
+            part.load_state_dict({"step": state_dict.get("step", 0), **own})
+        if left := [name for named in kinds.values() for name in named]:
+            raise ValueError(
+                f"state_dict: {left[0]!r} belongs to gradients that register_fsdp has left to PyTorch here; pass the "
+                "arguments that the handle of this state had"
+            )
+
+    def _prefix(self, part: ShardedGradients) -> str:
+        return "" if part is self._gradients else "replicas: "
+
+    def _feeds_back(self) -> bool:
+        return any(part._feeds_back() for part in self._sent())
+
+    def detach(self) -> None:
+        """Puts PyTorch's own functions back. Call it between two steps, on every rank.
+
+        What ``set_custom_reduce_scatter`` or ``set_custom_all_gather`` has put in the engine's place since stays.
+        """
+        for part in self._parts():
+            part.detach()
+        end_use(self)
+
+    def _parts(self) -> Iterator[ShardedGradients | ShardedParameters]:
+        yield from (part for part in (self._gradients, self._parameters, self._replicas) if part is not None)
+
+    def _sent(self) -> list[ShardedGradients]:
+        """Returns the parts that gradients go through, in this order."""
+        return [part for part in (self._gradients, self._replicas) if part is not None]
 
 
-class _EngineReduceScatter:
-    """Implements PyTorch's ``ReduceScatter``, so that ``fully_shard`` calls the engine instead of the process group."""
-
-    def __init__(self, handle: ShardedGradients, unit: Unit) -> None:
-        self._handle = handle
-        self._unit = unit
-        self.replaced = reduce_scatter_of(unit.group)
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        self._handle._reduce_scatter(self._unit, output_tensor, input_tensor, op)
-
-
-def register_reduce_scatter(model: nn.Module, compression: AnyCompression = "none") -> ShardedGradients:
-    """Reduce-scatters the gradients of a model under ``fully_shard`` by the engine: any wire, sums in float32.
+def register_fsdp(
+    model: nn.Module,
+    *,
+    gradients: AnyCompression = "none",
+    parameters: AnyCompression = "none",
+    replicas: AnyCompression = "none",
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> ShardedHandle:
+    """Sends what a model under ``fully_shard`` sends through the engine: any wire, sums in float32.
 
     It serves every module of the model that went through ``fully_shard``, however deep, except those of earlier calls.
-    Each rank encodes its gradients once, sends every rank its shard, and adds what it gets in float32. So the error
-    does not grow with the number of ranks. ``fully_shard`` still handles mixed precision, accumulation, divide factors
-    and HSDP. Call it on every rank, after the last ``fully_shard``.
+    ``fully_shard`` still handles mixed precision, accumulation, divide factors and HSDP. Call it on every rank, after
+    the last ``fully_shard``.
+
+    **Gradients.** Each rank encodes its gradients once, sends every rank its shard, and adds what it gets in float32.
+    So the error does not grow with the number of ranks.
+
+    **Parameters.** They are gathered in forward and backward. Each rank encodes its shards once, and all ranks decode
+    the same bytes, also their own. So all ranks compute with the same parameters. With a wire other than ``"none"``
+    these are rounded: forward and backward see the rounded ones. The optimizer steps the shards, which stay exact, as
+    does ``state_dict()``. Each parameter of a rank's shard begins blocks of its own. On CPUs a gather that
+    ``fully_shard`` prefetches travels while it computes, and ranks of one host share memory.
+
+    **Replicas.** With ``process_group`` the shards' gradients are averaged over replicas, too: HSDP with only the slow
+    hop compressed. Shard the model over the ranks of a node alone, as in ``fully_shard(model, mesh=mesh["shard"])``, or
+    use ``replicate`` with a mesh of a single rank. Replicas have to begin with the same parameters. With
+    ``set_requires_gradient_sync`` nothing is sent before the last backward.
 
     Args:
         model: the model, or a part of it.
-        compression: as in ``attach``, but neither ``"auto"`` nor with ``algorithm`` or ``ranks_per_node``.
+        gradients: as in ``attach``, but neither ``"auto"`` nor with ``algorithm`` or ``ranks_per_node``.
+            ``"pytorch"`` leaves them to PyTorch's reduce-scatter.
+        parameters: the wire alone. ``"none"`` gives the bits that PyTorch gives. ``"pytorch"`` leaves them to PyTorch's
+            all-gather.
+        replicas: between replicas, as in ``attach``. It needs ``process_group``.
+        process_group: the ranks that hold the same shards, one of each replica: a group or a one-dimensional
+            ``DeviceMesh``, as in ``mesh["replicate"]``. None leaves replicas to PyTorch.
 
     Returns:
-        The handle: statistics, the norm over this rank's shards, state, and the compression, which may be set later.
+        The handle: statistics, the norm over this rank's shards, state, and the compressions, which may be set later.
 
     Raises:
         ValueError: an argument is refused, no module went through ``fully_shard``, all are served already, or the ranks
-            differ. Or a module has several groups of parameters, or a reduce-scatter of its own. Or it is replicated
-            only, or is sharded over another process group than the others.
+            differ. Or a module has several groups of parameters, or communicates by a function of the user's. Or it is
+            sharded over another process group than the others, or not at all without ``process_group``. Or
+            ``process_group`` has another rank of the same replica.
         RuntimeError: in the first backward, if another module went through ``fully_shard`` after this call.
     """
-    units = units_to_serve(
-        model,
-        "reduce-scatter",
-        _EngineReduceScatter,
-        "use fastsync.register_all_reduce_hook, DistributedDataParallel with fastsync.register_comm_hook, or "
-        "fastsync.attach",
-    )
-    shard_group = units[0].shard_group
-    assert shard_group is not None
-    handle = ShardedGradients(model, units, compression, shard_group, scatters=True)
-    for unit in units:
-        unit.module.set_custom_reduce_scatter(_EngineReduceScatter(handle, unit))
-    begin_use(handle, [model])
-    return handle
-
-
-def register_all_reduce_hook(
-    model: nn.Module, compression: AnyCompression = "none", *, process_group: dist.ProcessGroup | DeviceMesh
-) -> ShardedGradients:
-    """Averages the shards of a model under ``fully_shard`` over its replicas: HSDP with only the slow hop compressed.
-
-    Shard the model over the ranks of a node alone, as in ``fully_shard(model, mesh=mesh["shard"])``. The engine then
-    averages the results of a node's reduce-scatter over the nodes. It serves every module that went through
-    ``fully_shard``, or through ``replicate`` with a mesh of a single rank. Replicas have to begin with the same
-    parameters. Call it on every rank, after the last ``fully_shard``. With ``set_requires_gradient_sync`` nothing is
-    sent before the last backward.
-
-    Args:
-        model: the model, or a part of it.
-        compression: between replicas, as in ``attach``.
-        process_group: the ranks that hold the same shards, one of each replica: a group or a one-dimensional
-            ``DeviceMesh``, as in ``mesh["replicate"]``.
-
-    Raises:
-        ValueError: an argument is refused, no module went through ``fully_shard``, or the ranks differ. Or a module has
-            a hook already or several groups of parameters, or averages over replicas itself. Or the process group has
-            another rank of the same replica.
-        RuntimeError: in the first backward, if another module went through ``fully_shard`` after this call.
-    """
-    group = resolve_group(process_group)
+    reduces = None if _is_left(gradients) else for_reduce_scatter(gradients)
+    gathers = None if _is_left(parameters) else for_all_gather(parameters)
+    averages = as_compression(replicas, "replicas")
+    if process_group is None and averages != Compression():
+        raise ValueError(
+            f"process_group: replicas={replicas!r} needs the ranks that hold the same shards, as in mesh['replicate']"
+        )
+    if reduces is None and gathers is None and process_group is None:
+        raise ValueError(
+            f"gradients: {PYTORCH!r} here and for parameters leaves nothing to the engine; name a compression for one "
+            "of them, or pass process_group"
+        )
     units = units_of(model)
-    for unit in units:
-        replicas: dist.ProcessGroup | None = getattr(unit.group.mesh_info, "replicate_process_group", None)
-        if replicas is not None and replicas.size() > 1:
-            raise ValueError(
-                f"model: {unit} averages over replicas itself, before any hook: give fully_shard the dimension of the "
-                "mesh that it shards over alone, as in fully_shard(model, mesh=mesh['shard']), and replicate one of a "
-                "single rank"
-            )
-        if has_all_reduce_hook(unit.group):
-            raise ValueError(f"model: {unit} has an all-reduce hook already, and takes one")
-    shard_group = shard_group_of(units)
-    both = {*dist.get_process_group_ranks(group)} & {*ranks_of(shard_group)}
-    if len(both) > 1:
-        raise ValueError(
-            f"process_group: it has the ranks {sorted(both)} of one replica, which hold different shards; pass the "
-            "ranks that hold the same shards, as in mesh['replicate']"
-        )
-    handle = ShardedGradients(model, units, compression, group, scatters=False)
-    for unit in units:
-        unit.module.set_all_reduce_hook(lambda values, unit=unit: handle._all_reduce(unit, values))
+    group = None if process_group is None else resolve_group(process_group)
+    if group is not None:
+        check_replicas(units, group)
+    sharded = _sharded(units, is_averaged=group is not None)
+    scattered = units_to_serve(sharded, "reduce-scatter", EngineReduceScatter, "gradients") if reduces else []
+    gathered = units_to_serve(sharded, "all-gather", EngineAllGather, "parameters") if gathers else []
+    # Whatever one rank alone could get wrong was found by now. From here on the ranks talk.
+    of_gradients = of_parameters = of_replicas = None
+    if reduces and scattered:
+        shard_group = shard_group_of(scattered)
+        assert shard_group is not None
+        of_gradients = ShardedGradients(model, scattered, reduces, shard_group, scatters=True)
+    if gathers and gathered:
+        of_parameters = ShardedParameters(gathered, gathers)
+    if group is not None:
+        of_replicas = ShardedGradients(model, units, averages, group, scatters=False)
+    served = units if of_replicas else [unit for unit in units if unit in scattered or unit in gathered]
+    handle = ShardedHandle(served, of_gradients, of_parameters, of_replicas)
     begin_use(handle, [model])
     return handle
 
 
-def _for_reduce_scatter(compression: Compression | Auto) -> Compression:
-    """Returns the compression with sums in float32, which a reduce-scatter always has."""
-    if isinstance(compression, Auto):
+def _is_left(compression: object) -> bool:
+    return isinstance(compression, str) and compression == PYTORCH
+
+
+def _sharded(units: Sequence[Unit], *, is_averaged: bool) -> list[Unit]:
+    """Returns the units that are sharded. Raises ValueError if another one is averaged by nobody."""
+    sharded = [unit for unit in units if unit.shard_group is not None]
+    if len(sharded) < len(units) and not is_averaged:
+        alone = next(unit for unit in units if unit.shard_group is None)
         raise ValueError(
-            f"compression: {compression} measures all-reduces, and this is a reduce-scatter; name a Compression"
+            f"model: {alone} is replicated and not sharded, so it has no reduce-scatter and no all-gather; pass the "
+            "ranks of its replicas as process_group, or use DistributedDataParallel with fastsync.register_comm_hook, "
+            "or fastsync.attach"
         )
-    if compression.algorithm is not None or compression.ranks_per_node > 1:
-        raise ValueError(
-            f"compression: a reduce-scatter has one algorithm, over ranks whose links are alike; leave out algorithm="
-            f"{compression.algorithm!r} and ranks_per_node={compression.ranks_per_node!r}"
-        )
-    return replace(compression, reduce="fp32")
+    return sharded
+
+
+def _added(gradients: SyncStats | None, replicas: SyncStats | None) -> SyncStats:
+    """Returns the cost of both ways of a gradient."""
+    if gradients is None or replicas is None:
+        return gradients or replicas or _NO_COST
+    sums = {name: getattr(gradients, name) + getattr(replicas, name) for name in _SUMMED}
+    return replace(gradients, **sums, buckets=gradients.buckets + replicas.buckets)
+
+
+_NO_COST = SyncStats(
+    numel=0,
+    num_syncs=0,
+    wire_bytes=0,
+    pack_time=0.0,
+    collective_time=0.0,
+    unpack_time=0.0,
+    num_steps=0,
+    exposed_time=0.0,
+    buckets=(),
+)
+_SUMMED = ("num_syncs", "wire_bytes", "pack_time", "collective_time", "unpack_time", "exposed_time")

@@ -1,4 +1,4 @@
-"""Models under ``fully_shard``: their parameters go through the engine when they are gathered."""
+"""Parameters of models under ``fully_shard``: they go through the engine when they are gathered."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _C
 from .._torch_compat import all_gather_of
 from ..autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression, as_compression
-from .fsdp_units import Unit, units_to_serve
+from .fsdp_units import Unit
 from .handle import warn_of_generic_kernels
 from .stats import BucketStats
 
 
 class ShardedParameters:
-    """The handle that ``register_all_gather`` returns."""
+    """The all-gathers of some units: a part of a handle."""
 
-    def __init__(self, units: Sequence[Unit], compression: AnyCompression, group: dist.ProcessGroup) -> None:
+    owner: object = None
+    """The handle that this is a part of. The modules refer to their parts, and so they keep the handle alive."""
+
+    def __init__(self, units: Sequence[Unit], compression: AnyCompression) -> None:
+        group = units[0].gather_group
+        assert group is not None
         self._units = units
         self._group = group
         self._engine = _C.ParameterGather(group, [str(unit) for unit in units])
-        self._is_in_use = True
+        self._is_in_use = False
         self.compression = compression
         lines = [f"all-gather, compression {self.compression.wire}"]
         for unit in units:
@@ -35,23 +40,20 @@ class ShardedParameters:
                 lines.append(f"{unit}: a parameter of shape {list(sharded.shape)}, {dtype}")
         _C.check_agreement(group, "\n".join(lines), units[0].group.device)
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({len(self._units)} modules, compression: {self.compression.wire}, "
-            f"{self._group.size()} ranks)"
-        )
+    def begin(self) -> None:
+        """Lets ``fully_shard`` call the engine."""
+        for index, unit in enumerate(self._units):
+            unit.module.set_custom_all_gather(EngineAllGather(self, index, unit))
+        self._is_in_use = True
 
     @property
     def compression(self) -> Compression:
-        """The compression. It may be set between steps, to an object or a word, before the same step on all ranks.
-
-        If one rank sets it alone, the next gather raises ``RuntimeError`` on every rank.
-        """
+        """The compression. If one rank sets it alone, the next gather raises ``RuntimeError`` on every rank."""
         return self._compression
 
     @compression.setter
     def compression(self, compression: AnyCompression) -> None:
-        chosen = _for_all_gather(compression)
+        chosen = for_all_gather(compression)
         for device in {unit.group.device for unit in self._units}:
             _C.check_device(self._group, device)
             warn_of_generic_kernels(device.type)
@@ -59,30 +61,27 @@ class ShardedParameters:
         self._compression = chosen
 
     def stats(self) -> dict[str, BucketStats]:
-        """Returns what gathers have cost so far, for each module by its name. The model itself has the name ``""``.
-
-        ``numel`` is how many values a gather makes, with those that pad uneven shards. Times on a GPU are estimates.
-        """
+        """Returns what gathers have cost so far, for each module by its name. See ``ShardedStats``."""
         all_stats = (BucketStats(**stats) for stats in self._engine.module_stats())
         return {unit.name: stats for unit, stats in zip(self._units, all_stats, strict=True)}
 
     def detach(self) -> None:
-        """Restores the modules' previous all-gather. Call it between two steps, on every rank.
+        """Restores the modules' previous all-gather.
 
         Where ``set_custom_all_gather`` has put another in its place since, that one stays.
         """
         for unit in self._units if self._is_in_use else ():
             present = all_gather_of(unit.group)
-            if isinstance(present, _EngineAllGather):
+            if isinstance(present, EngineAllGather):
                 unit.module.set_custom_all_gather(present.replaced)
         self._is_in_use = False
 
 
-class _EngineAllGather:
+class EngineAllGather:
     """Implements PyTorch's ``AllGather``, so that ``fully_shard`` calls the engine instead of the process group."""
 
-    def __init__(self, engine: _C.ParameterGather, index: int, unit: Unit) -> None:
-        self._engine = engine
+    def __init__(self, part: ShardedParameters, index: int, unit: Unit) -> None:
+        self._part = part
         self._index = index
         self._unit = unit
         self.replaced = all_gather_of(unit.group)
@@ -101,7 +100,7 @@ class _EngineAllGather:
         numels = [parameter.padded_sharded_param_size.numel() for parameter in self._unit.group.fsdp_params]
         if sum(numels) != input_tensor.numel():  # tensors with fsdp_pre_all_gather send what they want
             numels = [input_tensor.numel()]
-        work = self._engine.all_gather(self._index, output_tensor, numels)
+        work = self._part._engine.all_gather(self._index, output_tensor, numels)
         if async_op or output_tensor.device.type == "cpu":
             # On a CPU there are no streams. PyTorch waits where it needs the parameters, so what it has prefetched
             # travels while it computes.
@@ -120,44 +119,12 @@ class _GatherWork(dist.Work):
         return True
 
 
-def register_all_gather(model: nn.Module, compression: AnyCompression = "none") -> ShardedParameters:
-    """Gathers the parameters of a model under ``fully_shard`` by the engine, in forward and backward: any wire.
-
-    It serves every module of the model that went through ``fully_shard``, however deep, except those of earlier calls.
-    Each rank encodes its shards once, and all ranks decode the same bytes, also their own. So all ranks compute with
-    the same parameters. With a wire other than ``"none"`` these are rounded: forward and backward see the rounded ones.
-    The optimizer steps the shards, which stay exact, as does ``state_dict()``. Each parameter of a rank's shard begins
-    blocks of its own. Call it on every rank, after the last ``fully_shard``.
-
-    On CPUs a gather that ``fully_shard`` prefetches travels while it computes. On one host ranks share memory.
-
-    Args:
-        model: the model, or a part of it.
-        compression: the wire alone, as a word or a ``Compression``. ``"none"`` gives the bits that PyTorch gives.
-
-    Returns:
-        The handle: costs of each module, and the compression, which may be set later.
-
-    Raises:
-        ValueError: an argument is refused, no module went through ``fully_shard``, all are served already, or the ranks
-            differ. Or a module has several groups of parameters, or an all-gather of its own. Or it is replicated only,
-            or is sharded over another process group than the others.
-    """
-    units = units_to_serve(model, "all-gather", _EngineAllGather, "leave it out")
-    group = units[0].gather_group
-    assert group is not None
-    handle = ShardedParameters(units, compression, group)
-    for index, unit in enumerate(units):
-        unit.module.set_custom_all_gather(_EngineAllGather(handle._engine, index, unit))
-    return handle
-
-
-def _for_all_gather(compression: AnyCompression) -> Compression:
+def for_all_gather(compression: AnyCompression) -> Compression:
     """Returns the compression, of which only the wire may be chosen: an all-gather adds nothing up."""
-    chosen = as_compression(compression)
+    chosen = as_compression(compression, "parameters")
     if not isinstance(chosen, Compression) or chosen != Compression(chosen.wire):
         raise ValueError(
-            "compression: an all-gather adds nothing up and chooses nothing; name a wire alone, such as 'bf16' or "
+            "parameters: an all-gather adds nothing up and chooses nothing; name a wire alone, such as 'bf16' or "
             f"'int8', got {compression!r}"
         )
     return chosen

@@ -19,6 +19,9 @@ from .._torch_compat import (
     scattering_group,
 )
 
+PYTORCH = "pytorch"
+"""The word that leaves something to PyTorch."""
+
 
 @dataclass(frozen=True, eq=False)
 class Unit:
@@ -83,39 +86,37 @@ def units_of(model: nn.Module) -> list[Unit]:
     return units
 
 
-def units_to_serve(model: nn.Module, kind: str, ours: type, way_out: str) -> list[Unit]:
-    """Finds the units of a model whose reduce-scatter or all-gather is still PyTorch's own.
+def units_to_serve(units: Sequence[Unit], kind: str, ours: type, argument: str) -> list[Unit]:
+    """Returns those of the sharded units whose reduce-scatter or all-gather is still PyTorch's own.
 
     Args:
         kind: ``"reduce-scatter"`` or ``"all-gather"``.
         ours: the class by which the engine serves a unit.
-        way_out: what else there is for a unit that is not sharded.
+        argument: the argument of ``register_fsdp`` that asks for it.
 
     Raises:
-        ValueError: as ``units_of`` and ``shard_group_of``. Or one is not sharded, or has another one already. Or all
-            are served.
+        ValueError: as ``shard_group_of``. Or one has another one already. Or all are served.
     """
     name = kind.replace("-", "_")
-    units = []
-    for unit in units_of(model):
-        if unit.gather_group is None:
-            raise ValueError(f"model: {unit} is replicated and not sharded, so it has no {kind}; {way_out}")
+    found = []
+    for unit in units:
         present = collective_of(unit, kind)
         if isinstance(present, ours):
             continue
         if not is_left_to_pytorch(unit, kind):
             raise ValueError(
-                f"model: {unit} has another {kind} already, a {type(present).__name__}, from set_custom_{name} or a "
-                "method that chooses its memory; leave that call out"
+                f"{argument}: {unit} has another {kind} already, a {type(present).__name__}, from set_custom_{name} or "
+                f"a method that chooses its memory; leave that call out, or pass {PYTORCH!r} here to keep it"
             )
-        units.append(unit)
-    if not units:
+        found.append(unit)
+    if units and not found:
         raise ValueError(
-            f"model: register_{name} serves all of its modules already; to change the compression, set .compression of "
-            "the handle that it returned"
+            f"{argument}: register_fsdp serves all modules of the model already; to change the compression, set "
+            f".compression.{argument} of the handle that it returned"
         )
-    shard_group_of(units)  # raises ValueError where there are several
-    return units
+    if found:
+        shard_group_of(found)  # raises ValueError where there are several
+    return found
 
 
 def is_left_to_pytorch(unit: Unit, kind: str) -> bool:

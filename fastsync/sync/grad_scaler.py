@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..optimizer.steps import innermost
+from .._torch_compat import scale_of_scaler, states_of_scaler
+from .optimizer_steps import innermost
 
 
 def loss_scale(scaler: GradScaler) -> Tensor:
@@ -22,7 +22,7 @@ def loss_scale(scaler: GradScaler) -> Tensor:
     Raises:
         RuntimeError: the scaler has scaled no loss yet.
     """
-    scale: Tensor | None = scaler._scale
+    scale = scale_of_scaler(scaler)
     if scale is None:
         raise RuntimeError(
             "scaler: it has scaled no loss yet, so these gradients are not its; call scaler.scale(loss).backward(), "
@@ -37,7 +37,7 @@ def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     Raises:
         RuntimeError: the optimizer has stepped since the scaler's last ``update()``.
     """
-    states: Mapping[int, dict[str, Any]] = scaler._per_optimizer_states
+    states = states_of_scaler(scaler)
     stage = states[id(optimizer)]["stage"] if id(optimizer) in states else OptState.READY
     if stage is OptState.STEPPED:
         raise RuntimeError(
@@ -49,7 +49,7 @@ def has_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
 def skip_unless_finite(scaler: GradScaler, optimizer: Optimizer, norm: Tensor) -> None:
     """Has the scaler skip the optimizer's step if the norm is not finite, where ``unscale_`` has looked already."""
     if has_unscaled(scaler, optimizer):
-        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        for found in states_of_scaler(scaler)[id(optimizer)]["found_inf_per_device"].values():
             is_bad = norm.isfinite().logical_not().to(found.device, found.dtype)
             found.copy_(torch.maximum(found, is_bad))  # fused optimizers skip where it is exactly 1
 
@@ -91,7 +91,7 @@ def scale_of_step(optimizer: Optimizer) -> Tensor | None:
 def forget_step(scaler: GradScaler, optimizers: Iterable[Optimizer]) -> None:
     """Lets the scaler take new gradients of these optimizers, in place of those of a step that has failed."""
     for optimizer in optimizers:
-        scaler._per_optimizer_states.pop(id(optimizer), None)
+        states_of_scaler(scaler).pop(id(optimizer), None)
         forget_scale(optimizer)
 
 

@@ -33,7 +33,13 @@ class SyncHandle:
     _engine: _C.HookState | _C.Synchronizer | _C.ShardedState
 
     def grad_stats(self) -> GradStats:
-        """Returns statistics of the newest backward that was synchronised. Raises RuntimeError before the first."""
+        """Returns statistics of the newest backward that was synchronised.
+
+        Under DDP at full width the first call reads the means. From the next step on they are taken on the way.
+
+        Raises:
+            RuntimeError: nothing was synchronised yet; or it is the first call, and the means have changed since.
+        """
         return GradStats(self._engine.grad_stats())
 
     def stats(self) -> SyncStats:
@@ -42,19 +48,66 @@ class SyncHandle:
         return SyncStats(**stats | {"buckets": tuple(BucketStats(**bucket) for bucket in stats["buckets"])})
 
 
-class GradientHandle(SyncHandle, ABC):
-    """A handle that knows the parameters whose gradients it averages, and the compression of each bucket."""
+class Handle(SyncHandle, ABC):
+    """What ``handle_of`` finds: a handle that averages the gradients of modules."""
 
     _group: dist.ProcessGroup
+    _modules: Sequence[ref[nn.Module]] = ()
+    """The modules that ``handle_of`` finds the handle by."""
+    _claimed_by: ClassVar[str]
+    """Ends the error that a parameter is averaged already: it names the entry point, and the way out."""
+
+    @property
+    @abstractmethod
+    def compression(self) -> Any:
+        """The compression. It may be set between steps."""
+
+    @compression.setter
+    def compression(self, compression: Any) -> None: ...
+
+    @abstractmethod
+    def explain(self) -> str:
+        """Says which compression travels in the next step, and why it is chosen."""
+
+    @abstractmethod
+    def parameters(self) -> Sequence[Tensor]:
+        """Returns the parameters whose gradients are averaged."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs to go on as if it had not stopped."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict()`` returned."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Gives the model back: from now on this engine averages nothing of it."""
+
+    @abstractmethod
+    def _feeds_back(self) -> bool:
+        """Whether there may be error feedback, whose residuals are each rank's own."""
+
+    def _claimed_parameters(self) -> Iterable[Tensor]:
+        """Returns the parameters that no other handle may average."""
+        return ()
+
+    def _left_to_each_rank(self) -> Iterable[Tensor]:
+        """Returns the parameters and buffers of the modules that ranks may have different ones of."""
+        return ()
+
+
+class GradientHandle(Handle):
+    """A handle that knows the parameters whose gradients it averages, and the compression of each bucket."""
+
     _compression: Compression | Auto
     _candidates: tuple[Candidate, ...]
     """The compressions that buckets may be sent with. Equal on all ranks."""
-    _modules: Sequence[ref[nn.Module]] = ()
-    """The modules that ``handle_of`` finds the handle by."""
     _sparse: frozenset[str] = frozenset()
     """The names of the parameters whose gradients are sparse. They have no residuals and no factors."""
-    _claimed_by: ClassVar[str]
-    """Ends the error that a parameter is averaged already: it names the entry point, and the way out."""
+    _argument = "compression"
+    """What errors call the compression that was given."""
 
     def __repr__(self) -> str:
         # The engine may be waiting for other ranks in another thread, so it is not asked anything here.
@@ -79,7 +132,7 @@ class GradientHandle(SyncHandle, ABC):
         residual_of = {id(p): residual for p, _, residual, _ in rows if residual is not None and residual.any()}
         factor_of = {id(p): factor for p, _, _, factor in rows if factor is not None}
         is_new = self._engine.num_steps() == self._engine.step() == 0
-        if is_new and not residual_of and any(each.compression.error_feedback for each in self._candidates):
+        if is_new and not residual_of and self._feeds_back():
             trained = (parameter for parameter in self._trained_densely() if parameter.numel() > 0)
             residual_of = {id(parameter): _no_residual(parameter) for parameter in trained}
         if is_new and not factor_of:
@@ -92,6 +145,9 @@ class GradientHandle(SyncHandle, ABC):
         # Without lowrank there is no entry, as in the states of versions that did not have it.
         factors = {name: factor_of[id(p)] for name, p in named.items() if id(p) in factor_of}
         return state | {"factors": factors} if factors else state
+
+    def _feeds_back(self) -> bool:
+        return any(each.compression.error_feedback for each in self._candidates)
 
     def _first_factors(self) -> dict[int, Tensor]:
         """Returns the factors that lowrank begins with, by the ids of their parameters."""
@@ -158,7 +214,7 @@ class GradientHandle(SyncHandle, ABC):
 
     @compression.setter
     def compression(self, compression: AnyCompression) -> None:
-        self._follow(as_compression(compression))
+        self._follow(as_compression(compression, self._argument))
 
     def explain(self) -> str:
         """Returns a line for each run of equal buckets: the compression of the next step, and why it is chosen.
@@ -170,7 +226,7 @@ class GradientHandle(SyncHandle, ABC):
         if not stats.buckets:
             raise RuntimeError(
                 "explain: buckets are made when the first backward is synchronised; until then, "
-                "fastsync.measure_group().choose(numel) says which compression a bucket of numel values would get"
+                "fastsync.autotune.measure_group().choose(numel) says which compression a bucket of numel values gets"
             )
         dense = [bucket.numel for bucket in stats.buckets if not bucket.is_sparse]
         text = explain(self._candidates, dense, stats.describe_transport())
@@ -200,18 +256,6 @@ class GradientHandle(SyncHandle, ABC):
     def _planned_parameters(self) -> Mapping[str, Tensor]:
         """Returns the parameters whose gradients have to be sent."""
         return self._named_parameters()
-
-    @abstractmethod
-    def parameters(self) -> Sequence[Tensor]:
-        """Returns the parameters whose gradients are averaged."""
-
-    def _claimed_parameters(self) -> Iterable[Tensor]:
-        """Returns the parameters that no other handle may average."""
-        return ()
-
-    def _left_to_each_rank(self) -> Iterable[Tensor]:
-        """Returns the parameters and buffers of the modules that ranks may have different ones of."""
-        return ()
 
 
 def _no_residual(parameter: Tensor) -> Tensor:

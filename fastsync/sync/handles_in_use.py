@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch_compat import known_ranks
-from .handle import GradientHandle
+from .handle import Handle
 
 # A thread may attach while another one steps or detaches. The lock is recursive, because garbage collection may delete
 # a handle while it is held.
 _lock = threading.RLock()
-_in_use: set[ref[GradientHandle]] = set()  # each step iterates over it, and a WeakSet would be slow
-_kept: WeakKeyDictionary[nn.Module, list[GradientHandle]] = WeakKeyDictionary()
+_in_use: set[ref[Handle]] = set()  # each step iterates over it, and a WeakSet would be slow
+_kept: WeakKeyDictionary[nn.Module, list[Handle]] = WeakKeyDictionary()
 """The handles that each module keeps alive."""
 NOBODY = nn.Module()
 """Stands for a module that keeps handles of loose parameters alive until ``detach()``."""
 
 
-def begin_use(handle: GradientHandle, modules: Sequence[nn.Module], kept_by: Iterable[nn.Module] = ()) -> None:
+def begin_use(handle: Handle, modules: Sequence[nn.Module], kept_by: Iterable[nn.Module] = ()) -> None:
     """Lets ``handle_of`` find the handle by its modules.
 
     The modules of ``kept_by`` keep the handle alive, so the handle must not keep them alive.
@@ -36,7 +36,7 @@ def begin_use(handle: GradientHandle, modules: Sequence[nn.Module], kept_by: Ite
             _kept.setdefault(module, []).append(handle)
 
 
-def end_use(handle: GradientHandle) -> None:
+def end_use(handle: Handle) -> None:
     """Ends what ``begin_use`` began."""
     with _lock:
         _in_use.discard(ref(handle))
@@ -45,7 +45,7 @@ def end_use(handle: GradientHandle) -> None:
                 handles.remove(handle)
 
 
-def in_use() -> list[GradientHandle]:
+def in_use() -> list[Handle]:
     """Returns the handles in use, in a new list: another thread may attach meanwhile."""
     with _lock:
         return [handle for known in _in_use.copy() if (handle := known()) is not None]
@@ -96,23 +96,23 @@ def check_not_left_to_each_rank(module: nn.Module, group: dist.ProcessGroup, cal
             )
 
 
-def _handles_within(module: nn.Module) -> list[GradientHandle]:
+def _handles_within(module: nn.Module) -> list[Handle]:
     """Returns the handles of this module, or of parts of it."""
     parts = set(module.modules())
     return [handle for handle in in_use() if any(known() in parts for known in handle._modules)]
 
 
-def handles_of(module: nn.Module) -> list[GradientHandle]:
+def handles_of(module: nn.Module) -> list[Handle]:
     """Returns the handles that ``begin_use`` was called with for this module."""
     return [handle for handle in in_use() if any(known() is module for known in handle._modules)]
 
 
-def handle_of(module: nn.Module) -> GradientHandle:
+def handle_of(module: nn.Module) -> Handle:
     """Finds the handle that averages a module's gradients.
 
     Args:
-        module: what ``attach``, ``register_comm_hook``, ``register_reduce_scatter`` or ``register_all_reduce_hook`` was
-            given, or a part of an attached model that has parameters of its own.
+        module: what ``attach``, ``register_comm_hook`` or ``register_fsdp`` was given, or a part of an attached model
+            that has parameters of its own.
 
     Raises:
         ValueError: the argument is not a module, or it has no handle or several.
@@ -123,6 +123,6 @@ def handle_of(module: nn.Module) -> GradientHandle:
     if len(handles) != 1:
         raise ValueError(
             f"module: {len(handles) or 'no'} handles of fastsync belong to this {type(module).__name__}; pass the "
-            "module that attach() or register_comm_hook() was given, or keep what they return"
+            "module that attach(), register_comm_hook() or register_fsdp() was given, or keep what they return"
         )
     return handles[0]

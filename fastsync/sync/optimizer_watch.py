@@ -14,12 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _C
 from .._torch_compat import is_in_backward
-from ..optimizer.shards import OptimizerShards
-from ..optimizer.steps import is_training_step
 from .grad_scaler import forget_scale
 from .handle import GradientHandle
 from .handles_in_use import in_use
 from .late_parameters import LateParameters
+from .optimizer_steps import is_training_step, watch_calls
+from .sharded_step import ShardedStep
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -30,10 +30,12 @@ class WatchedHandle(GradientHandle):
     _engine: _C.HookState | _C.Synchronizer
     _deferred_clip_step = -1
     """The step whose gradients the optimizer's next step clips, for ``clip_grad_norm_``; -1 if there is none."""
-    _optimizer_shards: OptimizerShards | None = None
-    """Lets each rank step a shard of the parameters; None without ``attach(optimizer=)``."""
+    _optimizer_shards: ShardedStep | None = None
+    """Lets each rank step a shard of the parameters; None without ``shard_optimizer``."""
     _late_reason: ClassVar[str]
     """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
+    _made_by: ClassVar[str]
+    """The call that the handle is of, for errors."""
     _steps_before: WeakKeyDictionary[Optimizer, int]
     """The number of syncs at each optimizer's newest step."""
     _ids: frozenset[int]
@@ -47,7 +49,7 @@ class WatchedHandle(GradientHandle):
                     yield parameter
 
     def _check_before_step(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError if an optimizer is about to step inside backward, or another one than attach's."""
+        """Raises RuntimeError if an optimizer is about to step inside backward, or another one than shards."""
         if self._optimizer_shards is not None:
             self._optimizer_shards.check_may_step(optimizer, self._stepped_by(optimizer))
         if not is_in_backward():
@@ -60,31 +62,59 @@ class WatchedHandle(GradientHandle):
                 "backward() has returned, or do not attach these parameters"
             )
 
-    def _check_was_averaged(self, optimizer: Optimizer, what: str, way_out: str) -> None:
-        """Raises RuntimeError if an optimizer is about to step with a gradient that no rank has averaged.
+    @abstractmethod
+    def _averages(self) -> bool:
+        """Whether this rank's backwards are meant to be averaged: false inside ``no_sync``."""
+
+    @abstractmethod
+    def _way_to_average(self) -> str:
+        """Returns how to get an average, for errors."""
+
+    def _check_was_averaged(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if an optimizer is about to step with a gradient that no rank has averaged."""
+        if self._engine.is_captured():  # replays are no steps of the engine, and the host does not wait for them
+            return
+        num_steps = self._engine.num_steps()
+        is_synced = self._steps_before.get(optimizer, 0) != num_steps
+        found = self._find_not_averaged(optimizer, is_synced)
+        if found is not None:
+            stepped, is_own = found
+            kind, name = type(optimizer).__name__, self._name_of(stepped)
+            what = f"{kind} was about to step with gradients that no rank has averaged, such as that of {name}"
+            if not is_own and num_steps > 0:
+                what = (
+                    f"{kind} has stepped with these gradients already, such as that of {name}, or no rank has averaged "
+                    "them: no backward() was averaged since its step before"
+                )
+            raise RuntimeError(
+                f"{self._made_by}: {what}; {self._way_to_average()}, on every rank. A step that is meant to be this "
+                "rank's own belongs inside no_sync()"
+            )
+        self._steps_before[optimizer] = num_steps
+
+    @abstractmethod
+    def _find_not_averaged(self, optimizer: Optimizer, is_synced: bool) -> tuple[Tensor, bool] | None:
+        """Returns a parameter that the optimizer is about to step with a gradient that no rank has averaged, or None.
+
+        It also tells whether the gradient is sure to be this rank's own.
 
         Args:
             optimizer: steps parameters of this handle.
-            what: the call that the handle is of.
-            way_out: how to get an average.
+            is_synced: whether there was a sync since its previous step.
         """
-        own = set(map(id, self._engine.with_own_gradients()))  # asked before Python reads any .grad
-        num_steps = self._engine.num_steps()
-        is_synced = self._steps_before.get(optimizer, 0) != num_steps
-        if is_synced and not own:
-            self._steps_before[optimizer] = num_steps
+
+    def _check_may_be_clipped(self) -> None:
+        """Raises RuntimeError if gradients are about to be clipped, and no rank has averaged any yet."""
+        if not self._averages() or self._engine.num_steps() > 0:
             return
-        late = (p for p in self._stepped_by(optimizer) if id(p) in own or not is_synced)
-        # zero_grad(set_to_none=False) leaves zeros to models of the optimizer that had no backward in this step.
-        stepped = next((p for p in late if p.grad is not None and (p.grad.is_sparse or bool(p.grad.any()))), None)
-        if stepped is not None and not self._engine.is_captured():
-            name = next(name for name, parameter in self._named_parameters().items() if parameter is stepped)
+        if (clipped := first_with_gradient(self.parameters())) is not None:
             raise RuntimeError(
-                f"{what}: {type(optimizer).__name__} was about to step with gradients that no rank has averaged, such "
-                f"as that of {name}; {way_out}, on every rank. A step that is meant to be this rank's own belongs "
-                "inside no_sync()"
+                "fastsync.clip_grad_norm_: it was about to clip gradients that no rank has averaged, such as that of "
+                f"{self._name_of(clipped)}; {self._way_to_average()}, on every rank"
             )
-        self._steps_before[optimizer] = num_steps
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return next(name for name, each in self._named_parameters().items() if each is parameter)
 
     @abstractmethod
     def _parameters_of_model(self) -> Iterable[tuple[str, Tensor]]:
@@ -107,6 +137,17 @@ class WatchedHandle(GradientHandle):
         """Tells the engine that the parameters were updated. Version counters do not show it for fused optimizers."""
         if any(True for _ in self._stepped_by(optimizer)):
             self._engine.note_update()
+            shards = self._optimizer_shards
+            if self._averages() and self._engine.sample_weights() and shards is not None:
+                shards.wait_for_samples(optimizer)
+
+
+def first_with_gradient(parameters: Iterable[Tensor]) -> Tensor | None:
+    """Returns the first parameter whose gradient is not zero.
+
+    ``zero_grad(set_to_none=False)`` leaves zeros to models of an optimizer that had no backward in this step.
+    """
+    return next((p for p in parameters if p.grad is not None and (p.grad.is_sparse or bool(p.grad.any()))), None)
 
 
 def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
@@ -115,14 +156,15 @@ def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
         for name, parameter in named.items():
             if handle._optimizer_shards is not None and id(parameter) in handle._ids:
                 raise ValueError(
-                    f"{argument}: with attach(optimizer=) ranks step parameter {name} together, so none of them can "
-                    "change it on its own; leave optimizer= out of attach()"
+                    f"{argument}: with shard_optimizer ranks step parameter {name} together, so none of them can "
+                    "change it on its own; leave shard_optimizer out"
                 )
 
 
 @cache  # The hooks stay for the rest of the process. Without handles they do nothing.
 def watch_optimizers() -> None:
     """Lets the handles in use check and note the steps of all optimizers."""
+    watch_calls()
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -136,7 +178,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         try:
             for handle in handles:
                 handle._check_before_step(optimizer)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             forget_scale(optimizer)
             raise
 

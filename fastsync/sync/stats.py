@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from .._checks import format_bytes
+from ..messages import format_bytes
 
 SUM_OF_SQUARES, NUM_NONFINITE, NUM_SATURATED = range(3)
 """Indices in the engine's statistics."""
@@ -93,7 +93,8 @@ class SyncStats(BucketStats):
     num_steps: int
     """Backward passes that were synchronised."""
     parameter_wire_bytes: int = 0
-    """Bytes of new parameters that this rank sent with ``attach(optimizer=)``; they are not in ``wire_bytes``."""
+    """Bytes of parameters that this rank sent, with ``shard_optimizer`` or under ``fully_shard``; they are not in
+    ``wire_bytes``."""
     exposed_time: float
     """From sending the last bucket of a step until all buckets were unpacked: the time that backward did not hide."""
     buckets: tuple[BucketStats, ...]
@@ -105,7 +106,7 @@ class SyncStats(BucketStats):
         times = ", ".join(f"{part} {getattr(self, f'{part}_time') / steps * 1e3:.3g} ms" for part in parts)
         buckets = "1 bucket" if len(self.buckets) == 1 else f"{len(self.buckets)} buckets"
         of_parameters = self.parameter_wire_bytes / steps
-        and_parameters = f" and {format_bytes(of_parameters)} of new parameters" if of_parameters else ""
+        and_parameters = f" and {format_bytes(of_parameters)} of parameters" if of_parameters else ""
         return (
             f"SyncStats({self.num_steps} steps through {self.describe_transport()}; in each {buckets} of "
             f"{self.numel:,} values, {format_bytes(self.wire_bytes / steps)}{and_parameters} sent, {times})"

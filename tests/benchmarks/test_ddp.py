@@ -46,10 +46,10 @@ def test_ddp_measures_whole_steps(tmp_path: Path, capfd: pytest.CaptureFixture[s
 def test_models_under_fully_shard_are_measured_too(tmp_path: Path):
     methods = (
         "fully_shard/bf16",
-        "fastsync.register_reduce_scatter/none",
-        "fastsync.register_reduce_scatter/int8+ef",
-        "fastsync.register_all_gather/none",
-        "fastsync.register_all_gather/int8",
+        "fastsync.register_fsdp:gradients/none",
+        "fastsync.register_fsdp:gradients/int8+ef",
+        "fastsync.register_fsdp/none",
+        "fastsync.register_fsdp/int8",
     )
     options = ("--batch-size", "1", "--repetitions", "2", "--warmup", "2")
     arguments = ["--models", "gpt2", *options, "--methods", *methods, "--json", str(tmp_path / "rows.json")]

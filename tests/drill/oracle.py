@@ -171,7 +171,7 @@ class Run:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2, enabled=takes_scale)
         scaler.scale(torch.zeros(()))
         for first in (100, 200):
-            with self.handle.join():
+            with self.handle.join(optimizer, scaler):
                 for self.number in range(first, first + left):
                     self.zero(["none"] * len(self.case.parameters))
                     self.sync(self.grads(self.case.takes_part, (0,)))
@@ -393,13 +393,13 @@ def test_random_cases(entry_point: str, seeds: Iterable[int]) -> None:
 
 
 def test_optimizer_steps(seeds: Iterable[int]) -> None:
-    """``attach(optimizer=)`` against attach and every rank's own step, bit for bit."""
+    """``shard_optimizer`` against attach and every rank's own step, bit for bit."""
     for number in seeds:
         run_ranks(train_both, 2 + number % 4, number, 50, timeout=5 * SECONDS, shared_memory=number % 8 < 4)
 
 
 def test_masters(seeds: Iterable[int]) -> None:
-    """``attach(optimizer=)`` with masters against float32 copies, bit for bit."""
+    """``shard_optimizer`` with masters against float32 copies, bit for bit."""
     for number in seeds:
         wire = "bf16" if number % 3 == 0 else "none"
         run_ranks(train_masters, 1 + number % 4, number, wire, timeout=5 * SECONDS, shared_memory=number % 8 < 4)

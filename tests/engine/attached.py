@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
+from fastsync.sync.attach import GradientSynchronizer
 from tests.models import SMALL_BUCKETS, Fails, Given, Mlp, assert_all_bitwise_equal, batch, grads_of
 
 
@@ -27,7 +28,7 @@ class Fallible(Mlp):
         return self.layers[4](Fails.apply(hidden) if self.fails else hidden)
 
 
-def attach(model: nn.Module | list[Tensor], **options: Any) -> fastsync.GradientSynchronizer:
+def attach(model: nn.Module | list[Tensor], **options: Any) -> GradientSynchronizer:
     return fastsync.attach(model, bucket_cap_mb=SMALL_BUCKETS, **options)
 
 

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.sync.compression import AnyCompression
+from fastsync.sync.ddp import HookState
+from fastsync.sync.fsdp import ShardedHandle
 from tests.models import SMALL_BUCKETS
 
 AVERAGING = ("hook", "drop-in hook", "attach", "synchronize", "all_reduce")
@@ -42,6 +44,19 @@ class Averaged:
     """What has to follow backward."""
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
 
+    @property
+    def compression(self) -> Any:
+        """That of gradients. It may be set."""
+        is_sharded = isinstance(self.handle, ShardedHandle)
+        return self.handle.compression.gradients if is_sharded else self.handle.compression
+
+    @compression.setter
+    def compression(self, compression: AnyCompression) -> None:
+        if isinstance(self.handle, ShardedHandle):
+            self.handle.compression.gradients = compression
+        else:
+            self.handle.compression = compression
+
     def backward(self, loss: Tensor) -> None:
         loss.backward()
         self.finish()
@@ -57,7 +72,7 @@ class Averaged:
 
     def grad_norm(self) -> Tensor:
         norm = self.handle.grad_stats().grad_norm
-        if not isinstance(self.handle, fastsync.ShardedGradients):
+        if not isinstance(self.handle, ShardedHandle):
             return norm
         squares = norm.double().square()  # of this rank's shards
         dist.all_reduce(squares, group=self.handle._group)
@@ -100,7 +115,7 @@ def average(
         if entry_point == "hook":
             hook = fastsync.register_comm_hook(ddp, compression, process_group=group)
             return Averaged(ddp, hook, no_sync=ddp.no_sync)
-        state = fastsync.HookState(of_ddp)
+        state = HookState(of_ddp)
         ddp.register_comm_hook(state, DROP_INS[str(compression)])
         return Averaged(ddp, state, no_sync=ddp.no_sync)
     if entry_point == "sharded":
@@ -124,7 +139,7 @@ def _sharded(model: nn.Module, compression: AnyCompression, group: Any) -> Avera
         yield
         shards.set_requires_gradient_sync(True)
 
-    return Averaged(shards, fastsync.register_reduce_scatter(shards, compression), no_sync=no_sync)
+    return Averaged(shards, fastsync.register_fsdp(shards, gradients=compression), no_sync=no_sync)
 
 
 def whole_numbers(rank: int, step: int, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

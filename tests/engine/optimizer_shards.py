@@ -1,4 +1,4 @@
-"""Random trainings twice on the same ranks: with ``attach(optimizer=)``, and with attach and every rank's own step."""
+"""Random trainings twice on the same ranks: with ``shard_optimizer``, and with attach and every rank's own step."""
 
 from __future__ import annotations
 
@@ -95,10 +95,11 @@ class Training:
         case = self.case
         self.model = Weights(case.shapes, case.dtype)
         self.optimizer: Optimizer = OPTIMIZERS[case.optimizer](self.model.groups())
-        options = {"optimizer": self.optimizer} if self.is_shared else {}
         # Ranks that keep shards add up by themselves, whatever `reduce` says.
         compression = case.compression if self.is_shared else replace(case.compression, reduce="fp32")
-        self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=case.cap, **options)
+        self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=case.cap)
+        if self.is_shared:
+            fastsync.shard_optimizer(self.sync, self.optimizer)
         self.scheduler = ExponentialLR(self.optimizer, 0.9)
         self.scaler = GradScaler("cpu", init_scale=2.0**6, growth_interval=3, enabled=case.scales)
 

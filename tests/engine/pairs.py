@@ -91,8 +91,8 @@ def loss_of(model: Callable[[Tensor], Tensor], rank: int, step: int, micro: int)
     return model(torch.randn(4, 5, generator=generator, dtype=torch.float64)).square().mean()
 
 
-def make_optimizer(model: nn.Module) -> Optimizer:
-    return AdamW(model.parameters(), lr=0.01)
+def make_optimizer(model: nn.Module, **options: bool) -> Optimizer:
+    return AdamW(model.parameters(), lr=0.01, **options)
 
 
 def plain(pair: frozenset[str]) -> list[Tensor]:
@@ -135,7 +135,7 @@ class Training:
     def __init__(self, pair: frozenset[str], rank: int, store: str) -> None:
         self.pair, self.rank, self.layout = pair, rank, Layout(pair)
         self.module = make_model()
-        self.optimizers = [make_optimizer(part) for part in self.parts()]
+        self.optimizers = [make_optimizer(part, fused=SHARDS in pair) for part in self.parts()]
         if WRAPPED in pair:
             self.optimizers = [OptimizerWrapper(each) for each in self.optimizers]
         self.scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2) if SCALER in pair else None

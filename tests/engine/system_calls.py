@@ -10,9 +10,26 @@ import threading
 from typing import NamedTuple
 
 CALLS = {
-    "x86_64": {"futex": 202, "fallocate": 285, "ftruncate": 77, "memfd_create": 319, "openat": 257, "seccomp": 317},
-    "aarch64": {"futex": 98, "fallocate": 47, "ftruncate": 46, "memfd_create": 279, "openat": 56, "seccomp": 277},
+    "x86_64": {
+        "futex": 202,
+        "fallocate": 285,
+        "ftruncate": 77,
+        "memfd_create": 319,
+        "openat": 257,
+        "seccomp": 317,
+        "clone3": 435,
+    },
+    "aarch64": {
+        "futex": 98,
+        "fallocate": 47,
+        "ftruncate": 46,
+        "memfd_create": 279,
+        "openat": 56,
+        "seccomp": 277,
+        "clone3": 435,
+    },
 }
+ON_ALL = {"clone3": 435}
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # seccomp(2)
 ALLOW, ERROR, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
@@ -55,7 +72,7 @@ def end_at(call: Call, how: int) -> None:
 
 
 def _filter(call: Call, action: int, flags: int = 0) -> int:
-    calls, architecture = CALLS[os.uname().machine], ARCHITECTURES[os.uname().machine]
+    calls, architecture = CALLS[os.uname().machine] | ON_ALL, ARCHITECTURES[os.uname().machine]
     jump = IF_MORE if call.is_more else IF_EQUAL
     looks_at_argument = [] if call.place is None else [(0x20, 0, 0, 16 + 8 * call.place), (jump, 0, 1, call.number)]
     program = [

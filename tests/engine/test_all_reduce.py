@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.sync.all_reduce import MAX_ENGINES
+from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.ddp import CommHook
+from fastsync.sync.fsdp import ShardedHandle
 from tests.bitwise import assert_bitwise_equal
 from tests.models import Mlp, batch
 from tests.ranks import on_ranks
@@ -100,13 +103,13 @@ def test_whatever_is_wrapped_is_registered(rank: int, world_size: int) -> None:
     torch._logging.set_logs(dynamo=logging.ERROR)  # it warns that it leaves out what DDP marks for profilers
     mesh = init_device_mesh("cpu", (world_size,))
     compiled = torch.compile(DistributedDataParallel(Mlp()), backend="eager")
-    ways = [(DistributedDataParallel(Mlp()), fastsync.CommHook), (compiled, fastsync.CommHook)]
-    for model, kind in [*ways, (fully_shard(Mlp(), mesh=mesh), fastsync.ShardedGradients)]:
+    ways = [(DistributedDataParallel(Mlp()), CommHook), (compiled, CommHook)]
+    for model, kind in [*ways, (fully_shard(Mlp(), mesh=mesh), ShardedHandle)]:
         handle = fastsync.register_prepared(model, "fp16")
         assert isinstance(handle, kind)
         model(batch(rank, 0)).sum().backward()
         assert handle.stats().num_steps == 1
-    with pytest.raises(ValueError, match=r"fastsync\.attach for one without a wrapper"):
+    with pytest.raises(ValueError, match=r"this Mlp is neither .* pass what accelerator\.prepare\(\) returned"):
         fastsync.register_prepared(Mlp())
 
 
@@ -116,7 +119,7 @@ def test_one_rank_has_a_handle_too(has_group: bool, request: pytest.FixtureReque
         request.getfixturevalue("one_rank")
     model = Mlp()
     handle = fastsync.register_prepared(model, "fp16")
-    assert isinstance(handle, fastsync.GradientSynchronizer)
+    assert isinstance(handle, GradientSynchronizer)
     model(batch(0, 0)).sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     assert handle.stats().num_steps == 1

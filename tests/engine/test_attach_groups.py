@@ -221,7 +221,7 @@ def _joins(rank: int, world_size: int, num_steps: list[int], wire: str, weighted
     if weighted:
         sync.set_weight(weights[rank])
     for epoch in range(2):
-        with sync.join():
+        with sync.join(optimizers[0]):
             for step in range(num_steps[rank]):
                 model.zero_grad()
                 model(_inputs(rank, 10 * epoch + step)).square().mean().backward()

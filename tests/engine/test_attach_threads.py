@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from tests.engine.attached import (
     fail,
     mean_gradients,
 )
+from tests.engine.system_calls import Call, refuse
 from tests.models import SMALL_BUCKETS, Mlp, assert_all_bitwise_equal, assert_same_on_all_ranks, grads_of
 from tests.ranks import on_ranks
 
@@ -128,6 +131,33 @@ def test_one_engine_is_ahead_of_another(rank: int, world_size: int, overlap: boo
         other = pool.submit(train, rank, range(1, 4))
         one.result()
         other.result()
+
+
+@on_ranks(2, shared_memory=False)
+def test_the_progress_thread_starts_later_where_it_could_not_at_first(rank: int, world_size: int) -> None:
+    model = Mlp()
+    compression = Compression("none", reduce="fp32", algorithm="two_shot")
+    sync = fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS, overlap=False)
+
+    def step(number: int) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float(number + rank))
+        sync.synchronize()
+        for grad in grads_of(model):
+            assert grad.unique().tolist() == [number + 0.5]
+
+    def step_without_new_threads() -> None:
+        refuse(Call("clone3"), errno.EAGAIN)
+        step(0)
+
+    def has_progress_thread() -> bool:
+        return "fastsync\n" in (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+    with _threads(1) as threads:
+        threads.submit(step_without_new_threads).result(HANG_SECONDS)
+    assert not has_progress_thread()
+    step(1)
+    assert has_progress_thread()
 
 
 @on_ranks(1)

@@ -21,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastsync
-from fastsync import Compression, GroupProfile
-from fastsync.autotune import measure
+from fastsync import Compression
+from fastsync.autotune import Auto, GroupProfile, measure, measure_group
 from fastsync.autotune.choose import SIZES, TOLERANCE, Candidate, choices, choose, compressions, explain
 from fastsync.autotune.measure import candidates_of
+from fastsync.sync.stats import BucketStats
 from tests.engine.entry_points import average
 from tests.models import assert_same_on_all_ranks, group_of_one
 from tests.ranks import on_ranks, run_ranks
@@ -144,18 +145,18 @@ def measured(profile: GroupProfile) -> Iterator[None]:
 
 def test_what_is_not_allowed_is_not_chosen_and_complex_gradients_stay_whole() -> None:
     with group_of_one():
-        measured_alone = fastsync.measure_group(wires=(wire for wire in ("none", "int8"))).candidates
+        measured_alone = measure_group(wires=(wire for wire in ("none", "int8"))).candidates
         assert [candidate.points for candidate in measured_alone] == [()] * len(measured_alone)
 
-        def wires(compression: fastsync.Auto, parameter: torch.Tensor) -> set[str]:
+        def wires(compression: Auto, parameter: torch.Tensor) -> set[str]:
             candidates = candidates_of(compression, dist.group.WORLD, {"weight": parameter})
             return {candidate.compression.wire for candidate in candidates}
 
         real = torch.ones(3, requires_grad=True)
-        assert wires(fastsync.Auto(), real) == {"none", "fp16", "bf16"}
-        assert wires(fastsync.Auto(("int8",)), real) == {"none", "fp16", "bf16", "int8"}
+        assert wires(Auto(), real) == {"none", "fp16", "bf16"}
+        assert wires(Auto(("int8",)), real) == {"none", "fp16", "bf16", "int8"}
         whole = torch.ones(3, dtype=torch.complex64, requires_grad=True)
-        assert wires(fastsync.Auto(("int8",)), whole) == {"none"}
+        assert wires(Auto(("int8",)), whole) == {"none"}
 
 
 RISES = st.lists(st.floats(1.0, 13.0), min_size=1, max_size=4)
@@ -191,7 +192,7 @@ def test_each_bucket_travels_as_was_chosen_for_its_size(rank: int, world_size: i
     model = torch.nn.Sequential(torch.nn.Linear(10, 100, bias=False), torch.nn.Linear(100, 300, bias=False))
     for name in ("hook", "attach"):
         with measured(profile):
-            given = average(name, copy.deepcopy(model), fastsync.Auto(("int8",)))
+            given = average(name, copy.deepcopy(model), Auto(("int8",)))
         sync, forward = given.handle, given.model
         with pytest.raises(RuntimeError, match="buckets are made when the first backward is synchronised"):
             sync.explain()
@@ -206,13 +207,13 @@ def test_each_bucket_travels_as_was_chosen_for_its_size(rank: int, world_size: i
         assert width[30_000] == pytest.approx(2, abs=0.1)
 
         sync.compression = "auto"
-        assert sync.compression == fastsync.Auto()
+        assert sync.compression == Auto()
         assert "1.040" not in sync.explain(), "the time that was measured before"
         forward(torch.full((4, 10), 1.0 + rank)).sum().backward()
         assert_same_on_all_ranks([parameter.grad for parameter in forward.parameters()])
 
 
-def _newest_step(sync: Any, forward: torch.nn.Module) -> list[fastsync.BucketStats]:
+def _newest_step(sync: Any, forward: torch.nn.Module) -> list[BucketStats]:
     """The buckets of one more step, with what that step alone has sent."""
     before = sync.stats().buckets
     forward(torch.ones(4, 10)).sum().backward()
@@ -237,7 +238,7 @@ def test_gradients_are_averaged_at_once_as_was_chosen(rank: int, world_size: int
 
 def _measures(rank: int, world_size: int) -> GroupProfile:
     before = torch.random.get_rng_state()
-    profile = fastsync.measure_group()
+    profile = measure_group()
     assert torch.equal(before, torch.random.get_rng_state()), "training would see other random numbers"
     weight = torch.zeros(1000, requires_grad=True)
     weight.grad = torch.full((1000,), 1.0 + rank)
@@ -259,5 +260,5 @@ def test_a_rank_that_measures_alone_is_told_when_the_time_limit_is_over(rank: in
     group = dist.new_group(timeout=timedelta(seconds=2))
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"fastsync: measuring failed on rank 0 of 2; does every rank measure"):
-            fastsync.measure_group(group)
+            measure_group(group)
     dist.barrier()

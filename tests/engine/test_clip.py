@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fastsync
+from fastsync.sync.ddp import HookState
 from tests.engine.entry_points import average
 from tests.engine.wrappers import OptimizerWrapper
 from tests.models import (
@@ -125,6 +126,34 @@ def test_gradients_are_clipped_as_torch_does(rank: int, world_size: int, way: st
     assert fastsync.clip_grad_norm_(handle, 7**0.5).item() == pytest.approx(28**0.5)
     for grad in grads_of(model):
         assert grad.unique().tolist() == [pytest.approx(1.0, rel=2.0**-8)]
+
+
+@pytest.mark.parametrize(
+    ("way", "overlap", "way_out"),
+    [
+        ("hook", True, r"and not its \.module"),
+        ("attach", True, r"outside no_sync\(\)"),
+        ("attach", False, r"synchronize\(\)"),
+    ],
+)
+def test_gradients_that_no_rank_has_averaged_are_not_clipped(way: str, overlap: bool, way_out: str) -> None:
+    model: nn.Module = Given([torch.ones(4)])
+    if way == "hook":
+        model = nn.parallel.DistributedDataParallel(model)
+    sync: Any = fastsync.register_comm_hook(model) if way == "hook" else fastsync.attach(model, overlap=overlap)
+    no_sync = (model if way == "hook" else sync).no_sync
+    with no_sync():
+        model([torch.full((4,), 2.0)]).backward()
+        assert fastsync.clip_grad_norm_(sync, 2.0).item() == 4.0  # which is meant
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"no rank has averaged, such as that of .*{way_out}"):
+            fastsync.clip_grad_norm_(sync, 1.0)
+    assert torch.cat([grad.flatten() for grad in grads_of(model)]).norm().item() == pytest.approx(2.0)
+    model.zero_grad()
+    model([torch.full((4,), 2.0)]).backward()
+    if not overlap:
+        sync.synchronize()
+    assert fastsync.clip_grad_norm_(sync, 1.0).item() == 4.0
 
 
 # ---- of which gradients the norm is ---------------------------------------------------------------------------------
@@ -393,7 +422,7 @@ def test_a_max_norm_that_is_not_positive_is_refused(max_norm: Any) -> None:
 
 
 def test_what_is_no_handle_of_whole_gradients_is_refused() -> None:
-    for wrong in (nn.Linear(1, 1), nn.Linear(1, 1).parameters(), fastsync.HookState()):
+    for wrong in (nn.Linear(1, 1), nn.Linear(1, 1).parameters(), HookState()):
         with pytest.raises(ValueError, match=r"sync: .*got (Linear|generator|HookState); for parameters .*nn\.utils"):
             fastsync.clip_grad_norm_(wrong, 1.0)
 

@@ -178,11 +178,12 @@ def test_all_scalers_skip_the_step_that_one_experts_ranks_skip(
 
 @on_ranks(2)
 def test_handles_that_share_one_copy_of_their_parameters(rank: int, world_size: int) -> None:
-    """Some of attach(optimizer=), and some with gradients of their own."""
+    """Some of shard_optimizer, and some with gradients of their own."""
     models = [_given(shapes) for shapes in (DENSE, EXPERT)]
     references = [_given(shapes) for shapes in (DENSE, EXPERT)]
     optimizers, steps = ([torch.optim.AdamW(m.parameters(), lr=0.1) for m in each] for each in (models, references))
-    shared = fastsync.attach(models[0], optimizer=optimizers[0])
+    shared = fastsync.attach(models[0])
+    fastsync.shard_optimizer(shared, optimizers[0])
     other = fastsync.attach(models[1])
     for step in range(3):
         for model, reference, grads in zip(models, references, (_dense, _experts), strict=True):
@@ -198,7 +199,7 @@ def test_handles_that_share_one_copy_of_their_parameters(rank: int, world_size: 
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match=r"scaler: in a list of handles none may be of attach\(optimizer=\)"):
+    with pytest.raises(ValueError, match=r"scaler: in a list of handles none may be of shard_optimizer"):
         fastsync.clip_grad_norm_([shared, other], 0.5, optimizer=optimizers[0], scaler=scaler)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.autotune import Auto
 from fastsync.sync.compression import as_compression, parse_compression
 from tests.models import (
     SMALL_BUCKETS,
@@ -51,14 +52,14 @@ def test_every_entry_point_takes_the_words(rank: int, world_size: int) -> None:
     sync = fastsync.attach(Mlp(), "int8+ef")
     hook = fastsync.register_comm_hook(DistributedDataParallel(Mlp()), "int8+ef")
     alone = fully_shard(Mlp(), mesh=init_device_mesh("cpu", (world_size,)))
-    sharded = fastsync.register_reduce_scatter(alone, "int8+ef")
+    sharded = fastsync.register_fsdp(alone, gradients="int8+ef")
     prepared = fastsync.register_prepared(DistributedDataParallel(Mlp()), "int8+ef")
-    assert sync.compression == hook.compression == sharded.compression == prepared.compression == meant
+    assert sync.compression == hook.compression == sharded.compression.gradients == prepared.compression == meant
     sync.compression = "none"
     sync.compression = "int8+ef"
     assert sync.compression == meant
     sync.compression = "auto:int8"
-    assert sync.compression == fastsync.Auto(allow=("int8",))
+    assert sync.compression == Auto(allow=("int8",))
     for kind in (fastsync.DiLoCo, fastsync.LocalSGD):
         model = Mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -143,7 +144,7 @@ def test_what_is_no_word_is_refused(other: object) -> None:
 def test_a_compression_of_a_word_says_what_to_write(word: str, written: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"compression: '{word}' is no wire, but a word for {written}; ")):
         fastsync.Compression(word)
-    assert eval(written, vars(fastsync)) == as_compression(word)
+    assert eval(written, {"Auto": Auto, "Compression": fastsync.Compression}) == as_compression(word)
 
 
 def test_who_adds_follows_from_the_wire() -> None:
@@ -180,11 +181,11 @@ def test_what_does_not_go_together_is_refused(options: dict[str, object], messag
 
 
 def test_auto_allows_by_name_what_loses_more() -> None:
-    assert as_compression("auto") == fastsync.Auto()
-    assert parse_compression("auto:int8") == fastsync.Auto(allow=("int8",))
+    assert as_compression("auto") == Auto()
+    assert parse_compression("auto:int8") == Auto(allow=("int8",))
     for allow in ("int8", ("fp16",), ["int8"]):
         with pytest.raises(ValueError, match=r"allow: expected a tuple of names out of \('int8',\), got"):
-            fastsync.Auto(allow=allow)
+            Auto(allow=allow)
 
 
 @on_ranks(2, shared_memory=False)

@@ -151,10 +151,10 @@ def train_sharded_text(rank: int, compression: Compression, seed: int, num_steps
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    gathers = fastsync.register_all_gather(model, compression)
+    handle = fastsync.register_fsdp(model, gradients="pytorch", parameters=compression)
     text.train(model, 1000 * seed + rank, num_steps)
     weight = full(model.head.weight)[0, 3].item()
-    gathers.compression = "none"
+    handle.compression.parameters = "none"
     return text.loss(model), weight
 
 

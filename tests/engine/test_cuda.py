@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
+from fastsync.sync.attach import GradientSynchronizer
 from fastsync.sync.compression import AnyCompression
 from tests import reference
 from tests.engine.attached import assert_flags_pair_up_after_failures, assert_soon_none
@@ -56,7 +57,7 @@ def _step(given: Averaged, grads: list[Tensor], device: str = "cuda") -> list[Te
 def _assert_averages(given: Averaged, wire: str, rank: int, world_size: int) -> None:
     """Takes steps, and compares each with the reference and with the other ranks. Attached, rank 0 lacks a gradient."""
     device = next(given.model.parameters()).device
-    is_attached = isinstance(given.handle, fastsync.GradientSynchronizer)
+    is_attached = isinstance(given.handle, GradientSynchronizer)
     for step in range(STEPS):
         everyone = [_grads(other, step) for other in range(world_size)]
         mine: list[Tensor | None] = [grad.to(device) for grad in everyone[rank]]
@@ -150,7 +151,7 @@ def test_grad_stats_and_clipping_are_torchs(rank: int, world_size: int, entry_po
 def test_the_host_never_waits_for_the_device(rank: int, world_size: int, entry_point: str) -> None:
     for wire in WIRE_DTYPES:
         given = average(entry_point, Mlp().to("cuda"), wire)
-        rides = isinstance(given.handle, fastsync.GradientSynchronizer)
+        rides = isinstance(given.handle, GradientSynchronizer)
         optimizer = torch.optim.Adam(given.model.parameters(), fused=True)
         batches = [batch(rank, step).to("cuda") for step in range(STEPS)]
         kl = torch.tensor(float(rank), device="cuda")

@@ -124,8 +124,8 @@ def test_a_compiled_model(rank: int, world_size: int) -> None:
 @on_ranks(2, backend="nccl")
 def test_fully_shard_trains_as_one_process_with_all_data(rank: int, world_size: int, wire: Any) -> None:
     model = sharded(init_device_mesh("cuda", (world_size,)))
-    handle = fastsync.register_reduce_scatter(model, Compression(wire, error_feedback=wire == "int8"))
-    fastsync.register_all_gather(model, "none" if wire == "int8" else wire)
+    compression, of_parameters = Compression(wire, error_feedback=wire == "int8"), "none" if wire == "int8" else wire
+    handle = fastsync.register_fsdp(model, gradients=compression, parameters=of_parameters)
     train(model, rank, world_size, device="cuda")
     assert distance(model, trained_alone()) <= LIMITS["int8" if wire != "none" else wire]
     assert handle.stats().num_steps == 8
@@ -145,8 +145,7 @@ FULL_WIDTH: dict[str, dict[str, Any]] = {
 def test_full_width_is_what_fully_shard_does_by_itself(rank: int, world_size: int, case: str) -> None:
     mesh = init_device_mesh("cuda", (world_size,))
     models = [sharded(mesh, **FULL_WIDTH[case]) for _ in range(2)]
-    fastsync.register_reduce_scatter(models[0], "none")
-    fastsync.register_all_gather(models[0], "none")
+    fastsync.register_fsdp(models[0])
     for model in models:
         train(model, rank, world_size, steps=3, micro_batches=2, device="cuda")
     for index, pair in enumerate(zip(*(model.parameters() for model in models), strict=True)):
@@ -154,7 +153,7 @@ def test_full_width_is_what_fully_shard_does_by_itself(rank: int, world_size: in
         assert_bitwise_equal(mine.cpu(), theirs.cpu(), f"parameter {index}")
 
 
-# ---- attach(optimizer=) ---------------------------------------------------------------------------------------------
+# ---- shard_optimizer ------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Any] = {
     "fused": lambda p: AdamW(p, lr=0.1, fused=True),
@@ -167,8 +166,9 @@ def _stepped(rank: int, make: Callable[..., Any], compression: AnyCompression, i
     shapes = [(7, 33), (300,), (2, 3, 4), (513, 7), (40_000,)]
     model = Given([grad.to("cuda") for grad in random_grads(9, 9, shapes, torch.float32)]).to("cuda")
     optimizer = make(model.parameters())
-    options = {"optimizer": optimizer} if is_shared else {}
-    sync = fastsync.attach(model, compression, bucket_cap_mb=0.1, **options)
+    sync = fastsync.attach(model, compression, bucket_cap_mb=0.1)
+    if is_shared:
+        fastsync.shard_optimizer(sync, optimizer)
     for step in range(STEPS):
         grads: list[Tensor | None] = [grad.to("cuda") for grad in random_grads(rank, step, shapes, torch.float32)]
         if step == 3 and rank == 0:

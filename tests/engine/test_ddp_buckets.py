@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.sync.ddp import HookState
 from tests.models import Given, backward_of, given_ddp, group_of_one
 
 TINY_BUCKETS = {"bucket_cap_mb": 2.0**-20}  # one for each parameter, once DDP has regrouped them
@@ -78,7 +79,7 @@ def test_norms_are_of_one_backward_each_where_each_uses_other_buckets() -> None:
         ddp = given_ddp(
             [torch.ones(4)] * 3, find_unused_parameters=True, skip_all_reduce_unused_params=True, **TINY_BUCKETS
         )
-        state = fastsync.HookState()
+        state = HookState()
         ddp.register_comm_hook(state, fastsync.allreduce_hook)
         backward_of(ddp, [torch.ones(4)] * 3)  # after which DDP regroups
         ends, middle = [torch.ones(4), None, torch.ones(4)], [None, torch.full((4,), 2.0), None]

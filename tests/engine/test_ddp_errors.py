@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastsync
+from fastsync.sync.ddp import HookState
 from tests.models import backward_of, given_ddp
 from tests.ranks import on_ranks
 
@@ -118,7 +119,7 @@ def test_mixed_precision_of_ddp_is_refused() -> None:
 def test_a_state_of_another_type_is_refused(state: object) -> None:
     ddp = given_ddp([torch.ones(2)])
     ddp.register_comm_hook(state, fastsync.fp16_compress_hook)
-    message = rf"state: expected None, a ProcessGroup or a fastsync\.HookState, got {type(state).__name__}"
+    message = rf"state: expected None, a ProcessGroup or a fastsync\.sync\.ddp\.HookState, got {type(state).__name__}"
     with pytest.raises(ValueError, match=message):
         backward_of(ddp, [torch.ones(2)])
 
@@ -136,7 +137,7 @@ def test_a_hook_outlives_its_model_and_a_state_does_not_keep_it() -> None:
     assert hook.grad_stats().grad_norm.item() == pytest.approx(2**0.5)
     assert list(hook.state_dict()["scales"]) == ["weights.0"]
 
-    state = fastsync.HookState()
+    state = HookState()
     for number in range(20):  # models come and go at the same addresses
         numel = 2 + number % 3
         ddp = given_ddp([torch.ones(numel)])

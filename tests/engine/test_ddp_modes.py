@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fastsync
+from fastsync.sync.ddp import HookState
 from tests.models import (
     SMALL_BUCKETS,
     Mlp,
@@ -119,7 +121,7 @@ def _torchs_wrapper_around_our_hook(rank: int) -> None:
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
     wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)
-    state = fastsync.HookState()
+    state = HookState()
     wrapped.register_comm_hook(state, default_hooks.fp16_compress_wrapper(fastsync.allreduce_hook))
     plain = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
     plain.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
@@ -203,7 +205,39 @@ def test_a_hook_may_average_over_another_group_than_ddp_has(rank: int, world_siz
     given = given_ddp([grad])
     fastsync.register_comm_hook(given, "fp16", process_group=mine)
     assert_all_bitwise_equal(backward_of(given, [grad]), [in_group], "of the group given")
-    for state, expected in ((None, in_world), (mine, in_group), (fastsync.HookState(mine), in_group), (None, in_world)):
+    for state, expected in ((None, in_world), (mine, in_group), (HookState(mine), in_group), (None, in_world)):
         drop_in = given_ddp([grad])
         drop_in.register_comm_hook(state, fastsync.fp16_compress_hook)
         assert_all_bitwise_equal(backward_of(drop_in, [grad]), [expected], "of the state's group")
+
+
+@on_ranks(2)
+def test_a_model_that_is_given_back_averages_as_with_pytorchs_hook(rank: int, world_size: int) -> None:
+    """Afterwards another hook may be registered, with other options."""
+    models = [DistributedDataParallel(copy.deepcopy(Mlp()), bucket_cap_mb=SMALL_BUCKETS) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[1].register_comm_hook(None, default_hooks.allreduce_hook)
+    first = fastsync.register_comm_hook(models[0], "int8", op="sum")
+    _train(models[0], rank, 0)
+    assert first.stats().num_steps == 1
+    first.detach()
+    first.detach()
+    with pytest.raises(ValueError, match="no handles of fastsync belong to"):
+        fastsync.handle_of(models[0])
+    for number, train in enumerate((_train, _accumulate, _train_from_zeros)):
+        for model in models:
+            train(model, rank, number)
+        assert_all_bitwise_equal(grads_of(models[0]), grads_of(models[1]), f"after {train.__name__}, gradient")
+    _train(models[0], rank, 3)
+    models[0](batch(rank, 4)).square().mean().backward()  # sums would refuse to be added to
+    assert first.stats().num_steps == 1
+
+    second = fastsync.register_comm_hook(models[0], "bf16")
+    assert fastsync.handle_of(models[0]) is second
+    _train(models[0], rank, 5)
+    assert (first.stats().num_steps, second.stats().num_steps) == (1, 1)
+    assert_same_on_all_ranks(grads_of(models[0]))
+    output = models[0](batch(rank, 6))
+    output.register_hook(lambda grad: second.detach())
+    with pytest.raises(RuntimeError, match=r"detach\(\) was called inside a backward"):
+        output.sum().backward()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.sync.ddp import HookState
 from tests.models import Mlp, assert_same_on_all_ranks, batch
 from tests.ranks import on_ranks, run_ranks
 
@@ -26,14 +29,12 @@ def _loss(model: Any, rank: int, number: int) -> Tensor:
 def _past_the_wrapper(rank: int, world_size: int, kind: str) -> None:
     model = Mlp()
     ddp = DistributedDataParallel(model)
-    fastsync.register_comm_hook(ddp, check_weights=False)  # the step itself has to be refused
+    fastsync.register_comm_hook(ddp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if kind != "always":
         _loss(ddp, rank, 0).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if kind == "after a sync":
-        _loss(ddp, rank, 1).backward()
     if kind == "another dtype":
         model.to(torch.float64)
         model(batch(rank, 1).double()).square().mean().backward()
@@ -50,9 +51,69 @@ def _past_the_wrapper(rank: int, world_size: int, kind: str) -> None:
         assert_same_on_all_ranks(list(model.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["always", "some steps", "after a sync", "another dtype"])
+@pytest.mark.parametrize("kind", ["always", "some steps", "another dtype"])
 def test_a_backward_past_the_wrapper(kind: str) -> None:
     run_ranks(_past_the_wrapper, 2, kind)
+
+
+@on_ranks(2)
+def test_a_backward_past_the_wrapper_after_a_sync(rank: int, world_size: int) -> None:
+    """It cannot be told from a regulariser's, but the weights differ afterwards."""
+    model = Mlp()
+    ddp = DistributedDataParallel(model)
+    fastsync.register_comm_hook(ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _loss(ddp, rank, 0).backward()
+    _loss(ddp.module, rank, 1).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="the ranks hold different weights"):
+        _loss(ddp, rank, 2).backward()
+
+
+@on_ranks(2)
+def test_a_backward_with_the_same_gradients_on_all_ranks(rank: int, world_size: int) -> None:
+    model = Mlp()
+    ddp = DistributedDataParallel(model)
+    fastsync.register_comm_hook(ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        _loss(ddp, rank, number).backward()
+        torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum().backward()
+        optimizer.step()
+    assert_same_on_all_ranks(list(model.parameters()))
+
+
+def _average_by_hand(model: nn.Module, world_size: int) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world_size
+
+
+@on_ranks(2)
+def test_gradients_averaged_by_hand(rank: int, world_size: int) -> None:
+    """After no_sync, or after a backward past the wrapper. The last step forgets it."""
+    model = Mlp()
+    ddp = DistributedDataParallel(model)
+    fastsync.register_comm_hook(ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(6):
+        optimizer.zero_grad()
+        with ddp.no_sync() if number % 2 else nullcontext():
+            _loss(ddp if number < 4 else ddp.module, rank, number).backward()
+        if number in (1, 3, 4):
+            _average_by_hand(model, world_size)
+        with pytest.raises(RuntimeError, match="no rank has averaged") if number == 5 else nullcontext():
+            optimizer.step()
+    assert_same_on_all_ranks(list(model.parameters()))
+
+
+@on_ranks(1)
+def test_one_rank_has_nothing_to_average(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(Mlp())
+    fastsync.register_comm_hook(ddp)
+    _loss(ddp.module, rank, 0).backward()
+    torch.optim.SGD(ddp.parameters(), lr=0.1).step()
 
 
 @on_ranks(2)
@@ -129,7 +190,7 @@ def _models(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, list[nn.
 @on_ranks(2)
 def test_two_models_in_one_backward_with_a_shared_state(rank: int, world_size: int) -> None:
     """Small whole numbers, whose means have no rounding."""
-    state = fastsync.HookState()
+    state = HookState()
 
     def wrap(model: nn.Module) -> nn.Module:
         ddp = DistributedDataParallel(model, bucket_cap_mb=2.0**-20)

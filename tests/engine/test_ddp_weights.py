@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
+from fastsync.sync.ddp import CommHook
 from tests import reference
 from tests.engine.entry_points import average, whole_numbers
 from tests.models import (
@@ -33,7 +34,7 @@ def _whole(rank: int, step: int) -> list[Tensor]:
     return whole_numbers(rank, step, SHAPES)
 
 
-def _ddp(op: str, compression: Any = "none", **options: Any) -> tuple[DistributedDataParallel, fastsync.CommHook]:
+def _ddp(op: str, compression: Any = "none", **options: Any) -> tuple[DistributedDataParallel, CommHook]:
     """A DDP model of the ``SHAPES``, in several buckets."""
     ddp = DistributedDataParallel(Given(_whole(0, 0)), bucket_cap_mb=SMALL_BUCKETS, **options)
     return ddp, fastsync.register_comm_hook(ddp, compression, op=op)

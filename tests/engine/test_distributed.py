@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.distributed import dist_mean, dist_sum, group_of_this_rank, process_group
+from fastsync.distributed import MissingRanksError, dist_mean, dist_sum, group_of_this_rank, process_group
 from tests.ppo.test_launch_torchrun import free_port
 from tests.ranks import on_ranks
 
@@ -65,6 +65,23 @@ def test_a_rank_whose_peers_never_come_gives_up_in_time(rank: int, world_size: i
     _launched(0, 2, 0)
     with pytest.raises(RuntimeError), process_group(timeout=1.0):
         pass
+    _for_run_ranks_to_end()
+
+
+@pytest.mark.parametrize("missing", [[0], [2], [1, 2]], ids=str)
+@on_ranks(3)
+def test_ranks_that_never_come_are_named(rank: int, world_size: int, missing: list[int], port: int) -> None:
+    agent = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False) if rank == 0 else None
+    dist.barrier()
+    done = dist.distributed_c10d._get_default_store()
+    _launched(rank, world_size, port, TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=0)
+    if rank not in missing:
+        with pytest.raises(MissingRanksError, match=r"did not come within 1 s") as raised, process_group(timeout=1.0):
+            pass
+        assert raised.value.ranks == missing
+    done.set(f"tried {rank}", "")
+    done.wait([f"tried {other}" for other in range(world_size)], timedelta(seconds=60))
+    del agent
     _for_run_ranks_to_end()
 
 

@@ -100,3 +100,20 @@ def _takes_over_what_is_loaded(rank: int, world_size: int) -> None:
 
 def test_a_loaded_state_is_written_in_place() -> None:
     fake_device.run_ranks(_takes_over_what_is_loaded, 2)
+
+
+def _steps_after_a_replay(rank: int, world_size: int) -> None:
+    training = Training(rank, Compression(), fake_device.new_group())
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
+    for _ in range(3):
+        training.step()
+        optimizer.step()
+    graph = training.captured()
+    for _ in range(3):
+        fake_device.load().replay(graph)
+        with fake_device.unwaited():
+            optimizer.step()
+
+
+def test_an_optimizers_step_after_a_replay_does_not_wait() -> None:
+    fake_device.run_ranks(_steps_after_a_replay, 2)

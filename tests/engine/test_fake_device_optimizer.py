@@ -1,4 +1,4 @@
-"""``attach(optimizer=)`` on the fake device: the bits of attach and every rank's own step, in the order of streams."""
+"""``shard_optimizer`` on the fake device: the bits of attach and every rank's own step, in the order of streams."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def train(
     """
     model = Given([grad.to(DEVICE) for grad in random_grads(9, 9, SHAPES, torch.float32)]).to(DEVICE)
     own = OPTIMIZERS[optimizer](model.parameters())
-    options = {"optimizer": own} if is_shared else {}
     chosen = compression if is_shared else replace(compression, reduce="fp32")
-    sync = fastsync.attach(model, chosen, process_group=group, bucket_cap_mb=0.1, **options)
+    sync = fastsync.attach(model, chosen, process_group=group, bucket_cap_mb=0.1)
+    if is_shared:
+        fastsync.shard_optimizer(sync, own)
     for step in range(5):
         grads: list[Tensor | None] = [grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, torch.float32)]
         if step == 3 and rank == 0:
@@ -103,7 +104,7 @@ def _gradients_that_a_scaler_has_divided_are_refused(rank: int, world_size: int)
     group = fake_device.new_group()
     model = model_of(torch.float32)
     own = OPTIMIZERS["fused"](model.parameters())
-    fastsync.attach(model, optimizer=own, process_group=group)
+    fastsync.shard_optimizer(fastsync.attach(model, process_group=group), own)
     scaler = GradScaler(DEVICE, init_scale=256.0)
     before = [parameter.detach().cpu() for parameter in model.parameters()]
     for divides in (True, False):
@@ -129,11 +130,12 @@ def _a_failed_step_is_told_before_the_next(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     model = model_of(torch.float32)
     own = OPTIMIZERS["fused"](model.parameters())
-    sync = fastsync.attach(model, optimizer=own, process_group=group)
+    sync = fastsync.attach(model, process_group=group)
+    fastsync.shard_optimizer(sync, own)
     for number in range(3):
         model([grad.to(DEVICE) for grad in random_grads(rank, number, SHAPES, torch.float32)]).backward()
         if number == 1 and rank == 1:
-            failing = patch.object(sync._optimizer_shards._inner, "step", side_effect=ZeroDivisionError)
+            failing = patch.object(sync._optimizer_shards._pieces.inner, "step", side_effect=ZeroDivisionError)
             with failing, pytest.raises(ZeroDivisionError):
                 own.step()
         elif number == 2:
@@ -155,7 +157,9 @@ def _parameters_may_be_views_of_one_tensor(rank: int, world_size: int) -> None:
     for flat, is_shared in zip(flats, (True, False), strict=True):
         parameters = [nn.Parameter(flat[:5]), nn.Parameter(flat[5:].view(7, 1))]
         own = AdamW(parameters, lr=0.1, fused=True)
-        fastsync.attach(parameters, process_group=group, **({"optimizer": own} if is_shared else {}))
+        sync = fastsync.attach(parameters, process_group=group)
+        if is_shared:
+            fastsync.shard_optimizer(sync, own)
         for _ in range(2):
             sum((each * (1.0 + rank)).square().sum() for each in parameters).backward()
             own.step()
@@ -163,7 +167,7 @@ def _parameters_may_be_views_of_one_tensor(rank: int, world_size: int) -> None:
     assert_bitwise_equal(flats[0].cpu(), flats[1].cpu(), "all parameters")
     overlapping = [nn.Parameter(flats[0][:5]), nn.Parameter(flats[0][4:])]
     with pytest.raises(ValueError, match="parameters 0 and 1 are views of one tensor"):
-        fastsync.attach(overlapping, process_group=group, optimizer=AdamW(overlapping, fused=True))
+        fastsync.shard_optimizer(fastsync.attach(overlapping, process_group=group), AdamW(overlapping, fused=True))
 
 
 def test_parameters_may_be_views_of_one_tensor() -> None:
@@ -180,14 +184,8 @@ def _steps_masters(rank: int, world_size: int, optimizer: str, dtype: torch.dtyp
     own = OPTIMIZERS[optimizer](model.parameters())
     reference = Reference(plain, "AdamW", Compression(reduce="fp32"), torch.bfloat16, process_group=group)
     reference.optimizer = OPTIMIZERS[optimizer](reference.masters)
-    sync = fastsync.attach(
-        model,
-        optimizer=own,
-        master_weights=True,
-        parameter_compression="bf16",
-        process_group=group,
-        bucket_cap_mb=0.1,
-    )
+    sync = fastsync.attach(model, process_group=group, bucket_cap_mb=0.1)
+    fastsync.shard_optimizer(sync, own, master_weights=True, parameter_compression="bf16")
     for step in range(4):
         for each in (model, plain):
             each([grad.to(DEVICE) for grad in random_grads(rank, step, SHAPES, dtype)]).backward()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,7 @@ from fastsync import Compression
 from tests import fake_device
 from tests.engine.attached import Fallible, assert_freed, assert_soon_none, references_to
 from tests.fake_device import DEVICE, unwaited, watched
-from tests.models import SMALL_BUCKETS, Given, assert_all_bitwise_equal, random_grads
+from tests.models import SMALL_BUCKETS, Given, assert_all_bitwise_equal, grads_of, random_grads
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (513, 7)]
 STEPS = 4
@@ -197,6 +198,41 @@ def _trains_on_two_devices(rank: int, world_size: int) -> None:
 
 def test_a_model_on_two_devices() -> None:
     fake_device.run_ranks(_trains_on_two_devices, 2)
+
+
+class _OfBoth(nn.Module):
+    """A frozen parameter on the CPU, and weights on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_cpu = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.given = Given(_grads(0, 0)).to(DEVICE)
+
+
+def _trains_beside_an_engine_of_both(rank: int, world_size: int) -> None:
+    fake_device.load()
+    group = dist.new_group(backend=f"cpu:gloo,{DEVICE}:{DEVICE}")
+    assert isinstance(group, dist.ProcessGroup)
+    fake_device.backend_of(group).bind()
+    both, alone = _OfBoth(), Given(_grads(0, 0)).to(DEVICE)
+    for model in (both, alone):
+        fastsync.attach(model, process_group=group)
+    for step in range(STEPS):
+        both.zero_grad()
+        alone.zero_grad()
+        grads = [[grad.to(DEVICE) for grad in _grads(rank, step + 10 * index)] for index in range(2)]
+        # What a forward makes last has its gradients first.
+        first = both.given(grads[0]) if rank == 0 else alone(grads[1])
+        second = alone(grads[1]) if rank == 0 else both.given(grads[0])
+        (first + second).backward()
+        for index, model in enumerate((both.given, alone)):
+            everyone = [_grads(other, step + 10 * index) for other in range(world_size)]
+            means = [(one + other) / 2 for one, other in zip(*everyone, strict=True)]
+            assert_all_bitwise_equal([grad.cpu() for grad in grads_of(model)], means, f"step {step}, engine {index}")
+
+
+def test_an_engine_with_a_parameter_on_the_cpu_has_its_place_in_the_devices_order() -> None:
+    fake_device.run_ranks(_trains_beside_an_engine_of_both, 2)
 
 
 def _survives_failures(rank: int, world_size: int) -> None:

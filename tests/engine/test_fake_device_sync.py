@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastsync
 from fastsync import Compression
+from fastsync.sync.attach import GradientSynchronizer
 from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import Averaged, average
@@ -64,7 +65,7 @@ def begin(entry_point: str, compression: Compression, device: str, group: dist.P
 
 def _step(given: Averaged, grads: list[Tensor | None], value: Tensor) -> list[Tensor]:
     """What it gives beside the gradients. Where something rides, gradients of two backwards travel."""
-    if not isinstance(given.handle, fastsync.GradientSynchronizer):
+    if not isinstance(given.handle, GradientSynchronizer):
         given.backward(given.model(grads))
         return [given.grad_norm()]
     given.handle.piggyback("kl", value)

@@ -18,7 +18,9 @@ from torch import nn
 
 import fastsync
 from fastsync import Compression
+from fastsync.autotune import measure_group
 from fastsync.sync.compression import Wire
+from fastsync.sync.stats import SyncStats
 from tests import reference
 from tests.engine.hosts import entered, host_of, hosts
 from tests.models import assert_same_on_all_ranks, random_grads
@@ -133,7 +135,7 @@ def test_groups_of_some_ranks_take_what_their_own_ranks_have() -> None:
         assert "no two ranks are on one host" in between.transport_reason
 
 
-def _on_a_mesh(rank: int, world_size: int, names: list[str]) -> list[fastsync.SyncStats]:
+def _on_a_mesh(rank: int, world_size: int, names: list[str]) -> list[SyncStats]:
     found = []
     for groups in (PAIRS, ALTERNATING):
         mine = next(ranks for ranks in groups if rank in ranks)
@@ -231,7 +233,7 @@ def test_a_rank_that_is_lost_while_memory_is_made_is_noticed_on_all_hosts() -> N
 
 
 def _profile_of_hosts(rank: int, world_size: int, nodes: Nodes) -> None:
-    profile = fastsync.measure_group()
+    profile = measure_group()
     assert all(candidate.compression.algorithm != "two_shot" for candidate in profile.candidates), "two hosts add"
 
 

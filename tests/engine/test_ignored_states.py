@@ -99,7 +99,7 @@ def test_join_and_another_group_leave_them_alone(rank: int, world_size: int) -> 
     model = Mixture(rank)
     sync = fastsync.attach(model, "int8+ef", ignored_states=model.own())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    with sync.join():
+    with sync.join(optimizer):
         for step in range(1 + rank):
             optimizer.zero_grad()
             model(inputs(rank, step)).backward()
@@ -194,10 +194,10 @@ def test_a_container_that_was_made_for_the_call(rank: int, world_size: int) -> N
 
 @on_ranks(2)
 def test_one_copy_of_the_others(rank: int, world_size: int) -> None:
-    """attach(optimizer=) has one copy of what is attached, and each rank steps its own of the rest."""
+    """shard_optimizer has one copy of what is attached, and each rank steps its own of the rest."""
     model = Mixture(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    fastsync.attach(model, optimizer=optimizer, ignored_states=model.own())
+    fastsync.shard_optimizer(fastsync.attach(model, ignored_states=model.own()), optimizer)
     before = model.expert[0].weight.clone()
     for step in range(2):
         optimizer.zero_grad()

@@ -103,7 +103,8 @@ def test_an_unbuilt_package_says_what_to_do(unbuilt: Path) -> None:
     assert "No module named 'fastsync._C'" in sentence
     assert "run `pip install --no-build-isolation" in sentence
     for code, kind in (
-        ("import fastsync; fastsync.distributed.process_group(timeout=60)", "AttributeError: module 'fastsync' has no"),
+        ("import fastsync; fastsync.distributed.process_group(timeout=60)", "ImportError: fastsync in "),
+        ("import fastsync; fastsync.autotune.measure_group()", "AttributeError: module 'fastsync' has no"),
         ("from fastsync.distributed import process_group", "ImportError: fastsync in "),
         ("import fastsync.ppo.ppo", "ImportError: fastsync in "),
     ):
@@ -214,6 +215,18 @@ def test_what_a_machine_lacks_is_named(say: Doctor, monkeypatch: pytest.MonkeyPa
     limits = _limits(say.of(1))
     assert "NCCL: this torch has none; use Gloo" in limits
     assert "this torch has no Gloo" in limits
+
+
+@pytest.mark.parametrize(
+    ("threads", "is_wrong"), [("many", True), ("0", True), (" ", True), ("4", False), (None, False)]
+)
+def test_doctor_tells_of_threads_that_are_no_number(
+    threads: str | None, is_wrong: bool, say: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert ("OMP_NUM_THREADS" in _limits(say.of(0))) == is_wrong
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import copy
 import functools
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
 
 import fastsync
 from tests.ranks import on_ranks, run_ranks
@@ -63,7 +64,7 @@ def _trains_two_epochs(rank: int, world_size: int, steps: tuple[int, ...], make:
     scheduler, reference_scheduler = (StepLR(each, 2, gamma=0.5) for each in (optimizer, of_reference))
     for epoch in range(3):
         common = []
-        with sync.join():
+        with sync.join(optimizer, scheduler):
             for step in range(steps[rank]):
                 optimizer.zero_grad()
                 model(inputs_of(rank, 10 * epoch + step).to(dtype)).square().mean().backward()
@@ -101,7 +102,7 @@ def _scales_two_epochs(rank: int, world_size: int, steps: tuple[int, ...]) -> No
     optimizer = SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
     for epoch in range(2):
-        with sync.join():
+        with sync.join(optimizer, scaler):
             for step in range(steps[rank] if epoch == 0 else 2):
                 optimizer.zero_grad()
                 twin.load_state_dict(model.state_dict())
@@ -121,18 +122,15 @@ def _scales_two_epochs(rank: int, world_size: int, steps: tuple[int, ...]) -> No
 
 @on_ranks(2)
 def test_what_gc_freeze_has_put_aside(rank: int, world_size: int) -> None:
-    """It is shared as anything else, and stays put aside."""
+    """It is shared as anything else."""
     model = make_model()
     sync = fastsync.attach(model)
     optimizer = Adam(model.parameters(), lr=1e-2)
     scheduler = StepLR(optimizer, 2, gamma=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    ended = StepLR(Adam(model.parameters()), 1)
     gc.collect()
     gc.freeze()
-    num_frozen = gc.get_freeze_count()
-    del ended  # garbage in a cycle, which must not be found
-    with sync.join():
+    with sync.join(optimizer, scheduler, scaler):
         for step in range(1 + 4 * rank):
             optimizer.zero_grad()
             scaler.scale(model(inputs_of(rank, step)).square().mean()).backward()
@@ -143,7 +141,6 @@ def test_what_gc_freeze_has_put_aside(rank: int, world_size: int) -> None:
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (2048.0, 2)
     assert [state["step"].item() for state in optimizer.state.values()] == [5.0] * 4
     assert_equal_on_ranks(torch.stack([state["exp_avg"].norm() for state in optimizer.state.values()]), world_size)
-    assert gc.get_freeze_count() > num_frozen / 2
     ddp = torch.nn.parallel.DistributedDataParallel(make_model())
     gc.freeze()
     with pytest.raises(ValueError, match="is in a DistributedDataParallel"):
@@ -161,7 +158,7 @@ def test_several_optimizers_groups_and_schedulers(rank: int, world_size: int) ->
         SequentialLR(second, [LambdaLR(second, lambda step: 1 / (1 + step)), StepLR(second, 2)], [3]),
     ]
     for epoch in range(2):
-        with sync.join():
+        with sync.join(first, second, *schedulers):
             for step in range(2 + 4 * rank if epoch == 0 else 3):
                 model.zero_grad()
                 model(inputs_of(rank, 10 * epoch + step)).square().mean().backward()
@@ -172,50 +169,118 @@ def test_several_optimizers_groups_and_schedulers(rank: int, world_size: int) ->
         assert_equal_on_ranks(torch.tensor([rate for each in schedulers for rate in each.get_last_lr()]), world_size)
 
 
-def warned_where_rank_1_steps_more(
-    sync: fastsync.GradientSynchronizer, model: nn.Module, optimizer: Optimizer, rank: int
-) -> list[str]:
-    """Takes a step more on rank 1, inside ``join()``, and returns the warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with sync.join():
-            for step in range(1 + rank):
-                model(inputs_of(rank, step)).square().mean().backward()
-                optimizer.step()
-    return [str(each.message) for each in caught]
+def step_more_on_rank_1(rank: int, model: nn.Module, optimizer: Optimizer) -> None:
+    for step in range(1 + rank):
+        model(inputs_of(rank, step)).square().mean().backward()
+        optimizer.step()
 
 
 @on_ranks(2)
-def test_ranks_with_other_optimizers_are_warned(rank: int, world_size: int) -> None:
-    model = make_model()
+def test_averages_and_positions_in_the_data(rank: int, world_size: int) -> None:
+    """Anything with a state, as a plain loop in one process has it after all steps."""
+    model, expected = make_model(), make_model()
+    averages, expected_averages = AveragedModel(model), AveragedModel(expected)
+    optimizer, of_expected = SGD(model.parameters(), lr=0.1), SGD(expected.parameters(), lr=0.1)
+    position = Position()
     sync = fastsync.attach(model)
-    optimizer = Adam(model.parameters()) if rank else AdamW(model.parameters())
-    warned = warned_where_rank_1_steps_more(sync, model, optimizer, rank)
-    assert any("ranks keep their optimizers' states, which differ" in each for each in warned)
-    assert_equal_on_ranks(flat(model), world_size)
+    with sync.join(optimizer, averages, position):
+        for step in range(2 + 3 * rank):
+            optimizer.zero_grad()
+            model(inputs_of(rank, step)).square().mean().backward()
+            optimizer.step()
+            averages.update_parameters(model)
+            position.num_read += 6
+    for step in range(5):
+        of_expected.zero_grad()
+        active = [0, 1] if step < 2 else [1]
+        for other in active:
+            (expected(inputs_of(other, step)).square().mean() / len(active)).backward()
+        of_expected.step()
+        expected_averages.update_parameters(expected)
+    torch.testing.assert_close(flat(averages), flat(expected_averages), rtol=1e-5, atol=1e-6)
+    assert int(averages.n_averaged) == 5
+    assert position.num_read == 30
+
+
+class Position:
+    """A data loader's place in its data."""
+
+    num_read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_read = state["num_read"]
 
 
 @on_ranks(2)
-def test_what_nobody_can_tell_apart_stays_each_ranks_own(rank: int, world_size: int) -> None:
+def test_objects_of_one_type_are_told_apart_by_their_order(rank: int, world_size: int) -> None:
     model = make_model()
     sync = fastsync.attach(model)
-    optimizer = Adam(model.parameters())
+    optimizer = SGD(model.parameters(), lr=0.1)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 * rank + power)) for power in (1, 2)]
-    warned = warned_where_rank_1_steps_more(sync, model, optimizer, rank)
-    assert any("nobody can tell apart 2 times GradScaler" in each for each in warned)
-    assert [scaler.get_scale() for scaler in scalers] == [2.0 ** (8 * rank + power) for power in (1, 2)]
-    assert_equal_on_ranks(optimizer.state[model[0].weight]["exp_avg"], world_size)
+    with sync.join(optimizer, *scalers):
+        step_more_on_rank_1(rank, model, optimizer)
+    assert [scaler.get_scale() for scaler in scalers] == [2.0**9, 2.0**10]
 
 
 @on_ranks(2)
-def test_what_cannot_be_sent_is_told_on_all_ranks(rank: int, world_size: int) -> None:
+def test_ranks_that_pass_other_objects_are_refused_before_a_step(rank: int, world_size: int) -> None:
+    model = make_model()
+    adam, adamw = Adam(model.parameters()), AdamW(model.parameters())
+    for states in ([adam if rank else adamw], [adam, StepLR(adamw, 1)][: 1 + rank]):
+        sync = fastsync.attach(model)
+        before = flat(model)
+        with pytest.raises(ValueError, match="object"), sync.join(*states):
+            step_more_on_rank_1(rank, model, states[0])
+        assert torch.equal(flat(model), before)
+        sync.detach()
+
+
+@on_ranks(2)
+def test_what_cannot_be_sent_is_an_error_on_all_ranks(rank: int, world_size: int) -> None:
     model = make_model()
     sync = fastsync.attach(model)
     optimizer = SGD(model.parameters(), lr=0.1)
     scheduler = StepLR(optimizer, 2)
     scheduler.file = open(__file__)  # type: ignore[attr-defined]  # noqa: SIM115
-    warned = warned_where_rank_1_steps_more(sync, model, optimizer, rank)
-    assert any("the state of rank 1 cannot be sent" in each for each in warned)
+    with pytest.raises(ValueError, match="the states of rank 1 cannot be sent"), sync.join(optimizer, scheduler):
+        step_more_on_rank_1(rank, model, optimizer)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_steps_and_was_not_passed_is_refused() -> None:
+    """Before the step, so that no rank has taken it."""
+    model = make_model()
+    sync = fastsync.attach(model)
+    optimizer, other = SGD(model.parameters(), lr=0.1), SGD(make_model().parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    before = flat(model)
+
+    def step(states: Sequence[Any], scales: bool) -> None:
+        with sync.join(*states):
+            loss = model(inputs_of(0, 0)).square().mean()
+            (scaler.scale(loss) if scales else loss).backward()
+            other.step()  # it has other parameters
+            scaler.step(optimizer) if scales else optimizer.step()
+
+    with pytest.raises(ValueError, match=r"optimizer SGD steps .* Pass it, on every rank: sync\.join\(optimizer, "):
+        step([], False)
+    with pytest.raises(ValueError, match="a GradScaler takes the steps of SGD"):
+        step([optimizer], True)
+    scaler.update()
+    gc.collect()
+    scheduler = StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match="a scheduler moves the learning rates of SGD"):
+        step([optimizer], False)
+    assert torch.equal(flat(model), before)
+    with pytest.raises(ValueError, match=r"with state_dict\(\) and load_state_dict\(\), .*, got list"):
+        step([[optimizer]], False)
+    with pytest.raises(ValueError, match="a GradScaler takes the steps of SGD"):
+        step([optimizer, scheduler], True)
+    step([optimizer, scheduler, scaler], True)
+    assert not torch.equal(flat(model), before)
 
 
 @on_ranks(2)
@@ -227,7 +292,7 @@ def test_a_window_that_is_not_full_is_warned_of(rank: int, world_size: int) -> N
     def accumulate(steps: int) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with sync.join():
+            with sync.join(optimizer):
                 for step in range(1, steps + 1):
                     loss = model(inputs_of(rank, step)).square().mean()
                     if step % 2 == 0:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from torch.distributed import PrefixStore
 
+from fastsync.cli import main
 from fastsync.elastic.elastic import KEYS_OF_FIRST
 from fastsync.elastic.membership import Membership
 from fastsync.launch.supervisor import Supervisor
@@ -97,6 +98,23 @@ def test_an_error_of_a_rank_is_told_again_at_the_end(capsys: pytest.CaptureFixtu
     ]
 
 
+@pytest.mark.parametrize("have_met", [False, True])
+@pytest.mark.parametrize("ends", [["-", "5"], ["-", "-9"], ["5", "-"], ["-", "-"]], ids=str)
+def test_a_rank_that_fails_in_a_plain_script_is_a_failure(ends: list[str], have_met: bool) -> None:
+    """Ranks that have met go on without it."""
+    supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic")
+    failures = iter([[] if end == "-" else [SimpleNamespace(exitcode=int(end))] for end in ends])
+
+    def start(*_: object, **__: object) -> Any:
+        result = SimpleNamespace(failures=next(failures), return_values={})
+        return SimpleNamespace(wait=lambda timeout: result, pids=dict, close=lambda *_, **__: None)
+
+    if have_met:
+        PrefixStore(KEYS_OF_FIRST, supervisor._store).set("newest", Membership(1, {0: 7, 1: 7}, {}).to_json())
+    with patch("fastsync.launch.supervisor.start_processes", start):
+        assert supervisor.run() == (0 if have_met or ends == ["-", "-"] else 1)
+
+
 SCRIPT = """
 import os, sys, time, torch, fastsync
 with fastsync.distributed.process_group(timeout=60):
@@ -147,6 +165,40 @@ def test_launch_local_ends_all_if_one_fails_before_they_have_met(tmp_path: Path)
     ran = launch(tmp_path, script, "-n", "2")
     assert ran.returncode == 1
     assert "rank 1 has failed with status 5; the ranks have not met in fastsync.Elastic or DiLoCo yet" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["python", "train.py"], "leave 'python' out: local starts Python"),
+        (["nosuch.py"], "'nosuch.py' is no file in "),
+        (["/no/such.py"], "'/no/such.py' is no file"),
+        (["-"], "'-' stands for a pipe"),
+        (["/dev/stdin"], "'/dev/stdin' is a pipe or a terminal"),
+        (["pipe.py"], "'pipe.py' is a pipe or a terminal"),
+        (["-m"], "name a script, or -m and a module"),
+        ([], "name a script, or -m and a module"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.py")
+    with patch("fastsync.launch.supervisor.start_processes", side_effect=AssertionError("started")):
+        assert main(["launch", "local", "-n", "2", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"fastsync launch: {message}")
+
+
+@pytest.mark.parametrize("option", ["-n", "--nproc", "--nproc-per-node", "--nproc_per_node"])
+def test_the_number_of_ranks_has_torchruns_names_too(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    with patch("fastsync.launch.local.Supervisor") as supervisor:
+        main(["launch", "local", option, "3", "train.py", "--nproc", "7"])
+    assert supervisor.call_args.args[1:] == (["-u", "train.py", "--nproc", "7"], 3)
 
 
 STOPPED = """

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
+from fastsync.sync.attach import GradientSynchronizer
 from tests.models import assert_all_bitwise_equal, assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
 
@@ -120,12 +121,12 @@ def _alone(rank: int, world_size: int, folder: str) -> None:
     _fit(model, [callback], folder, 1)
     _fit(model, [callback], folder, 1)  # the same model once more
     assert callback.handle.stats().num_steps == 12
-    assert isinstance(callback.handle, fastsync.GradientSynchronizer)
+    assert isinstance(callback.handle, GradientSynchronizer)
     callback = FastsyncCallback("int8+ef")
     for is_known in (False, True, False):
         if not is_known:
             model = _module()
-        with patch.object(fastsync.GradientSynchronizer, "load_state_dict") as loaded:
+        with patch.object(GradientSynchronizer, "load_state_dict") as loaded:
             _fit(model, [callback], folder, 1)
         assert loaded.called == is_known, "a model goes on with its residuals, and another one has none"
         assert len(callback.state_dict()["residuals"]) > 0
@@ -148,8 +149,9 @@ def test_ranks_that_share_an_optimizer(rank: int, world_size: int, is_manual: bo
             automatic_optimization = not is_manual
 
             def on_fit_start(self) -> None:
-                options = {"optimizer": self.optimizers()} if shares else {}
-                fastsync.attach(self.network, **options)
+                sync = fastsync.attach(self.network)
+                if shares:
+                    fastsync.shard_optimizer(sync, self.optimizers())
 
             def training_step(self, batch: Any, index: int) -> Tensor:
                 loss = super().training_step(batch, index)

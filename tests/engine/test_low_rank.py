@@ -624,6 +624,13 @@ def test_factors_that_differ_are_refused(rank: int, world_size: int) -> None:
         model([exact(rank, 1)]).backward()
 
 
+@on_ranks(2)
+def test_ranks_that_may_not_make_the_same_factors_are_told(rank: int, world_size: int) -> None:
+    torch.set_num_threads(1 + rank)
+    with pytest.raises(ValueError, match=r"rank 0: lowrank by \w+, 1 threads, .*; rank 1: lowrank by \w+, 2 threads"):
+        average("attach", Given(everyones(0, world_size)[rank]), "lowrank")
+
+
 @on_ranks(3)
 def test_a_new_rank_takes_over_the_factors(rank: int, world_size: int) -> None:
     """Two ranks train. Then a third one comes."""
@@ -688,14 +695,16 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: 
 @on_ranks(2)
 def test_where_matrices_are_not_whole_it_is_refused(rank: int, world_size: int) -> None:
     sharded = fully_shard(Mlp(), mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match=r"^compression: 'lowrank' needs whole matrices, .*; take 'int8\+ef'"):
-        fastsync.register_reduce_scatter(sharded, "lowrank")
+    with pytest.raises(ValueError, match=r"^gradients: 'lowrank' needs whole matrices, .*; take 'int8\+ef'"):
+        fastsync.register_fsdp(sharded, gradients="lowrank")
     model = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    needs = r"^compression: 'lowrank' needs whole matrices, .*Leave optimizer= out of attach"
+    needs = r"^compression: 'lowrank' needs whole matrices, .*Leave shard_optimizer out"
+    sync = fastsync.attach(model, "lowrank")
     with pytest.raises(ValueError, match=needs):
-        fastsync.attach(model, "lowrank", optimizer=optimizer)
-    sync = fastsync.attach(model, optimizer=optimizer)
+        fastsync.shard_optimizer(sync, optimizer)
+    sync.compression = "none"
+    fastsync.shard_optimizer(sync, optimizer)
     with pytest.raises(ValueError, match=needs):
         sync.compression = "lowrank:2"
     with pytest.raises(ValueError, match=r"'lowrank' cannot carry parameter weights\.0, which is torch\.complex64"):

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
+from fastsync.sync.attach import GradientSynchronizer
 from fastsync.sync.compression import parse_compression
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
@@ -41,7 +42,7 @@ def used(everyone: Sequence[Sequence[Tensor]], of_parameters: Sequence[set[int]]
     ]
 
 
-def assert_norm(sync: fastsync.GradientSynchronizer, model: nn.Module) -> None:
+def assert_norm(sync: GradientSynchronizer, model: nn.Module) -> None:
     expected = nn.utils.get_total_norm(grads_of(model))
     torch.testing.assert_close(sync.grad_stats().grad_norm, expected, rtol=1e-6, atol=0.0)
 
@@ -235,7 +236,7 @@ def test_ranks_that_run_out_of_batches(rank: int, world_size: int) -> None:
     sync = fastsync.attach(model, op="mean_of_used")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     seen = []
-    with sync.join():
+    with sync.join(optimizer):
         for _ in range(1 + rank):
             optimizer.zero_grad()
             model(1.0 + rank, first=6.0 * (1 + rank) if rank != 1 else None).backward()
@@ -303,8 +304,10 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"op: expected 'mean', .* got 'mean_used'; did you mean mean_of_used"):
         fastsync.attach(model, op="mean_used")
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"op: expected 'mean' with optimizer=.*got 'mean_of_used'"):
-        fastsync.attach(model, op="mean_of_used", optimizer=optimizer)
+    sync = fastsync.attach(model, op="mean_of_used")
+    with pytest.raises(ValueError, match=r"sync: expected a handle of attach\(op='mean'\).*got 'mean_of_used'"):
+        fastsync.shard_optimizer(sync, optimizer)
+    sync.detach()
     with pytest.raises(ValueError, match=r"op: 'mean_of_used' needs fastsync\.attach\. DDP hands over zeros"):
         fastsync.register_comm_hook(DistributedDataParallel(Heads()), op="mean_of_used")
     with pytest.raises(ValueError, match="rank 0: op mean; rank 1: op mean_of_used"):

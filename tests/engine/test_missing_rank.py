@@ -218,6 +218,22 @@ def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[s
             assert text.endswith(cure) == (CURE in text) == (raises and may_have_no_batches), (name, rank, text)
 
 
+@on_ranks(2)
+def test_join_is_no_advice_to_those_who_are_in_it(rank: int, world_size: int) -> None:
+    """Another rank's own error has ended its block."""
+    group = dist.new_group(timeout=TIMEOUT)
+    model, handle = trained("none", group)
+    said = ""
+    with contextlib.suppress(ArithmeticError), handle.join():
+        if rank == 0:
+            said = where_ranks_are(model)
+        raise ArithmeticError
+    live_until_all_have_raised(group)
+    if rank == 0:
+        assert _positions(said)[1].startswith("in no sync")
+        assert CURE not in said
+
+
 @dataclass(frozen=True)
 class Alone:
     """What rank 1 does after some steps, and the others do not. Which entry point, and how many ranks."""
@@ -236,7 +252,7 @@ def set_weight(step: Averaged) -> None:
 
 
 def set_compression(step: Averaged) -> None:
-    step.handle.compression = "fp16"
+    step.compression = "fp16"
 
 
 def piggyback(step: Averaged) -> None:
@@ -343,7 +359,7 @@ def test_a_rank_that_is_late_is_waited_for(rank: int, world_size: int, entry_poi
     averaged = average(entry_point, nn.Sequential(first, second), bucket_cap_mb=0.0005)
     for step in range(GOOD_STEPS + 1):
         if step == GOOD_STEPS:
-            averaged.handle.compression = "bf16"
+            averaged.compression = "bf16"
         is_late = rank == 0 and step == GOOD_STEPS
         handle = second.register_forward_pre_hook(
             lambda _module, args, late=is_late: (_Late.apply(args[0], LATE_SECONDS if late else 0.0),)

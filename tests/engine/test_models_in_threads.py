@@ -36,7 +36,7 @@ def train(entry_point: str, rank: int, group: dist.ProcessGroup, num_steps: int)
         fastsync.register_comm_hook(ddp)
         call = ddp
     elif entry_point == "sharded optimizer":
-        fastsync.attach(model, process_group=group, optimizer=optimizer)
+        fastsync.shard_optimizer(fastsync.attach(model, process_group=group), optimizer)
     else:
         block = fastsync.LocalSGD(model, optimizer, sync_every=5, process_group=group)
     with block:

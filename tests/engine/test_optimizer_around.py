@@ -1,4 +1,4 @@
-"""What is around ``attach(optimizer=)``: other optimizers, wrappers, closures, GradScalers, and writes to gradients."""
+"""What is around ``shard_optimizer``: other optimizers, wrappers, closures, GradScalers, and writes to gradients."""
 
 from __future__ import annotations
 
@@ -56,14 +56,15 @@ def test_a_step_of_an_optimizer_with_some_of_the_parameters_is_refused(rank: int
 
 
 @in_both_ways
-def test_attach_after_outer_steps_is_refused(rank: int, world_size: int) -> None:
+def test_shards_after_outer_steps_are_refused(rank: int, world_size: int) -> None:
     model = two_layers()
     optimizer = AdamW(model.parameters(), fused=True)
     outer = fastsync.LocalSGD(model, optimizer)
-    with pytest.raises(ValueError, match=r"optimizer: a LocalSGD averages these weights"):
-        fastsync.attach(model, optimizer=optimizer)
+    sync = fastsync.attach(model)
+    with pytest.raises(ValueError, match=r"sync: a LocalSGD averages these weights"):
+        fastsync.shard_optimizer(sync, optimizer)
     del outer
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(sync, optimizer)
 
 
 # ---- wrappers and closures ------------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def test_steps_with_and_without_a_closure(rank: int, world_size: int, way: str) 
 def test_wrappers_that_only_delegate(rank: int, world_size: int, wrap: Any) -> None:
     model, plain = two_layers(), two_layers()
     optimizer, own = wrap(AdamW(model.parameters(), lr=0.1, fused=True)), AdamW(plain.parameters(), lr=0.1, fused=True)
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     fastsync.attach(plain)
     for number in range(3):
         step(model, optimizer, rank, number)
@@ -141,7 +142,7 @@ class WritesBefore(OptimizerWrapper):
 def test_a_wrapper_that_writes_weights_is_told(rank: int, world_size: int, wrap: Any) -> None:
     model = two_layers()
     optimizer = wrap(AdamW(model.parameters(), fused=True))
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     loss_of(model, rank).backward()
     with pytest.raises(RuntimeError, match=rf"{wrap.__name__} has written parameter 0\.weight itself"):
         optimizer.step()
@@ -152,7 +153,7 @@ def test_a_wrapper_may_write_weights_that_are_this_rank_s_own(rank: int, world_s
     model, plain = two_layers(), two_layers()
     optimizer = WritesAfterwards(AdamW(model.parameters(), fused=True))
     own = WritesAfterwards(AdamW(plain.parameters(), fused=True))
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     fastsync.attach(plain)
     for number in range(3):
         step(model, optimizer, rank, number)
@@ -174,7 +175,8 @@ class Copied(WritesAfterwards):
 def test_copies_of_a_wrapper_and_a_detached_one(rank: int, world_size: int) -> None:
     model = two_layers()
     optimizer = Copied(AdamW(model.parameters(), fused=True))
-    sync = fastsync.attach(model, optimizer=optimizer)
+    sync = fastsync.attach(model)
+    fastsync.shard_optimizer(sync, optimizer)
     LambdaLR(optimizer.optimizer, lambda count: 0.5)
     copied_model, copied = copy.deepcopy((model, optimizer))
     before = values(model)
@@ -223,7 +225,7 @@ def test_gradients_that_a_scaler_has_divided_are_refused(rank: int, world_size: 
     """``unscale_`` raises no version counter. The means would be stepped times the scale."""
     model = two_layers()
     optimizer = SCALED[kind](model.parameters())
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     scaler, before = GradScaler("cpu", init_scale=256.0), values(model)
     scaler.scale(loss_of(model, rank)).backward()
     if directly or kind == "fused":
@@ -263,7 +265,7 @@ def test_gradients_that_were_changed_are_refused(rank: int, world_size: int, sca
 def test_a_failure_of_the_optimizer_s_own_step_leaves_the_gradients(rank: int, world_size: int) -> None:
     model, own = two_layers(), nn.Embedding(4, 3, sparse=True)
     optimizer = AdamW([*model.parameters(), *own.parameters()], fused=True)
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     (loss_of(model, rank) + own(torch.tensor([1])).sum()).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     with pytest.raises(RuntimeError, match="sparse"):
@@ -277,6 +279,6 @@ def test_a_failure_of_the_optimizer_s_own_step_leaves_the_gradients(rank: int, w
 @in_both_ways
 def test_parameters_that_other_processes_read_are_refused(rank: int, world_size: int) -> None:
     model = two_layers().share_memory()
+    sync = fastsync.attach(model)
     with pytest.raises(ValueError, match=r"optimizer: parameter 0\.weight .*share_memory\(\)"):
-        fastsync.attach(model, optimizer=AdamW(model.parameters()))
-    fastsync.attach(model)
+        fastsync.shard_optimizer(sync, AdamW(model.parameters()))

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint`` with ``attach(optimizer=)``: each tensor is written once, and training goes on."""
+"""``torch.distributed.checkpoint`` with ``shard_optimizer``: each tensor is written once, and training goes on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import AdamW, Optimizer
 
 import fastsync
+from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.same_data import same_data_is_meant
 from tests.ranks import on_ranks
 
-Training = tuple[nn.Module, Optimizer, fastsync.GradientSynchronizer]
+Training = tuple[nn.Module, Optimizer, GradientSynchronizer]
 
 
 def in_both_ways(world_size: int | None) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -34,13 +35,11 @@ def training(kind: str, dtype: torch.dtype = torch.float32, group: Any = None) -
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 70), nn.ReLU(), nn.Linear(70, 3)).to(dtype)
     optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
-    options = {
-        "each its own": {},
-        "shared": {"optimizer": optimizer},
-        "masters": {"optimizer": optimizer, "master_weights": True},
-        "sent in bf16": {"optimizer": optimizer, "parameter_compression": "bf16"},
-    }
-    return model, optimizer, fastsync.attach(model, process_group=group, **options[kind])
+    sync = fastsync.attach(model, process_group=group)
+    if kind != "each its own":
+        options = {"shared": {}, "masters": {"master_weights": True}, "sent in bf16": {"parameter_compression": "bf16"}}
+        fastsync.shard_optimizer(sync, optimizer, **options[kind])
+    return model, optimizer, sync
 
 
 def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:

@@ -1,4 +1,4 @@
-"""``attach(optimizer=)`` with masters: the bits of float32 copies that torch's optimizer steps."""
+"""``shard_optimizer`` with masters: the bits of float32 copies that torch's optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 import fastsync
 from fastsync.optimizer.masters import PARAMETER_WIRES
+from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.optimizer_shards import OPTIMIZERS, SHAPES, WIRES, Weights
 from tests.engine.test_hosts import PAIRS, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
@@ -118,14 +119,8 @@ def train_both(rank: int, world_size: int, seed: int, parameter_compression: str
     )
     model, plain = mixed(shapes, dtypes), mixed(shapes, dtypes)
     optimizer = OPTIMIZERS[kind](groups(list(model.parameters())))
-    sync = fastsync.attach(
-        model,
-        compression,
-        optimizer=optimizer,
-        master_weights=True,
-        parameter_compression=parameter_compression,
-        bucket_cap_mb=0.1,
-    )
+    sync = fastsync.attach(model, compression, bucket_cap_mb=0.1)
+    fastsync.shard_optimizer(sync, optimizer, master_weights=True, parameter_compression=parameter_compression)
     reference = Reference(plain, kind, compression, PARAMETER_WIRES[parameter_compression] or torch.float32)
     is_fused = optimizer.param_groups[0].get("fused")
     scales = is_fused and rng.random() < 0.5
@@ -197,13 +192,13 @@ NARROW, IN_BF16 = torch.bfloat16, torch.float32
 """16-bit parameters have masters, and so have float32 ones that travel in bf16."""
 
 
-def attached(
-    kind: str = "AdamW", dtype: torch.dtype = NARROW
-) -> tuple[nn.Module, Optimizer, fastsync.GradientSynchronizer]:
+def attached(kind: str = "AdamW", dtype: torch.dtype = NARROW) -> tuple[nn.Module, Optimizer, GradientSynchronizer]:
     model = two_layers(dtype)
     optimizer = OPTIMIZERS[kind](model.parameters())
     options: dict[str, Any] = {"master_weights": True} if dtype == NARROW else {"parameter_compression": "bf16"}
-    return model, optimizer, fastsync.attach(model, optimizer=optimizer, **options)
+    sync = fastsync.attach(model)
+    fastsync.shard_optimizer(sync, optimizer, **options)
+    return model, optimizer, sync
 
 
 def copies_of_two_layers(dtype: torch.dtype = NARROW) -> Reference:
@@ -255,7 +250,7 @@ def test_without_shared_memory_a_rank_has_the_masters_of_its_shard(rank: int, wo
     for state in optimizer.state.values():
         assert all(state[name].is_meta for name in ("master", "exp_avg", "exp_avg_sq"))
     whole = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
-    in_pieces = sync._optimizer_shards._inner.state.values()
+    in_pieces = sync._optimizer_shards._pieces.inner.state.values()
     own = torch.tensor(sum(each.nbytes for state in in_pieces for each in state.values() if each.dim() > 0))
     assert own < whole
     dist.all_reduce(own)
@@ -268,11 +263,12 @@ def test_parameters_in_bf16_take_half_the_bytes(rank: int, world_size: int) -> N
     for wire in PARAMETER_WIRES:
         model = nn.Linear(300, 100)
         optimizer = AdamW(model.parameters())
-        sync = fastsync.attach(model, optimizer=optimizer, parameter_compression=wire)
+        sync = fastsync.attach(model)
+        fastsync.shard_optimizer(sync, optimizer, parameter_compression=wire)
         model(torch.full((1, 300), 1.0 + rank)).sum().backward()
         optimizer.step()
         sent.append(sync.stats().parameter_wire_bytes)
-        assert " of new parameters sent" in repr(sync.stats())
+        assert " of parameters sent" in repr(sync.stats())
         sync.detach()
     assert 0.49 < sent[1] / sent[0] < 0.51
     assert torch.equal(model.weight, model.weight.bfloat16().float())
@@ -282,7 +278,7 @@ def test_parameters_in_bf16_take_half_the_bytes(rank: int, world_size: int) -> N
 def test_without_the_option_state_is_narrow(rank: int, world_size: int) -> None:
     model = two_layers()
     optimizer = AdamW(model.parameters(), fused=True)
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     step(model, optimizer, rank)
     assert optimizer.state[model[0].weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16
@@ -430,7 +426,7 @@ def test_detach_leaves_state_that_torch_steps(rank: int, world_size: int) -> Non
     step(model, optimizer, rank, 1)
     assert_same_on_all_ranks(values(model))
     handle.detach()
-    fastsync.attach(model, optimizer=optimizer, master_weights=True)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer, master_weights=True)
     with torch.no_grad():
         for weight, value in zip(model.parameters(), before, strict=True):
             weight.copy_(value)
@@ -448,20 +444,17 @@ def test_detach_leaves_state_that_torch_steps(rank: int, world_size: int) -> Non
 def test_arguments_that_are_refused(rank: int, world_size: int) -> None:
     model = two_layers()
     optimizer = AdamW(model.parameters(), fused=True)
-    with pytest.raises(ValueError, match="master_weights: it needs optimizer="):
-        fastsync.attach(model, master_weights=True)
-    with pytest.raises(ValueError, match="parameter_compression: without optimizer= no parameters travel"):
-        fastsync.attach(model, parameter_compression="bf16")
+    sync = fastsync.attach(model)
     for wrong in ("int8", torch.bfloat16, ["bf16"]):
         with pytest.raises(ValueError, match="parameter_compression: expected 'none' or 'bf16', got "):
-            fastsync.attach(model, optimizer=optimizer, parameter_compression=wrong)
+            fastsync.shard_optimizer(sync, optimizer, parameter_compression=wrong)
     with pytest.raises(ValueError, match="master_weights: expected True or False, got 'float32'"):
-        fastsync.attach(model, optimizer=optimizer, master_weights="float32")
+        fastsync.shard_optimizer(sync, optimizer, master_weights="float32")
     trained, own, _ = attached()
     step(trained, own, rank)
     optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
     with pytest.raises(ValueError, match=r"master of parameter 0\.weight was rounded to torch\.bfloat16, because"):
-        fastsync.attach(model, optimizer=optimizer, master_weights=True)
+        fastsync.shard_optimizer(sync, optimizer, master_weights=True)
 
 
 @on_ranks(2)
@@ -471,8 +464,9 @@ def test_a_rank_without_masters_is_told(rank: int, world_size: int) -> None:
     step(trained, own, rank)
     model = two_layers()
     optimizer = AdamW(model.parameters(), fused=True)
+    sync = fastsync.attach(model)
     with pytest.raises(ValueError, match=r"masters, rounded to torch\.bfloat16, of parameters 0 1 2 3"):
-        fastsync.attach(model, optimizer=optimizer, master_weights=rank == 0)
+        fastsync.shard_optimizer(sync, optimizer, master_weights=rank == 0)
     optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16
 
@@ -480,7 +474,7 @@ def test_a_rank_without_masters_is_told(rank: int, world_size: int) -> None:
 @on_ranks(1)
 def test_a_single_rank_refuses_what_several_refuse(rank: int, world_size: int) -> None:
     model, optimizer, sync = attached()
-    with pytest.raises(RuntimeError, match=r"join\(\) does not work with attach\(optimizer=\)"), sync.join():
+    with pytest.raises(RuntimeError, match=r"join\(\) does not work with shard_optimizer"), sync.join():
         pass
     model(torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)

@@ -1,4 +1,4 @@
-"""``attach(optimizer=)``: the bits of attach and torch's own step on every rank, in both of its ways.
+"""``shard_optimizer``: the bits of attach and torch's own step on every rank, in both of its ways.
 
 Ranks that share memory have one copy of everything. Others have all parameters, and the state of their own shard.
 """
@@ -23,6 +23,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fastsync
 from fastsync import _C
+from fastsync.errors import SyncError
+from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.optimizer_shards import train_both
 from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
@@ -92,11 +94,28 @@ def step(model: nn.Module, optimizer: Optimizer, rank: int, number: int = 0) -> 
     optimizer.zero_grad()
 
 
-def attached(shared: bool = True, **options: Any) -> tuple[nn.Module, AdamW, fastsync.GradientSynchronizer]:
+def attached(shared: bool = True, **options: Any) -> tuple[nn.Module, AdamW, GradientSynchronizer]:
     model = two_layers()
     optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
-    sync = fastsync.attach(model, **({"optimizer": optimizer} if shared else {}), **options)
+    sync = fastsync.attach(model, **options)
+    if shared:
+        fastsync.shard_optimizer(sync, optimizer)
     return model, optimizer, sync
+
+
+def after_attach(**options: Any) -> tuple[nn.Module, GradientSynchronizer]:
+    model = two_layers()
+    return model, fastsync.attach(model, **options)
+
+
+def assert_averages(model: nn.Module, rank: int, world_size: int) -> None:
+    """Raises AssertionError unless ``.grad`` is the mean over ranks, as with ``attach`` alone."""
+    each = [copy.deepcopy(model) for _ in range(world_size)]
+    for of_rank, trained in [*enumerate(each), (rank, model)]:
+        trained(torch.full((1, 5), 1.0 + of_rank)).sum().backward()
+    for name, parameter in model.named_parameters():
+        mean = torch.stack([of_rank.get_parameter(name).grad for of_rank in each]).double().mean(0)
+        torch.testing.assert_close(parameter.grad.double(), mean, rtol=1e-6, atol=1e-6)
 
 
 def values(model: nn.Module) -> list[Tensor]:
@@ -130,7 +149,7 @@ def test_where_memory_has_no_room_for_the_parameters_each_rank_has_its_own(rank:
 
     def has_room_for_one(*args: Any) -> _C.SharedTensors:
         if next(calls) > 0:
-            raise ValueError("no room. Leave optimizer out")
+            raise ValueError("no room. Leave shard_optimizer out")
         return shared(*args)
 
     with (
@@ -138,9 +157,10 @@ def test_where_memory_has_no_room_for_the_parameters_each_rank_has_its_own(rank:
         warnings.catch_warnings(record=True) as warned,
     ):
         model, optimizer, _ = attached()
-    texts = [str(each.message) for each in warned]
-    assert len(texts) == (1 if rank == 0 else 0)
-    assert all(text.startswith("fastsync.attach: no room. So each rank has its own parameters") for text in texts)
+    assert len(warned) == (1 if rank == 0 else 0)
+    for each in warned:
+        assert str(each.message).startswith("fastsync.shard_optimizer: no room. So each rank has its own parameters")
+        assert each.filename == __file__
     plain, of_plain, sync = attached(shared=False)
     for number in range(3):
         step(model, optimizer, rank, number)
@@ -176,7 +196,7 @@ def test_kept_gradients_count_again(rank: int, world_size: int) -> None:
     """Without zero_grad a backward adds to ``.grad``, and so do the means; what it does not reach counts as it was."""
     model, plain = (nn.ParameterList(torch.zeros(3) for _ in range(2)) for _ in range(2))
     optimizer = SGD(model.parameters(), 1.0)
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     plain_optimizer = SGD(plain.parameters(), 1.0)
     fastsync.attach(plain)
     for number in range(3):
@@ -190,7 +210,7 @@ def test_kept_gradients_count_again(rank: int, world_size: int) -> None:
 def test_what_no_rank_has_is_not_stepped(rank: int, world_size: int) -> None:
     model = nn.ParameterList(torch.ones(300) for _ in range(3))
     optimizer = AdamW(model.parameters(), lr=0.1)
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     (model[0].sum() + (model[1].sum() if rank == 1 else 0)).backward()
     optimizer.step()
     assert model[0].lt(1).all()
@@ -215,7 +235,7 @@ def test_other_parameters_of_the_optimizer_are_stepped_as_ever(rank: int, world_
     model, own, empty = two_layers(), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
     model.register_parameter("empty", empty)
     optimizer = SGD([{"params": model.parameters()}, {"params": [own]}], lr=1.0)
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     (model(torch.full((1, 5), 1.0 + rank)).sum() + (rank * own).sum() + empty.sum()).backward()
     optimizer.step()
     assert own.tolist() == [1.0 - rank] * 3
@@ -242,11 +262,12 @@ def held_bytes(optimizer: Optimizer) -> int:
 def test_without_shared_memory_a_rank_has_the_state_of_its_shard(rank: int, world_size: int) -> None:
     model = nn.Linear(300, 100)
     optimizer = AdamW(model.parameters())
-    sync = fastsync.attach(model, "bf16", optimizer=optimizer)
+    sync = fastsync.attach(model, "bf16")
+    fastsync.shard_optimizer(sync, optimizer)
     model(torch.full((1, 300), 1.0 + rank)).sum().backward()
     optimizer.step()
     assert held_bytes(optimizer) == 0
-    in_pieces = held_bytes(sync._optimizer_shards._inner)
+    in_pieces = held_bytes(sync._optimizer_shards._pieces.inner)
     whole = 8 * (300 * 100 + 100)
     assert abs(in_pieces / whole - 1 / 3) < 0.02
     assert held_bytes(AdamW(model.parameters())) == 0
@@ -258,7 +279,8 @@ def test_without_shared_memory_a_rank_has_the_state_of_its_shard(rank: int, worl
 def test_both_halves_send_the_bytes_of_an_all_reduce(rank: int, world_size: int) -> None:
     model = nn.Linear(300, 100)
     optimizer = AdamW(model.parameters())
-    sync = fastsync.attach(model, optimizer=optimizer)
+    sync = fastsync.attach(model)
+    fastsync.shard_optimizer(sync, optimizer)
     model(torch.full((1, 300), 1.0 + rank)).sum().backward()
     optimizer.step()
     stats = sync.stats()
@@ -350,7 +372,7 @@ def test_state_that_was_loaded_before_attach(rank: int, world_size: int) -> None
     model.load_state_dict(plain.state_dict())
     optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
     optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     for number in range(2, 4):
         step(model, optimizer, rank, number)
         step(plain, own, rank, number)
@@ -422,7 +444,7 @@ def test_detach_gives_each_rank_its_own_copy(rank: int, world_size: int) -> None
         model[0].weight.fill_(float(rank))
     dist.barrier()
     assert model[0].weight.eq(rank).all()
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     with torch.no_grad():
         model[0].weight.copy_(plain[0].weight)
     dist.barrier()
@@ -445,11 +467,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_optimizers_that_are_refused(rank: int, world_size: int, case: str) -> None:
-    model = two_layers()
+    model, sync = after_attach()
     make, reason = REFUSED[case]
     with pytest.raises(ValueError, match=r"^optimizer: " + reason):
-        fastsync.attach(model, optimizer=make(list(model.parameters())))
-    fastsync.attach(model)
+        fastsync.shard_optimizer(sync, make(list(model.parameters())))
+    assert_averages(model, rank, world_size)
 
 
 @on_ranks(2)
@@ -461,26 +483,99 @@ def test_parameters_that_are_refused(rank: int, world_size: int) -> None:
         "a view with gaps": [nn.Parameter(torch.zeros(3, 4)[:, :2])],
     }
     for reason, parameters in cases.items():
+        sync = fastsync.attach(parameters)
         with pytest.raises(ValueError, match=reason):
-            fastsync.attach(parameters, optimizer=SGD(parameters, 0.1))
+            fastsync.shard_optimizer(sync, SGD(parameters, 0.1))
 
 
 @in_both_ways
 def test_a_rank_without_the_optimizer_is_named(rank: int, world_size: int) -> None:
-    model = two_layers()
-    options = {"optimizer": SGD(model.parameters(), 0.1)} if rank == 0 else {}
+    """In its first backward."""
+    model, sync = after_attach()
+    optimizer, loss = SGD(model.parameters(), 0.1), model(torch.ones(1, 5)).sum()
     with pytest.raises(ValueError, match="optimizer SGD of parameters 0 1 2 3"):
-        fastsync.attach(model, **options)
+        fastsync.shard_optimizer(sync, optimizer) if rank == 0 else loss.backward()
+
+
+@in_both_ways
+def test_ranks_with_different_optimizers_go_on_without(rank: int, world_size: int) -> None:
+    model, sync = after_attach()
+    with pytest.raises(ValueError, match="optimizer SGD of parameters 0 1 2 3"):
+        fastsync.shard_optimizer(sync, (SGD, AdamW)[rank](model.parameters(), lr=0.1))
+    assert_averages(model, rank, world_size)
+
+
+@in_both_ways
+def test_ranks_with_different_optimizers_may_call_it_again(rank: int, world_size: int) -> None:
+    model, sync = after_attach()
+    with pytest.raises(ValueError, match="optimizer SGD of parameters 0 1 2 3"):
+        fastsync.shard_optimizer(sync, (SGD, AdamW)[rank](model.parameters(), lr=0.1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    fastsync.shard_optimizer(sync, optimizer)
+    plain = after_attach()[0]
+    step(model, optimizer, rank)
+    step(plain, SGD(plain.parameters(), lr=0.1), rank)
+    same(values(model), values(plain))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_handles_that_are_refused(rank: int, world_size: int) -> None:
+    model, sync = after_attach()
+    optimizer = SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="sync: expected what"):
+        fastsync.shard_optimizer(model, optimizer)  # type: ignore[arg-type]
+    joined = after_attach()[1]
+    with joined.join(), pytest.raises(ValueError, match=r"sync: inside join\(\)"):
+        fastsync.shard_optimizer(joined, optimizer)
+    fastsync.shard_optimizer(sync, optimizer)
+    with pytest.raises(ValueError, match="sync: it steps an optimizer already"):
+        fastsync.shard_optimizer(sync, optimizer)
+    sync.detach()
+    with pytest.raises(ValueError, match=r"sync: detach\(\) was called"):
+        fastsync.shard_optimizer(sync, optimizer)
+    sync = fastsync.attach(model)
+    assert_averages(model, rank, world_size)
+    with pytest.raises(ValueError, match="sync: it has averaged gradients 1 times already"):
+        fastsync.shard_optimizer(sync, optimizer)
+    model.zero_grad()
+    assert_averages(model, rank, world_size)
+
+
+@in_both_ways
+def test_what_was_set_between_attach_and_shards_counts(rank: int, world_size: int) -> None:
+    """Also gradients of ``no_sync``, and residuals that were loaded."""
+    states: list[dict[str, Any]] = []
+    trained = []
+    for loads in (False, True):
+        for shards_first in (True, False):
+            model, optimizer, sync = attached(shared=shards_first, compression="int8+ef")
+            sync.set_weight(1.0 + rank)
+            with sync.no_sync():
+                model(torch.full((1, 5), 3.0 + rank)).sum().backward()
+            sync.piggyback("rank", torch.tensor([float(rank)]))
+            if loads:
+                sync.load_state_dict(states[0])
+            if not shards_first:
+                fastsync.shard_optimizer(sync, optimizer)
+            step(model, optimizer, rank)
+            assert sync.piggybacked()["rank"].item() == 0.5
+            step(model, optimizer, rank, 1)
+            trained.append(values(model))
+            states.append(sync.state_dict())
+    same(trained[0], trained[1])
+    same(trained[2], trained[3])
+    assert not torch.equal(trained[0][0], trained[2][0])
 
 
 @in_both_ways
 def test_calls_that_are_refused(rank: int, world_size: int) -> None:
     model, optimizer, sync = attached()
-    with pytest.raises(RuntimeError, match=r"join\(\) does not work with attach\(optimizer=\)"), sync.join():
+    with pytest.raises(RuntimeError, match=r"join\(\) does not work with shard_optimizer"), sync.join():
         pass
     with pytest.raises(RuntimeError, match=r"use_group\(\) does not work"):
         sync.use_group(dist.new_group())
-    with pytest.raises(ValueError, match="op: expected 'mean'"):
+    with pytest.raises(ValueError, match=r"sync: expected a handle of attach\(op='mean'\)"):
         attached(op="sum")
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     with pytest.raises(ValueError, match=r"norm_type 1\.0"):
@@ -508,15 +603,17 @@ def test_outer_steps_are_refused(rank: int, world_size: int) -> None:
 def test_two_levels_are_refused(rank: int, world_size: int) -> None:
     model, _, _ = attached(compression=fastsync.Compression("bf16", ranks_per_node=2))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"attach\(optimizer=\) takes a ranks_per_node that is"):
+        with pytest.raises(RuntimeError, match="shard_optimizer takes a ranks_per_node that is"):
             model(torch.full((1, 5), 1.0 + rank)).sum().backward()
 
 
 @on_ranks(4, shared_memory=False)
 def test_two_levels_are_refused_where_all_ranks_exchange_shards(rank: int, world_size: int) -> None:
     levels = fastsync.Compression("bf16", ranks_per_node=2)
+    model, sync = after_attach(compression=fastsync.Compression("none", ranks_per_node=2))
     with pytest.raises(ValueError, match="ranks_per_node=2 does not go with"):
-        attached(compression=levels)
+        fastsync.shard_optimizer(sync, AdamW(model.parameters()))
+    assert_averages(model, rank, world_size)
     model, optimizer, sync = attached()
     with pytest.raises(ValueError, match="ranks_per_node=2 does not go with"):
         sync.compression = levels
@@ -530,8 +627,9 @@ def test_ranks_that_ask_for_the_state_of_different_parameters(rank: int, world_s
     step(model, optimizer, rank)
     if rank == 1:
         del optimizer.state[model[0].weight]
-    with pytest.raises(RuntimeError, match="ranks have state of different parameters"):
+    with pytest.raises(SyncError, match="ranks have state of different parameters") as raised:
         optimizer.state_dict()
+    assert raised.value.rank == 1
 
 
 @in_both_ways
@@ -605,7 +703,7 @@ def test_different_scales_are_told(rank: int, world_size: int) -> None:
 def test_inf_in_a_gradient_that_is_not_averaged_is_told(rank: int, world_size: int) -> None:
     model, own = two_layers(), nn.Parameter(torch.ones(3))
     optimizer = AdamW([*model.parameters(), own], fused=True)
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for finds in (True, False):
         factor = torch.inf if finds and rank == 1 else 1.0
@@ -628,7 +726,7 @@ def test_a_scaler_skips_all_parameters_of_an_optimizer(rank: int, world_size: in
     models = two_layers(), two_layers()
     optimizer = AdamW([parameter for model in models for parameter in model.parameters()], fused=True)
     for model in models:
-        fastsync.attach(model, optimizer=optimizer)
+        fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     before = [values(model) for model in models]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for model, factor in zip(models, (1.0, torch.inf if rank == 1 else 1.0), strict=True):
@@ -644,7 +742,7 @@ def test_momentum_that_was_loaded_as_none_begins(rank: int, world_size: int) -> 
     """Older versions of torch have saved that of SGD without momentum."""
     model, plain = two_layers(), two_layers()
     optimizer, own = SGD(model.parameters(), 0.1), SGD(plain.parameters(), 0.1)
-    fastsync.attach(model, optimizer=optimizer)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
     fastsync.attach(plain)
     for each in (optimizer, own):
         saved = each.state_dict()
@@ -663,7 +761,7 @@ def test_a_second_clip_is_told_and_an_old_one_forgotten(rank: int, world_size: i
     (model, optimizer, sync), (plain, own, _) = attached(), attached(shared=False)
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     fastsync.clip_grad_norm_(sync, 1e-6)
-    with pytest.raises(RuntimeError, match="clipped already"):
+    with pytest.raises(RuntimeError, match=r"clipped already.* each synchronised backward$"):
         fastsync.clip_grad_norm_(sync, 1e-6)
     optimizer.zero_grad()
     step(model, optimizer, rank)
@@ -675,7 +773,8 @@ def test_a_second_clip_is_told_and_an_old_one_forgotten(rank: int, world_size: i
 def test_scalers_agree_even_without_gradients(rank: int, world_size: int) -> None:
     model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))])
     optimizer = AdamW(model.parameters(), fused=True)
-    sync = fastsync.attach(model, optimizer=optimizer)
+    sync = fastsync.attach(model)
+    fastsync.shard_optimizer(sync, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     if rank == 0:
         scaler.scale(model[0].sum() * torch.inf).backward()
@@ -699,7 +798,7 @@ def test_the_norm_must_be_finite_if_one_asks(rank: int, world_size: int) -> None
 # ---- ranks that fail ------------------------------------------------------------------------------------------------
 
 
-def lose_rank_1_in_a_step(rank: int) -> tuple[nn.Module, Optimizer, fastsync.GradientSynchronizer, str]:
+def lose_rank_1_in_a_step(rank: int) -> tuple[nn.Module, Optimizer, GradientSynchronizer, str]:
     """What the other ranks have then, with the error's text."""
     model, optimizer, sync = attached()
     step(model, optimizer, rank)
@@ -753,7 +852,7 @@ def test_a_step_that_fails_on_one_rank_is_told(rank: int, world_size: int) -> No
     step(model, optimizer, rank)
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     if rank == 1:
-        fastsync.handle_of(model)._optimizer_shards._inner.step = lambda: 1 / 0
+        fastsync.handle_of(model)._optimizer_shards._pieces.inner.step = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
     else:
@@ -790,7 +889,7 @@ def test_adam_counts_in_the_default_dtype(rank: int, world_size: int) -> None:
     try:
         model = two_layers()
         optimizer = Adam(model.parameters())
-        fastsync.attach(model, optimizer=optimizer)
+        fastsync.shard_optimizer(fastsync.attach(model), optimizer)
         model(torch.full((1, 5), 1.0 + rank)).sum().backward()
         optimizer.step()
         assert optimizer.state[model[0].weight]["step"].dtype == torch.float64
@@ -803,7 +902,8 @@ def test_what_no_rank_has_is_not_in_the_norm(rank: int, world_size: int) -> None
     """Error feedback sends residuals in its place, and ranks may have kept a gradient of an earlier step."""
     model = nn.ParameterList(torch.ones(300) for _ in range(2))
     optimizer = AdamW(model.parameters(), lr=0.1)
-    sync = fastsync.attach(model, "int4+ef", optimizer=optimizer)
+    sync = fastsync.attach(model, "int4+ef")
+    fastsync.shard_optimizer(sync, optimizer)
     noise = torch.randn(300, generator=torch.Generator().manual_seed(rank))
     (model[0] * noise + model[1] * noise).sum().backward()
     optimizer.step()

@@ -113,6 +113,20 @@ def test_a_backward_after_the_sync_is_noticed(overlap: bool, is_clipped: bool) -
     optimizer.step()
 
 
+@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@on_ranks(2)
+def test_a_second_step_with_the_same_gradients_is_refused(rank: int, world_size: int, entry_point: str) -> None:
+    given = average(entry_point, Mlp())
+    optimizer = torch.optim.Adam(given.model.parameters())
+    for number in range(2):
+        given.backward(given.model(batch(rank, number)).square().mean())
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="Adam has stepped with these gradients already, such as that of"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+
+
 # ---- hooks that run more than once, or for no step of the training --------------------------------------------------
 
 

@@ -24,10 +24,10 @@ from torch.optim import SGD
 import fastsync
 from fastsync import Compression, DiLoCo, LocalSGD, TopK
 from fastsync._checks import resolve_group
-from fastsync.optimizer.steps import innermost, unwrapped
 from fastsync.outer.diloco import _split
 from fastsync.outer.surviving_group import SurvivingGroup
 from fastsync.outer.topk import BLOCK, decode, encode
+from fastsync.sync.optimizer_steps import innermost, unwrapped
 from tests.engine.same_data import same_data_is_meant
 from tests.engine.sites import make_model, make_muon_and_adamw, make_optimizer, train_step, weights
 from tests.engine.wrappers import OptimizerWrapper

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 import warnings
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from fastsync import DiLoCo, LocalSGD, TopK
+from fastsync import _C, DiLoCo, LocalSGD, TopK
 from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step, weights
 from tests.ranks import on_ranks, run_ranks
 
@@ -307,6 +308,70 @@ def test_a_step_that_calls_its_bases_counts_once(rank: int, world_size: int) -> 
         for step in range(3):
             train_step(model, optimizer, rank, step)
         assert sync._step == 3
+
+
+class FailsOnce(Clipped):
+    """Fails in its first step, before or after that of its base."""
+
+    is_to_fail = ""
+
+    def step(self, closure: Any = None) -> Any:
+        if self.is_to_fail == "before":
+            raise ArithmeticError("before")
+        result = super().step(closure)
+        if self.is_to_fail == "after":
+            raise ArithmeticError("after")
+        return result
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(1)
+def test_a_step_that_is_tried_again_counts_once(rank: int, world_size: int, when: str) -> None:
+    others = [SGD(nn.Linear(2, 2).parameters(), lr=0.1), Clipped(nn.Linear(2, 2).parameters(), lr=0.1)]
+    model = make_model()
+    optimizer = FailsOnce(model.parameters(), lr=0.1)
+    with LocalSGD(model, optimizer, sync_every=4) as sync:
+        optimizer.is_to_fail = when
+        try:
+            train_step(model, optimizer, rank, 0)
+        except ArithmeticError:  # its traceback keeps the frames of the step
+            assert (sync._step, _C.optimizer_calls()) == (0, [])
+            optimizer.is_to_fail = ""
+            train_step(model, optimizer, rank, 0)
+        assert sync._step == 1
+    del others
+
+
+@on_ranks(1)
+def test_a_first_step_without_rate_and_gradient_counts_unless_a_checkpoint_takes_it(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = AdamW(model.parameters(), lr=0.0)
+    with LocalSGD(model, optimizer, sync_every=4) as sync:
+        get_optimizer_state_dict(model, optimizer)
+        assert (sync._step, bool(optimizer.state)) == (0, True)
+        optimizer.state.clear()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        assert sync._step == 1
+
+
+@on_ranks(1)
+def test_the_calls_that_a_thread_is_inside(rank: int, world_size: int) -> None:
+    SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    optimizer = Clipped(make_model().parameters(), lr=0.1)
+    told: list[list[int]] = []
+    optimizer.register_step_pre_hook(lambda *_: told.append(_C.optimizer_calls()))
+    optimizer.register_step_post_hook(lambda *_: told.append(_C.optimizer_calls()))
+    optimizer.step()
+    thread = Thread(target=optimizer.step)
+    thread.start()
+    thread.join()
+    for outer, both, both_after, outer_after in (told[:4], told[4:]):
+        assert (len(outer), len(both)) == (1, 2)
+        assert (both[0], both_after, outer_after) == (outer[0], both, outer)
+    assert told[0] != told[4]
+    assert _C.optimizer_calls() == []
 
 
 @on_ranks(1)

@@ -1,12 +1,14 @@
-"""DiLoCo where other features meet it on the same weights: join(), Elastic, attach(optimizer=)."""
+"""DiLoCo where other features meet it on the same weights: join(), Elastic, shard_optimizer."""
 
 from __future__ import annotations
 
 import os
 import signal
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import FileStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,13 +37,13 @@ def test_join_inside_sites_is_refused(rank: int, world_size: int, is_one_group: 
 
     def train() -> None:
         if first == "block":
-            with outer, sync.join():
+            with outer, sync.join(optimizer):
                 train_step(model, optimizer, rank // 2, 0)
         elif first == "join":
-            with sync.join(), outer:
+            with sync.join(optimizer), outer:
                 train_step(model, optimizer, rank // 2, 0)
         else:
-            with sync.join():
+            with sync.join(optimizer):
                 train_step(model, optimizer, rank // 2, 0)
                 outer.step()
 
@@ -57,19 +59,62 @@ def test_join_goes_with_a_block_that_it_has_nothing_to_do_with(rank: int, world_
     optimizer, others = make_optimizer(model), make_optimizer(other)
     sync, sync_of_other = fastsync.attach(model, process_group=alone), fastsync.attach(other)
     outer = LocalSGD(model, optimizer, sync_every=2)
-    with outer, sync.join():
+    with outer, sync.join(optimizer):
         for step in range(3 + rank):
             train_step(model, optimizer, rank, step)
     assert_sites_are_equal(model, world_size)
-    with outer, sync_of_other.join():
+    with outer, sync_of_other.join(others):
         for step in range(3 + rank):
             train_step(other, others, rank, step)
-    with sync.join(), outer:
+    with sync.join(optimizer), outer:
         train_step(model, optimizer, rank, 0)
-    with sync_of_other.join():
+    with sync_of_other.join(others):
         train_step(other, others, rank, 0)
     assert_sites_are_equal(model, world_size)
     assert_sites_are_equal(other, world_size)
+
+
+# ---- gradients that are averaged at each step ------------------------------------------------------------------------
+
+
+def average_by(entry_point: str, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    if entry_point == "attach":
+        fastsync.attach(model, process_group=group)
+        return model
+    return nn.parallel.DistributedDataParallel(model, process_group=group)
+
+
+@pytest.mark.parametrize("outer", [DiLoCo, LocalSGD])
+@pytest.mark.parametrize("entry_point", ["attach", "DDP"])
+@on_ranks(2)
+def test_it_says_once_that_it_adds_nothing_over_the_ranks_of_attach(
+    rank: int, world_size: int, entry_point: str, outer: type[DiLoCo]
+) -> None:
+    model = make_model()
+    wrapped = average_by(entry_point, model, None)
+    optimizer = make_optimizer(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with outer(wrapped, optimizer, sync_every=2):
+            for step in range(6):
+                train_step(wrapped, optimizer, rank, step)
+    assert [str(each.message)[:39] for each in said] == ["fastsync: the gradients of ranks [0, 1]"] * (rank == 0)
+
+
+@pytest.mark.parametrize("entry_point", ["attach", "DDP"])
+@pytest.mark.parametrize("is_one_group", [False, True])
+@on_ranks(4)
+def test_sites_of_several_ranks_are_told_nothing(
+    rank: int, world_size: int, is_one_group: bool, entry_point: str
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
+    model = make_model()
+    wrapped = average_by(entry_point, model, mesh["ranks"].get_group())
+    optimizer = make_optimizer(model)
+    warnings.simplefilter("error", UserWarning)
+    with LocalSGD(wrapped, optimizer, sync_every=2, process_group=None if is_one_group else mesh["sites"]):
+        for step in range(3):
+            train_step(wrapped, optimizer, rank, step)
 
 
 # ---- Elastic --------------------------------------------------------------------------------------------------------
@@ -99,7 +144,7 @@ def test_elastic_around_sites_is_refused(rank: int, world_size: int, elastic_is_
         Elastic(model, optimizer, sync, store=store)
 
 
-# ---- attach(optimizer=) ---------------------------------------------------------------------------------------------
+# ---- shard_optimizer ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -107,11 +152,12 @@ def test_shards_of_an_optimizer_are_refused_at_both_orders(rank: int, world_size
     model = make_model()
     optimizer = AdamW(model.parameters())
     outer = DiLoCo(nn.Sequential(model), optimizer)
-    with pytest.raises(ValueError, match="optimizer: a DiLoCo averages these weights between sites"):
-        fastsync.attach(model, optimizer=optimizer)
+    sync = fastsync.attach(model)
+    with pytest.raises(ValueError, match="sync: a DiLoCo averages these weights between sites"):
+        fastsync.shard_optimizer(sync, optimizer)
     del outer
-    sync = fastsync.attach(model, optimizer=optimizer)
-    with pytest.raises(ValueError, match=r"model: with attach\(optimizer=\) ranks step parameter"):
+    fastsync.shard_optimizer(sync, optimizer)
+    with pytest.raises(ValueError, match="model: with shard_optimizer ranks step parameter"):
         DiLoCo(model, optimizer)
     sync.detach()
     DiLoCo(model, optimizer)
@@ -133,7 +179,7 @@ def train_until_some_are_lost(rank: int, world_size: int, lost: list[int], amid_
         else model
     )
     optimizer = make_optimizer(model)
-    outer = LocalSGD(model, optimizer, sync_every=2, process_group=mesh["sites"], timeout=10)
+    outer = LocalSGD(wrapped, optimizer, sync_every=2, process_group=mesh["sites"], timeout=10)
 
     def die(*arguments: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -151,6 +197,19 @@ def train_until_some_are_lost(rank: int, world_size: int, lost: list[int], amid_
     except RuntimeError as error:
         return str(error)
     return "none"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_ranks_of_a_site_have_to_be_known() -> None:
+    """DDP does not tell them by the module inside."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"model: parameter .* pass the DistributedDataParallel"):
+        LocalSGD(model, optimizer)
+    LocalSGD(ddp, optimizer)
+    fastsync.register_comm_hook(ddp)
+    LocalSGD(model, optimizer)
 
 
 @pytest.mark.parametrize("inside", ["attach", "DDP"])

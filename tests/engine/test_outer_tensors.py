@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
-import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 from fastsync import DiLoCo, LocalSGD, TopK
-from fastsync.outer.master_weights import masters_of
-from tests.engine.same_data import same_data_is_meant
+from fastsync.sync.optimizer_steps import innermost
 from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, train_step, weights
 from tests.engine.wrappers import OptimizerWrapper, Quantised
 from tests.ranks import on_ranks
@@ -185,23 +181,16 @@ def in_wrapper(params: Any, lr: float) -> OptimizerWrapper:
     return OptimizerWrapper(InList(params, lr))
 
 
-class Hidden(InList):
-    """Whose masters are in an object."""
+def copy_to_masters(optimizer: Any) -> Callable[[list[Tensor]], None]:
+    """Returns the on_merge of an optimizer whose masters are in a list of its own."""
+    inner = innermost(optimizer)
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.kept = SimpleNamespace(masters=vars(self).pop("masters"), inner=vars(self).pop("inner"))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["kept"], name)
-
-    def copy_to_masters(self, parameters: list[Tensor]) -> None:
-        of_parameter = dict(zip(self.param_groups[0]["params"], self.masters, strict=True))
+    def copy(parameters: list[Tensor]) -> None:
+        of_parameter = dict(zip(inner.param_groups[0]["params"], inner.masters, strict=True))
         for parameter in parameters:
             of_parameter[parameter].copy_(parameter.detach())
 
-
-MASTERS: list[Callable[..., Any]] = [InState, InList, in_wrapper]
+    return copy
 
 
 def make_narrow_model(dtype: torch.dtype) -> nn.Module:
@@ -216,7 +205,7 @@ def narrow_step(model: nn.Module, optimizer: Any, site: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("make", [*MASTERS, Hidden])
+@pytest.mark.parametrize("make", [InState, InList, in_wrapper])
 @on_ranks(2)
 def test_masters_of_an_optimizer_follow_each_mean(
     rank: int, world_size: int, make: Callable[..., Any], dtype: torch.dtype
@@ -224,7 +213,7 @@ def test_masters_of_an_optimizer_follow_each_mean(
     torch.manual_seed(rank)
     model = make_narrow_model(dtype)
     optimizer = make(model.parameters(), lr=1e-3)
-    on_merge = optimizer.copy_to_masters if make is Hidden else None
+    on_merge = None if make is InState else copy_to_masters(optimizer)
     with LocalSGD(model, optimizer, sync_every=4, on_merge=on_merge):
         for number in range(8):
             narrow_step(model, optimizer, rank, number)
@@ -238,54 +227,6 @@ def test_masters_of_an_optimizer_follow_each_mean(
     assert_sites_are_equal(model, world_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_masters_of_weights_that_are_almost_zero_are_found(dtype: torch.dtype) -> None:
-    master = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 0.02
-    master[0, :4] = torch.tensor([0.0, 1e-8, 1.2345e-5, 1e-39])
-    weight = nn.Parameter(master.to(dtype))
-    optimizer = torch.optim.SGD([weight])
-    optimizer.state[weight] = {"momentum_buffer": torch.zeros(64, 64), "master": master}
-    found = masters_of([optimizer], {"weight": weight})
-    assert list(found) == ["weight"]
-    assert found["weight"] is master
-
-
-def test_masters_of_equal_weights_are_those_of_the_optimizer_that_steps_them() -> None:
-    weights = {name: nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for name in "ab"}
-    optimizers = [SGD([weights[name]]) for name in "ba"]
-    masters = {}
-    for name, optimizer in zip("ba", optimizers, strict=True):
-        masters[name] = optimizer.state[weights[name]]["master"] = torch.ones(3)
-    found = masters_of(optimizers, weights)
-    assert {name: id(master) for name, master in found.items()} == {name: id(each) for name, each in masters.items()}
-
-
-# ---- means that an optimizer undoes ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"fragments": 2, "fragment_sync_delay": 3}], ids=str)
-@pytest.mark.parametrize("steps_a_block", [1000, 8])
-@on_ranks(2)
-def test_masters_that_nobody_finds_are_told_of(
-    rank: int, world_size: int, steps_a_block: int, options: dict[str, Any]
-) -> None:
-    torch.manual_seed(0)
-    model = make_narrow_model(torch.bfloat16)
-    optimizer = Hidden(model.parameters(), lr=1e-3)
-    sync = DiLoCo(model, optimizer, sync_every=8, **options)
-    message = "back to where they were before the newest mean of the DiLoCo.*on_merge="
-
-    def train() -> None:
-        for first in range(0, 48, steps_a_block):
-            with sync:
-                for number in range(first, min(first + steps_a_block, 48)):
-                    narrow_step(model, optimizer, rank, number)
-
-    with pytest.warns(UserWarning, match=message) as told:
-        train()
-    assert len(told) == 1, "it is told once"
-
-
 class Signed(SGD):
     """Steps of one size, as Adam's first ones and Lion's."""
 
@@ -296,39 +237,28 @@ class Signed(SGD):
                 parameter -= group["lr"] * parameter.grad.sign()
 
 
-@pytest.mark.parametrize("directions", [(1.0, -1.0), (1.0, 1.0)], ids=["opposed", "together"])
+@pytest.mark.parametrize("make", [InList, in_wrapper, Signed])
 @on_ranks(2)
-def test_steps_that_go_back_by_themselves_are_no_error(
-    rank: int, world_size: int, directions: tuple[float, ...]
-) -> None:
-    """A mean may move weights by a single step, which the next one takes back."""
-    same_data_is_meant()
-    warnings.simplefilter("error", UserWarning)
-    for sync_every, outer_lr in itertools.product((1, 2, 4, 8), (0.5, 0.75, 0.875, 1.0, 1.25)):
-        weight = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
-        optimizer = Signed([weight], lr=2.0**-7)
-        outer = functools.partial(SGD, lr=outer_lr)
-        model = nn.ParameterList([weight])
-        with DiLoCo(model, optimizer, sync_every=sync_every, outer_optimizer=outer, compression="none") as sync:
-            for _ in range(24):
-                weight.grad = torch.full_like(weight, directions[rank])
-                optimizer.step()
-            assert sync._step == 24
-
-
-@on_ranks(1)
-def test_weights_that_are_loaded_after_a_mean_are_no_error(rank: int, world_size: int) -> None:
-    warnings.simplefilter("error", UserWarning)
+def test_who_may_have_masters_has_to_tell(rank: int, world_size: int, make: Callable[..., Any]) -> None:
+    """Before any mean, which it might take back."""
+    torch.manual_seed(0)
     model = make_narrow_model(torch.bfloat16)
-    optimizer = SGD(model.parameters(), lr=1e-4)
-    sync = DiLoCo(model, optimizer, sync_every=1000, outer_optimizer=functools.partial(SGD, lr=0.5), compression="none")
-    for _ in range(3):
-        with sync:
-            for number in range(20):
-                narrow_step(model, optimizer, rank, number)
-            before = copy.deepcopy(model.state_dict())
-        assert not torch.equal(model[0].weight, before["0.weight"])
-        model.load_state_dict(before)
+    optimizer = make(model.parameters(), lr=1e-3)
+    with pytest.raises(ValueError, match="on_merge=lambda parameters: None"), DiLoCo(model, optimizer):
+        narrow_step(model, optimizer, rank, 0)
+    with LocalSGD(model, optimizer, sync_every=2, on_merge=lambda parameters: None):
+        narrow_step(model, optimizer, rank, 0)
+
+
+@pytest.mark.parametrize("make", [SGD, AdamW])
+@on_ranks(2)
+def test_torchs_optimizers_have_no_masters(rank: int, world_size: int, make: Callable[..., Any]) -> None:
+    model = make_narrow_model(torch.bfloat16)
+    optimizer = make(model.parameters(), lr=1e-3)
+    with LocalSGD(model, optimizer, sync_every=2):
+        for number in range(2):
+            narrow_step(model, optimizer, rank, number)
+        assert_sites_are_equal(model, world_size)
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,10 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync import _C
+from fastsync.autotune import measure_group
 from fastsync.outer.surviving_group import SurvivingGroup
+from fastsync.sync.ddp import HookState
 from tests.engine.entry_points import ALL, average
 from tests.models import SMALL_BUCKETS, Given, Mlp, backward_of, given_ddp, random_grads
 from tests.ranks import on_ranks, run_ranks
@@ -101,20 +105,21 @@ def test_bad_settings_are_refused_and_leave_nothing_behind(argument: str) -> Non
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_compression_that_is_refused_changes_nothing() -> None:
-    for given, message in (
-        (torch.optim.SGD(Mlp().parameters()), "got the optimizer SGD; write optimizer= before it"),
+    for wrong, message in (
+        (torch.optim.SGD(Mlp().parameters()), "got the optimizer SGD; pass it to fastsync.shard_optimizer"),
         (fastsync.TopK(), r"got TopK\(.*; fastsync\.TopK\(\) is an object, and for DiLoCo alone"),
     ):
         with pytest.raises(ValueError, match=f"^compression: expected a word .*{message}$"):
-            fastsync.attach(Mlp(), given)  # type: ignore[arg-type]
+            fastsync.attach(Mlp(), wrong)  # type: ignore[arg-type]
     for cap in (0, -1.0, float("nan"), float("inf"), "25"):
         with pytest.raises(ValueError, match=f"bucket_cap_mb: expected a positive number of MiB, got {cap!r}"):
             fastsync.attach(Mlp(), bucket_cap_mb=cap)
     for entry_point in ("hook", "attach", "sharded"):
-        handle = average(entry_point, Mlp(), "bf16").handle
-        with pytest.raises(ValueError, match="compression: expected one of"):
-            handle.compression = "int3"
-        assert handle.compression.wire == "bf16"
+        given = average(entry_point, Mlp(), "bf16")
+        argument = "gradients" if entry_point == "sharded" else "compression"
+        with pytest.raises(ValueError, match=f"^{argument}: expected one of"):
+            given.compression = "int3"
+        assert given.compression.wire == "bf16"
     for entry_point in ("hook", "attach"):
         handle = average(entry_point, _with(torch.complex64)).handle
         with pytest.raises(ValueError, match="'fp16' cannot carry parameter odd"):
@@ -138,14 +143,13 @@ def test_without_a_process_group() -> None:
     calls: list[Callable[[], object]] = [
         partial(fastsync.attach, model),
         partial(fastsync.all_reduce_gradients, model),
-        fastsync.HookState,
+        HookState,
         partial(fastsync.check_consistency, model),
         partial(fastsync.sync_weights, model),
         partial(fastsync.DiLoCo, model, optimizer),
         partial(fastsync.LocalSGD, model, optimizer),
-        fastsync.measure_group,
-        partial(fastsync.register_reduce_scatter, model),
-        partial(fastsync.register_all_reduce_hook, model, process_group=None),
+        measure_group,
+        partial(fastsync.register_fsdp, model),
         partial(fastsync.distributed.dist_sum, torch.ones(1)),
         partial(fastsync.distributed.dist_mean, torch.ones(1)),
     ]
@@ -193,7 +197,8 @@ def test_sharded_models_are_refused_before_and_after(rank: int, world_size: int)
         keeps_parameters = index == 1  # which fastsync averages no more
         with pytest.raises(RuntimeError, match="no rank has averaged") if keeps_parameters else nullcontext():
             optimizer.step()
-        with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
+        message = "no rank has averaged" if keeps_parameters else "no gradients have been synchronised yet"
+        with pytest.raises(RuntimeError, match=message):
             fastsync.clip_grad_norm_(sync, 1.0)
     dist.barrier()
 
@@ -245,7 +250,11 @@ def test_plain_ddp_and_attach_are_not_for_one_model() -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(other, ["layers.0.weight"])
     around_other = DistributedDataParallel(other)
     fastsync.attach([other.layers[0].weight])
-    del ddp, around_other
+    with patch.object(torch._dynamo.config, "optimize_ddp", "python_reducer"):
+        by_python = DistributedDataParallel(third := Mlp())
+    with pytest.raises(ValueError, match=message):
+        fastsync.attach(third)
+    del ddp, around_other, by_python
     sync = fastsync.attach(model.layers)  # the wrapper is gone
     model.layers(torch.ones(1, 32)).sum().backward()
     torch.optim.SGD(model.layers.parameters()).step()
@@ -350,7 +359,7 @@ def test_ranks_that_differ_are_told_on_every_rank(rank: int, world_size: int, en
         given = average(entry_point, Given(grads))
         for _ in range(3):
             given.step(grads)
-        given.handle.compression = wires[rank]
+        given.compression = wires[rank]
         with pytest.raises(ValueError, match=DISAGREE) as error:
             given.step(grads)
         for other in range(world_size):
@@ -358,7 +367,7 @@ def test_ranks_that_differ_are_told_on_every_rank(rank: int, world_size: int, en
     if entry_point == "hook":  # the error comes before DDP has copied anything back
         assert [grad.unique().tolist() for grad in given.grads() if grad is not None] == [[1.0 + rank]]
     if entry_point in ("attach", "synchronize"):
-        given.handle.compression = "bf16"
+        given.compression = "bf16"
         assert [grad.unique().tolist() for grad in given.step(grads) if grad is not None] == [[2.0]]
 
 
@@ -405,22 +414,32 @@ def test_ranks_of_which_one_alone_takes_over_weights_are_told(rank: int, world_s
         average(entry_point, Given(grads), init_sync=rank == 0).step(grads)
 
 
-def _agrees_as_another_version(version: str, group: dist.ProcessGroup) -> None:
-    """What a build of that version does where it agrees on what it synchronises."""
+def _agrees_as_another_version(lines: str, group: dist.ProcessGroup, end: bytes = b"\0") -> None:
+    """What a build does that has such a description where it agrees on what it synchronises."""
 
     def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
         of_all = [torch.empty_like(mine) for _ in range(group.size())]
         group.allgather(of_all, mine).wait()
         return of_all
 
-    text = f"fastsync's protocol {version}\nsomething".encode()
+    text = lines.encode()
     hashed = 0xCBF29CE484222325
     for byte in text:
         hashed = (hashed ^ byte) * 0x100000001B3 % 2**64
     of_all = all_gather(torch.tensor([hashed - 2**64 * (hashed >> 63), len(text), 0]))
-    padded = torch.zeros(max(int(theirs[1]) for theirs in of_all) + 1, dtype=torch.uint8)
+    padded = torch.full((max(int(theirs[1]) for theirs in of_all) + 1,), end[0], dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     all_gather(padded)
+
+
+@on_ranks(2)
+def test_a_text_that_does_not_end_is_read_no_further(rank: int, world_size: int) -> None:
+    group = dist.distributed_c10d._get_default_group()
+    if rank == 0:
+        _agrees_as_another_version("fastsync's protocol " + "0" * 1000, group, end=b"x")
+        return
+    with pytest.raises(ValueError, match=r"rank 0: fastsync's protocol 0+x; rank 1: fastsync's protocol "):
+        _C.check_agreement(group, "lines", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("entry_point", ["attach", "synchronize", "all_reduce", "DiLoCo"])
@@ -430,7 +449,7 @@ def test_hosts_with_different_versions_are_told(rank: int, world_size: int, entr
     group = dist.distributed_c10d._get_default_group()
     if rank == 1:
         group = SurvivingGroup(group, timedelta(seconds=60)).group if is_outer else group
-        _agrees_as_another_version("0", group)
+        _agrees_as_another_version("fastsync's protocol 0\nsomething", group)
         return
     message = "rank 1: fastsync's protocol 0; rank 0: fastsync's protocol .*; install the same version of fastsync"
     with pytest.raises(ValueError, match=DISAGREE + message):

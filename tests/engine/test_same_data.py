@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fastsync
+from fastsync.autotune import measure_group
 from tests.engine.entry_points import average
 from tests.models import Given, Mlp, batch
 from tests.ranks import on_ranks
@@ -88,5 +89,5 @@ def test_measuring_says_nothing_of_its_own_gradients(rank: int, world_size: int,
     with said.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     warnings.simplefilter("always")
-    fastsync.measure_group(wires=["none", "fp16", "bf16", "int8"])
+    measure_group(wires=["none", "fp16", "bf16", "int8"])
     assert said.read_text() == ""

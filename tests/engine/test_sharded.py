@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
 
 import fastsync
 from fastsync import _C, Compression
@@ -85,6 +86,28 @@ def test_a_shard_on_gpus_is_the_references_to_the_bit(world_size: int) -> None:
     run_ranks(_as_the_reference, world_size, "cuda", backend="nccl")
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(2, parametrized=["shared_memory"])
+def test_the_scale_follows_the_shards_of_all_ranks(rank: int, world_size: int) -> None:
+    """Nor is any pass made over the gradients for it, after the first step. Rank 0's shard tells nothing."""
+    engine = _C.ShardedState(dist.group.WORLD)
+    engine.set_compressions(in_engine([Candidate(Compression("fp16"))]))
+    identity, output = torch.empty(600, device="meta"), torch.empty(300)
+    for step, magnitude in enumerate((1.0, 1.0, 4.0, 16.0, 2.0**-8, 2.0**-8, 4.0, 2.0**20)):
+        inputs = [torch.cat([torch.zeros(300), magnitude * (other + torch.linspace(1, 2, 300))]) for other in range(2)]
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            engine.reduce_scatter(identity, "all of them", output, inputs[rank], dist.ReduceOp.AVG)
+        is_measured = any(event.name == "aten::isfinite" for event in profiler.events())
+        assert is_measured == (step == 0)
+        mean = (inputs[0] + inputs[1])[300 * rank :][:300] / 2
+        num_saturated = torch.tensor(engine.grad_stats()[reference.NUM_SATURATED].item())
+        dist.all_reduce(num_saturated)
+        jumps = magnitude == 2.0**20
+        assert (num_saturated > 0) == jumps
+        if not jumps:
+            torch.testing.assert_close(output, mean, rtol=2.0**-9, atol=0)
+
+
 # ---- trainings ------------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +117,7 @@ def _trains(rank: int, world_size: int) -> dict[str, float]:
     found = {}
     for wire in WIRES:
         model = sharded(mesh)
-        handle = fastsync.register_reduce_scatter(model, Compression(wire, error_feedback=wire == "int8"))
+        handle = fastsync.register_fsdp(model, gradients=Compression(wire, error_feedback=wire == "int8"))
         train(model, rank, world_size)
         found[wire] = distance(model, alone)
         stats = handle.stats()
@@ -119,16 +142,20 @@ def _trains_in_replicas(rank: int, world_size: int) -> list[dict[str, float]]:
     for wire in ("none", "bf16", "int8"):
         compression = Compression(wire, reduce="fp32", error_feedback=wire == "int8")
         model = sharded(mesh)
-        fastsync.register_reduce_scatter(model, compression)
+        fastsync.register_fsdp(model, gradients=compression)
         train(model, rank, world_size)
         found[0][wire] = distance(model, alone)
         model = sharded(mesh["shard"])
-        handle = fastsync.register_all_reduce_hook(model, compression, process_group=mesh["replicate"])
-        if wire == "bf16":
-            fastsync.register_reduce_scatter(model, compression)
+        inside = compression if wire == "bf16" else "pytorch"
+        options: dict[str, Any] = {"gradients": inside, "process_group": mesh["replicate"]}
+        handle = fastsync.register_fsdp(model, replicas=compression, **options)
         train(model, rank, world_size)
         found[1][wire] = distance(model, alone)
-        assert handle.stats().num_syncs == 3 * STEPS
+        stats = handle.stats()
+        parts = [part for part in (stats.gradients, stats.replicas) if part is not None]
+        assert [part.num_syncs for part in parts] == [3 * STEPS] * (2 if wire == "bf16" else 1)
+        assert stats.num_syncs == sum(part.num_syncs for part in parts)
+        assert (stats.num_steps, len(stats.buckets)) == (STEPS, 3 * len(parts))
         for parameter in model.parameters():
             theirs = [torch.empty_like(full(parameter)) for _ in range(world_size)]
             dist.all_gather(theirs, full(parameter).detach())
@@ -149,8 +176,8 @@ def _replicates(rank: int, world_size: int) -> float:
     for part in (*model.blocks, model):
         module.replicate(part, mesh=mesh["alone"])
     with pytest.raises(ValueError, match="is replicated and not sharded"):
-        fastsync.register_reduce_scatter(model)
-    fastsync.register_all_reduce_hook(model, "fp16", process_group=mesh["replicate"])
+        fastsync.register_fsdp(model)
+    fastsync.register_fsdp(model, replicas="fp16", process_group=mesh["replicate"])
     train(model, rank, world_size)
     return distance(model, trained_alone())
 
@@ -173,9 +200,10 @@ def _trains_beside_tensor_parallelism(rank: int, world_size: int) -> list[float]
         for part in (*model.blocks, model):
             fully_shard(part, mesh=mesh["data" if is_sharded else "alone"])
         if is_sharded:
-            handle = fastsync.register_reduce_scatter(model, "bf16")
+            handle = fastsync.register_fsdp(model, gradients="bf16")
         else:
-            handle = fastsync.register_all_reduce_hook(model, "bf16", process_group=mesh["data"])
+            options: dict[str, Any] = {"gradients": "pytorch", "process_group": mesh["data"]}
+            handle = fastsync.register_fsdp(model, replicas="bf16", **options)
         train(model, mesh.get_local_rank("data"), 2)
         assert handle.stats().num_syncs == 3 * STEPS
         found.append(distance(model, trained_alone()))
@@ -203,7 +231,7 @@ def test_full_width_between_two_ranks_is_what_fully_shard_does_by_itself(rank: i
 
     def compare(what: str, micro_batches: int = 1, change: Callable[[Any], None] = lambda _: None, **opts: Any) -> None:
         models = [sharded(mesh, **opts) for _ in range(2)]
-        fastsync.register_reduce_scatter(models[0], "none")
+        fastsync.register_fsdp(models[0], gradients="none")
         for model in models:
             change(model)
             train(model, rank, world_size, steps=3, micro_batches=micro_batches)
@@ -225,7 +253,7 @@ def test_a_divide_factor_of_the_users(rank: int, world_size: int) -> None:
     model = sharded(mesh)
     for module in (*model.blocks, model):
         module.set_gradient_divide_factor(4.0)  # which Gloo's own reduce-scatter does not take
-    handle = fastsync.register_reduce_scatter(model, "none")
+    handle = fastsync.register_fsdp(model, gradients="none")
     assert fastsync.handle_of(model) is handle
     step_of(model, 0, rank, world_size)
     alone = Tied()

@@ -80,9 +80,9 @@ def test_what_is_sharded_afterwards_is_refused(rank: int, world_size: int, way: 
 
     def register(model: Any) -> None:
         if way == "reduce-scatter":
-            fastsync.register_reduce_scatter(model)
+            fastsync.register_fsdp(model)
         else:
-            fastsync.register_all_reduce_hook(model, process_group=mesh["replicate"])
+            fastsync.register_fsdp(model, process_group=mesh["replicate"])
 
     for is_late in (True, False):
         model = Tied()
@@ -113,7 +113,7 @@ class Foreign:
 @on_ranks(4)
 def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
-    register = fastsync.register_reduce_scatter
+    register = fastsync.register_fsdp
     with pytest.raises(ValueError, match="expected a model that went through fully_shard, got int"):
         register(3)
     with pytest.raises(ValueError, match="no module of this Tied went through fully_shard"):
@@ -128,15 +128,17 @@ def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
         ("fp8", "expected one of none, "),
     ):
         with pytest.raises(ValueError, match=message):
-            register(model, compression)
+            register(model, gradients=compression)
     register(model.blocks[0])
     register(model)
-    with pytest.raises(ValueError, match="serves all of its modules already"):
-        register(model)
+    for argument, options in (("gradients", {"parameters": "pytorch"}), ("parameters", {"gradients": "pytorch"})):
+        with pytest.raises(ValueError, match=f"^{argument}: register_fsdp serves all modules of the model already"):
+            register(model, **options)
     foreign = sharded(mesh)
     foreign.blocks[1].set_custom_reduce_scatter(Foreign())
     with pytest.raises(ValueError, match=r"module 'blocks\.1' has another reduce-scatter already, a Foreign"):
         register(foreign)
+    register(foreign, gradients="pytorch")
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     mixed = Tied()
     fully_shard(mixed.blocks[0], mesh=pair["shard"])
@@ -146,7 +148,7 @@ def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
     register(mixed.blocks[0])
     register(mixed)
 
-    hook = fastsync.register_all_reduce_hook
+    hook = fastsync.register_fsdp
     with pytest.raises(ValueError, match="averages over replicas itself"):
         hook(sharded(pair), process_group=pair["replicate"])
     with pytest.raises(ValueError, match=r"ranks \[0, 1, 2, 3\] of one replica"):
@@ -162,9 +164,39 @@ def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
 def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ValueError, match=r"rank 0: compression bf16, fp32 sums; rank 1: compression none, fp32 sums"):
-        fastsync.register_reduce_scatter(sharded(mesh), "none" if rank % 2 else "bf16")
+        fastsync.register_fsdp(sharded(mesh), gradients="none" if rank % 2 else "bf16")
+    with pytest.raises(ValueError, match=r"do not agree on .*rank 1: all-gather, compression none"):
+        fastsync.register_fsdp(sharded(mesh), gradients="pytorch" if rank % 2 else "none")
     model = sharded(mesh["shard"])
-    handle = fastsync.register_reduce_scatter(model, "bf16")
-    handle.compression = "int8" if rank % 2 else "none"
+    handle = fastsync.register_fsdp(model, gradients="bf16")
+    handle.compression.gradients = "int8" if rank % 2 else "none"
     with pytest.raises(ValueError, match=r"do not agree on .*: rank 1: compression int8, .*; rank 0: compression none"):
         step_of(model, 0, rank, world_size)
+
+
+@on_ranks(2)
+def test_errors_name_the_argument(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    model, replicas = sharded(mesh["shard"]), mesh["replicate"]
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        *((name, {name: given}) for name in ("gradients", "parameters", "replicas") for given in (None, "fp32", 3)),
+        ("parameters", {"parameters": "int8+ef"}),
+        ("replicas", {"replicas": "pytorch"}),
+        ("process_group", {"replicas": "bf16"}),
+        ("process_group", {"process_group": "all"}),
+        ("gradients", {"gradients": "pytorch", "parameters": "pytorch"}),
+    ]
+    for argument, options in wrong:
+        with pytest.raises(ValueError, match=f"^{argument}: "):
+            fastsync.register_fsdp(model, **options)
+    handle = fastsync.register_fsdp(model, gradients="pytorch", process_group=replicas)
+    compression = handle.compression
+    assert (compression.gradients, compression.parameters) == (None, Compression())
+    assert compression.replicas == Compression()
+    for argument, given in (("gradients", "bf16"), ("parameters", None), ("replicas", "fp32")):
+        with pytest.raises(ValueError, match=f"^{argument}: "):
+            setattr(compression, argument, given)
+    with pytest.raises(ValueError, match=r"^compression: .*\.compression\.replicas"):
+        handle.compression = "int8"
+    with pytest.raises(ValueError, match=r"^state_dict: "):
+        handle.load_state_dict({"residuals": {}})

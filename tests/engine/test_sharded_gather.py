@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -191,14 +192,14 @@ def _trains_as_the_reference(rank: int, world_size: int, cases: list[str], wires
         of_model, of_training, change = CASES[name]
         for wire in wires:
             models = [sharded(mesh, **of_model) for _ in range(2)]
-            handle = fastsync.register_all_gather(models[0], wire)
+            handle = fastsync.register_fsdp(models[0], gradients="pytorch", parameters=wire)
             if wire != "none":
                 round_by_the_reference(models[1], wire)
             for model in models:
                 change(model)
             mine, theirs = (trained(model, rank, world_size, **of_training) for model in models)
             assert_equal(mine, theirs, f"{name}, {wire}")
-            assert all(stats.num_syncs > 0 for stats in handle.stats().values())
+            assert all(stats.num_syncs > 0 for stats in handle.stats().parameters.values())
 
 
 @pytest.mark.sampled(2)
@@ -218,7 +219,7 @@ def test_trains_in_replicas(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for wire in ("none", "int8"):
         models = [sharded(mesh) for _ in range(2)]
-        fastsync.register_all_gather(models[0], wire)
+        fastsync.register_fsdp(models[0], gradients="pytorch", parameters=wire)
         if wire != "none":
             round_by_the_reference(models[1], wire)
         assert_equal(*(trained(model, rank, world_size) for model in models), wire)
@@ -231,7 +232,7 @@ def test_what_stays_of_a_forward_on_some_ranks_is_not_rounded_again(rank: int, w
     found = []
     for reshard_after_forward in (False, 2):
         model = sharded(mesh, reshard_after_forward=reshard_after_forward)
-        fastsync.register_all_gather(model, "int8")
+        fastsync.register_fsdp(model, gradients="pytorch", parameters="int8")
         found.append(trained(model, rank, world_size))
     assert_equal(*found, "resharded to 2 ranks")
 
@@ -240,13 +241,15 @@ def test_what_stays_of_a_forward_on_some_ranks_is_not_rounded_again(rank: int, w
 def test_beside_the_engines_reduce_scatter(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     found = []
-    for register in (True, False):
+    for gathers in (True, False):
         model = sharded(mesh)
-        if register:
-            fastsync.register_all_gather(model, "none")
-        gradients = fastsync.register_reduce_scatter(model, "int8")
+        handle = fastsync.register_fsdp(model, gradients="int8", parameters="none" if gathers else "pytorch")
         found.append(trained(model, rank, world_size))
-        assert fastsync.handle_of(model) is gradients
+        assert fastsync.handle_of(model) is handle
+        stats = handle.stats()
+        assert stats.gradients is not None
+        assert stats.wire_bytes == stats.gradients.wire_bytes > 0
+        assert [len(stats.parameters), stats.parameter_wire_bytes > 0, stats.replicas] == [3 * gathers, gathers, None]
     assert_equal(*found, "int8 gradients")
 
 
@@ -257,7 +260,7 @@ def test_beside_the_engines_reduce_scatter(rank: int, world_size: int) -> None:
 def test_all_ranks_compute_with_the_same_bits_and_shards_stay_exact(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
     exact = {name: full(tensor).clone() for name, tensor in model.state_dict().items()}
-    fastsync.register_all_gather(model, "int8")
+    fastsync.register_fsdp(model, gradients="pytorch", parameters="int8")
     seen: dict[str, Tensor] = {}
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
@@ -285,7 +288,7 @@ def test_evaluation_between_two_trainings(rank: int, world_size: int) -> None:
         models = [sharded(mesh) for _ in range(2)]
         for model in models:
             trained(model, rank, world_size, steps=1)
-        fastsync.register_all_gather(models[0], wire)
+        fastsync.register_fsdp(models[0], gradients="pytorch", parameters=wire)
         if wire != "none":
             round_by_the_reference(models[1], wire)
         for mode in (torch.inference_mode, torch.no_grad):
@@ -298,7 +301,7 @@ def test_evaluation_between_two_trainings(rank: int, world_size: int) -> None:
 def test_a_compiled_model(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     models = [sharded(mesh) for _ in range(2)]
-    fastsync.register_all_gather(torch.compile(models[0], backend="eager"), "int8")
+    fastsync.register_fsdp(torch.compile(models[0], backend="eager"), gradients="pytorch", parameters="int8")
     round_by_the_reference(models[1], "int8")
     compiled = torch.compile(models[0], backend="eager")
     loss_of(compiled, *batch_of(rank)).backward()
@@ -326,7 +329,7 @@ class Noted:
 @on_ranks(2)
 def test_backward_computes_while_the_next_gather_travels(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    fastsync.register_all_gather(model, "int8")
+    fastsync.register_fsdp(model, gradients="pytorch", parameters="int8")
     events: list[str] = []
     for index, block in enumerate(model.blocks):
         (group,) = block._get_fsdp_state()._fsdp_param_groups
@@ -351,34 +354,34 @@ def test_backward_computes_while_the_next_gather_travels(rank: int, world_size: 
 @on_ranks(2)
 def test_costs_another_compression_and_a_model_that_is_given_back(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    handle = fastsync.register_all_gather(model, "bf16")
-    assert repr(handle) == "ShardedParameters(3 modules, compression: bf16, 2 ranks)"
+    handle = fastsync.register_fsdp(model, gradients="pytorch", parameters="bf16")
+    assert repr(handle) == "ShardedHandle(3 modules, 2 ranks, parameters='bf16, all_reduce')"
     tokens, _ = batch_of(0)
     with torch.no_grad():
         model(tokens)
-        stats = handle.stats()
+        stats = handle.stats().parameters
         assert list(stats) == ["", "blocks.0", "blocks.1"]
         block = stats["blocks.0"]
         assert (block.num_syncs, block.transport, block.transport_reason) == (1, "shared_memory", "")
         padded = sum(2 * -(-p.shape[0] // 2) * p[:1].numel() for p in Tied().blocks[0].parameters())
         assert block.numel == padded
         assert padded <= block.wire_bytes <= padded + 6 * 16  # two bytes of a half, with gaps between parameters
-        handle.compression = "none"
+        handle.compression.parameters = "none"
         model(tokens)
-        assert handle.stats()["blocks.0"].wire_bytes - block.wire_bytes == 4 * padded // 2
-        assert handle.compression == Compression("none")
+        assert handle.stats().parameters["blocks.0"].wire_bytes - block.wire_bytes == 4 * padded // 2
+        assert handle.compression.parameters == Compression("none")
         handle.detach()
         handle.detach()
         model(tokens)
-        assert handle.stats()["blocks.0"].num_syncs == 2
-        fastsync.register_all_gather(model, "int8")
+        assert handle.stats().parameters["blocks.0"].num_syncs == 2
+        fastsync.register_fsdp(model, gradients="pytorch", parameters="int8")
         model(tokens)
 
 
 @on_ranks(2)
 def test_an_all_gather_that_took_its_place_stays(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    handle = fastsync.register_all_gather(model)
+    handle = fastsync.register_fsdp(model, gradients="pytorch")
     foreign = Foreign(model.blocks[0], "int8")
     model.blocks[0].set_custom_all_gather(foreign)
     handle.detach()
@@ -396,7 +399,7 @@ class Foreign(RoundingAllGather):
 @on_ranks(4)
 def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
-    register = fastsync.register_all_gather
+    register = partial(fastsync.register_fsdp, gradients="pytorch")
     with pytest.raises(ValueError, match="expected a model that went through fully_shard, got int"):
         register(3)
     with pytest.raises(ValueError, match="no module of this Tied went through fully_shard"):
@@ -404,15 +407,15 @@ def test_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
     model = sharded(mesh)
     for compression in ("auto", "int8+ef", "bf16+fp32", Compression("bf16", ranks_per_node=2)):
         with pytest.raises(ValueError, match="an all-gather adds nothing up and chooses nothing; name a wire alone"):
-            register(model, compression)
+            register(model, parameters=compression)
     with pytest.raises(ValueError, match=r"expected one of none, .*did you mean int8"):
-        register(model, "int9")
+        register(model, parameters="int9")
     register(model.blocks[0])
     handle = register(model)
-    with pytest.raises(ValueError, match="register_all_gather serves all of its modules already"):
+    with pytest.raises(ValueError, match=r"^parameters: register_fsdp serves all modules of the model already"):
         register(model)
     with pytest.raises(ValueError, match="name a wire alone"):
-        handle.compression = "auto"
+        handle.compression.parameters = "auto"
     foreign = sharded(mesh)
     foreign.blocks[1].set_custom_all_gather(Foreign(foreign.blocks[1], "int8"))
     with pytest.raises(ValueError, match=r"module 'blocks\.1' has another all-gather already, a Foreign"):
@@ -435,9 +438,9 @@ def test_parameters_of_several_dtypes_travel_as_they_are(rank: int, world_size: 
         return fully_shard(model)
 
     models = [mixed() for _ in range(2)]
-    handle = fastsync.register_all_gather(models[0], "none")
+    handle = fastsync.register_fsdp(models[0], gradients="pytorch", parameters="none")
     assert_equal(*(trained(model, rank, world_size) for model in models), "none")
-    handle.compression = "int8"
+    handle.compression.parameters = "int8"
     with pytest.raises(ValueError, match=r"module 'blocks\.0' has parameters of Byte, or of several dtypes"):
         models[0](batch_of(0)[0])
 
@@ -461,7 +464,7 @@ def test_tensors_that_choose_what_they_send_are_packed_as_one(rank: int, world_s
     (group,) = model._get_fsdp_state()._fsdp_param_groups
     mine = group.fsdp_params[0]._sharded_local_tensor
     mine.fsdp_pre_all_gather, mine.fsdp_post_all_gather = before, after
-    fastsync.register_all_gather(model, "bf16")
+    fastsync.register_fsdp(model, gradients="pytorch", parameters="bf16")
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)).bfloat16().float()
     inputs = torch.randn(3, 4)
@@ -471,21 +474,22 @@ def test_tensors_that_choose_what_they_send_are_packed_as_one(rank: int, world_s
 @on_ranks(2)
 def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
+    register = partial(fastsync.register_fsdp, gradients="pytorch")
     with pytest.raises(ValueError, match=r"rank 0: all-gather, compression bf16; rank 1: all-gather, compression none"):
-        fastsync.register_all_gather(sharded(mesh), "none" if rank else "bf16")
+        register(sharded(mesh), parameters="none" if rank else "bf16")
     dtype = torch.bfloat16 if rank else None
     with pytest.raises(ValueError, match=r"rank 1: .*shape \[13, 9\], torch.bfloat16; rank 0: .*torch.float32"):
-        fastsync.register_all_gather(sharded(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype)))
+        register(sharded(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype)))
 
 
 @on_ranks(2)
 def test_a_compression_that_one_rank_sets_alone_is_told(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    handle = fastsync.register_all_gather(model, "bf16")
+    handle = fastsync.register_fsdp(model, gradients="pytorch", parameters="bf16")
     with torch.no_grad():
         model(batch_of(0)[0])
         if rank == 0:
-            handle.compression = "int8"
+            handle.compression.parameters = "int8"
         with pytest.raises(RuntimeError, match=r"on rank \d of 2(.|\n)*(its compression was set|has failed|closed)"):
             model(batch_of(0)[0])
 

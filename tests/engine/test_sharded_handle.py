@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fastsync
 from fastsync import Compression
+from fastsync.sync.fsdp import ShardedHandle
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.sharded import full, sharded, step_of
 from tests.ranks import on_ranks, run_ranks
@@ -22,9 +23,9 @@ from tests.ranks import on_ranks, run_ranks
 def test_a_model_is_given_back(rank: int, world_size: int) -> None:
     """The model is PyTorch's again, as in the step before, and may be registered anew: also in another group."""
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("shard", "replicate"))
-    register: list[Callable[[nn.Module], fastsync.ShardedGradients]] = [
-        lambda model: fastsync.register_reduce_scatter(model, "int8"),
-        lambda model: fastsync.register_all_reduce_hook(model, "int8", process_group=mesh["replicate"]),
+    register: list[Callable[[nn.Module], ShardedHandle]] = [
+        lambda model: fastsync.register_fsdp(model, gradients="int8"),
+        lambda model: fastsync.register_fsdp(model, replicas="int8", process_group=mesh["replicate"]),
     ]
 
     def gradients(model: Any) -> list[Tensor]:
@@ -52,12 +53,13 @@ def test_a_model_is_given_back(rank: int, world_size: int) -> None:
 def test_a_reduce_scatter_that_took_its_place_stays(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
     first, second = (block._get_fsdp_state()._fsdp_param_groups[0] for block in model.blocks)
-    handle = fastsync.register_reduce_scatter(model)
+    handle = fastsync.register_fsdp(model)
     foreign = object()
     model.blocks[0].set_custom_reduce_scatter(foreign)
     handle.detach()
     assert first._reduce_scatter_comm is foreign
     assert type(second._reduce_scatter_comm).__name__ == "DefaultReduceScatter"
+    assert {type(each._all_gather_comm).__name__ for each in (first, second)} == {"DefaultAllGather"}
 
 
 # ---- clipping and statistics -----------------------------------------------------------------------------------------
@@ -66,9 +68,9 @@ def test_a_reduce_scatter_that_took_its_place_stays(rank: int, world_size: int) 
 @on_ranks(2)
 def test_the_norm_of_all_shards_is_torch_s_to_find(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    handle = fastsync.register_reduce_scatter(model)
+    handle = fastsync.register_fsdp(model)
     step_of(model, 0, rank, world_size)
-    with pytest.raises(ValueError, match=r"got ShardedGradients; for parameters and models under fully_shard use"):
+    with pytest.raises(ValueError, match=r"got ShardedHandle; for parameters and models under fully_shard use"):
         fastsync.clip_grad_norm_(handle, 0.01)
     expected = torch.cat([full(p.grad).flatten() for p in model.parameters() if p.grad is not None]).norm()
     assert handle.grad_stats().grad_norm < expected  # of this rank's shards
@@ -77,9 +79,9 @@ def test_the_norm_of_all_shards_is_torch_s_to_find(rank: int, world_size: int) -
 @on_ranks(2)
 def test_statistics_and_another_compression(rank: int, world_size: int) -> None:
     model = sharded(init_device_mesh("cpu", (world_size,)))
-    handle = fastsync.register_reduce_scatter(model, "bf16")
+    handle = fastsync.register_fsdp(model, gradients="bf16")
     for step in range(2):
-        handle.compression = ("bf16", "int8")[step]
+        handle.compression.gradients = ("bf16", "int8")[step]
         step_of(model, step, rank, world_size)
         stats = handle.stats()
         assert stats.num_steps == step + 1
@@ -88,12 +90,12 @@ def test_statistics_and_another_compression(rank: int, world_size: int) -> None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad) - 2 * 15
         assert trained <= stats.numel <= trained + 5 * 64  # rows are padded
     assert "int8, fp32 sums" in repr(handle.explain())
-    assert "ShardedGradients(11 parameters" in repr(handle)
+    assert "ShardedHandle(3 modules, 2 ranks, gradients='int8, fp32 sums', parameters=" in repr(handle)
     before = handle.stats().wire_bytes
-    handle.compression = "none"
+    handle.compression.gradients = "none"
     step_of(model, 2, rank, world_size)
     assert handle.stats().wire_bytes - before >= 4 * trained // world_size
-    assert str(handle.compression) == "none, fp32 sums"
+    assert str(handle.compression.gradients) == "none, fp32 sums"
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
@@ -104,10 +106,10 @@ def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
 
     mesh = init_device_mesh("cpu", (world_size,))
 
-    def begin() -> tuple[nn.Module, torch.optim.Optimizer, fastsync.ShardedGradients]:
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer, ShardedHandle]:
         model = sharded(mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer, fastsync.register_reduce_scatter(model, compression)
+        return model, optimizer, fastsync.register_fsdp(model, gradients=compression)
 
     def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
@@ -151,12 +153,43 @@ def test_the_scales_of_a_hook_go_on(rank: int, world_size: int) -> None:
     states = []
     for _ in range(2):
         model = sharded(mesh["shard"])
-        handle = fastsync.register_all_reduce_hook(model, "fp16", process_group=mesh["replicate"])
+        handle = fastsync.register_fsdp(model, gradients="pytorch", replicas="fp16", process_group=mesh["replicate"])
         if states:
-            handle.load_state_dict({name: part for name, part in states[0].items() if name != "residuals"})
+            state = {name: part for name, part in states[0].items() if name != "residuals"}
+            handle.load_state_dict(state)
             assert handle.state_dict()["scales"] == states[0]["scales"]
         else:
             step_of(model, 0, rank, world_size)
             states.append(handle.state_dict())
             assert states[0]["scales"]
     step_of(model, 1, rank, world_size)
+
+
+@on_ranks(2)
+def test_the_state_has_both_ways_of_a_gradient(rank: int, world_size: int) -> None:
+    """A shard over one rank has as many values on both ways, so only the names tell them apart."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+    def begin() -> tuple[nn.Module, ShardedHandle]:
+        model = sharded(mesh["shard"])
+        options: dict[str, Any] = {"gradients": "int8+ef", "process_group": mesh["replicate"]}
+        return model, fastsync.register_fsdp(model, replicas="int8+ef", **options)
+
+    def gradients(model: nn.Module, step: int) -> list[Tensor]:
+        model.zero_grad()
+        step_of(model, step, rank, world_size)
+        return [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+
+    model, handle = begin()
+    gradients(model, 0)
+    state = handle.state_dict()
+    between = [name for name in state["residuals"] if name.startswith("replicas: ")]
+    assert len(between) == 3
+    resumed, of_resumed = begin()
+    of_resumed.load_state_dict(state)
+    assert of_resumed.state_dict()["step"] == 1
+    for one, other in zip(gradients(resumed, 1), gradients(model, 1), strict=True):
+        assert_bitwise_equal(one, other)
+    alone = sharded(mesh["shard"])
+    with pytest.raises(ValueError, match="left to PyTorch here"):
+        fastsync.register_fsdp(alone, gradients="pytorch").load_state_dict(state)

@@ -46,7 +46,7 @@ def test_modules_without_a_root_are_complete_after_backward(rank: int, world_siz
     model, alone = Chain(), Chain()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    handle = fastsync.register_reduce_scatter(model, Compression("none"))
+    handle = fastsync.register_fsdp(model, gradients=Compression("none"))
     for step in range(STEPS):
         model.zero_grad()
         loss_of(model, rank, step).backward()

@@ -23,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fastsync
-from fastsync import Compression
+from fastsync import _C, Compression
 from fastsync.distributed import gloo_group
+from fastsync.sync.attach import GradientSynchronizer
 from fastsync.sync.compression import Wire
+from fastsync.sync.ddp import CommHook
 from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at, refuse
 from tests.ranks import RankError, on_ranks, run_ranks
 
@@ -38,7 +40,7 @@ def parameters_of(sizes: list[int]) -> list[nn.Parameter]:
 
 def engine_of(
     sizes: list[int], compression: Compression | str = "none", group: dist.ProcessGroup | None = None
-) -> tuple[list[nn.Parameter], fastsync.GradientSynchronizer]:
+) -> tuple[list[nn.Parameter], GradientSynchronizer]:
     parameters = parameters_of(sizes)
     return parameters, fastsync.attach(parameters, compression, overlap=False, process_group=group)
 
@@ -48,13 +50,43 @@ def set_grads(parameters: list[nn.Parameter], value: float) -> None:
         parameter.grad = torch.full_like(parameter, value)
 
 
-def assert_shared(sync: fastsync.GradientSynchronizer | fastsync.CommHook) -> None:
+def assert_shared(sync: GradientSynchronizer | CommHook) -> None:
     assert sync.stats().transport == "shared_memory"
 
 
 def assert_mean(parameters: list[nn.Parameter], value: float) -> None:
     for parameter in parameters:
         assert torch.equal(parameter.grad, torch.full_like(parameter, value))
+
+
+# ---- what a peer names ----------------------------------------------------------------------------------------------
+
+TEXT_BYTES = 512
+
+
+def _tell(group: dist.ProcessGroup, text: str) -> list[str]:
+    """What ranks do that find out together whether they can share memory."""
+    mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    mine[: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    of_all = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([of_all], [mine]).wait()
+    return [bytes(theirs.tolist()).split(b"\0")[0].decode() for theirs in of_all]
+
+
+@on_ranks(2)
+def test_only_another_process_memory_is_opened(rank: int, world_size: int, tmp_path: Path) -> None:
+    group = dist.distributed_c10d._get_default_group()
+    if rank == 1:
+        assert _C.hosts(group) == []
+        return
+    file = tmp_path / "file"
+    file.write_bytes(b"1")
+    links = " ".join(os.readlink(f"/proc/thread-self/ns/{each}") for each in ("pid", "net"))
+    host = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {links} user {os.geteuid()}"
+    _tell(group, f"+{host}\n{os.getpid()} 0")
+    _tell(group, f"+{file} {file.stat().st_dev}:{file.stat().st_ino}")
+    told = _tell(group, "+")
+    assert told[1] == f"-another process's memory has no path such as {file}"
 
 
 # ---- at any pace ----------------------------------------------------------------------------------------------------
@@ -116,7 +148,7 @@ def test_engines_and_groups_side_by_side_from_several_threads(rank: int, world_s
 # ---- how it begins --------------------------------------------------------------------------------------------------
 
 
-def all_gathers(sync: fastsync.GradientSynchronizer) -> int:
+def all_gathers(sync: GradientSynchronizer) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         sync.synchronize()
     return sum(event.count for event in recorded.key_averages() if event.key == "c10d::allgather_")
@@ -220,7 +252,7 @@ def _average_in_backward(model: nn.Module, rank: int, step: int) -> None:
 @on_ranks(2)
 def test_memory_of_buckets_that_travel_in_backward_grows_as_well(rank: int, world_size: int, with_ddp: bool) -> None:
     model: nn.Module = nn.Sequential(*(nn.Linear(100, 100) for _ in range(8)))
-    sync: fastsync.GradientSynchronizer | fastsync.CommHook
+    sync: GradientSynchronizer | CommHook
     if with_ddp:
         model = DistributedDataParallel(model, bucket_cap_mb=0.05)
         sync = fastsync.register_comm_hook(model, Compression("fp16", reduce="fp32"))
@@ -242,7 +274,7 @@ def test_memory_of_buckets_that_travel_in_backward_grows_as_well(rank: int, worl
 # ---- the system says no ---------------------------------------------------------------------------------------------
 
 
-def averages(sync: fastsync.GradientSynchronizer, parameters: list[nn.Parameter], rank: int) -> str:
+def averages(sync: GradientSynchronizer, parameters: list[nn.Parameter], rank: int) -> str:
     """How they got to the other rank of two."""
     set_grads(parameters, float(rank))
     sync.synchronize()

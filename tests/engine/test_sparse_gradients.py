@@ -299,7 +299,7 @@ def test_ranks_that_run_out_of_batches(rank: int, world_size: int) -> None:
     model = Words()
     sync = fastsync.attach(model)
     optimizer = SGD(model.parameters(), lr=0.5)
-    with sync.join():
+    with sync.join(optimizer):
         for step in range(1 + 2 * rank):
             state = {name: value.clone() for name, value in model.state_dict().items()}
             optimizer.zero_grad()
@@ -492,9 +492,9 @@ def test_arguments_that_sparse_gradients_do_not_go_with() -> None:
         fastsync.attach(model, op="sum")
     with pytest.raises(ValueError, match=r"op: 'mean_of_used' does not go with sparse gradients, .*use sparse=False"):
         fastsync.attach(model, op="mean_of_used")
-    with pytest.raises(ValueError, match=r"optimizer: .*words\.weight are sparse; leave optimizer= out"):
-        fastsync.attach(model, optimizer=SGD(model.parameters(), lr=0.1))
-    fastsync.attach(model)  # nothing has remained
+    sync = fastsync.attach(model)  # nothing has remained
+    with pytest.raises(ValueError, match=r"sync: .*words\.weight are sparse; use sparse=False"):
+        fastsync.shard_optimizer(sync, SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("option", ["sum", "mean_of_used", "optimizer"])
@@ -504,8 +504,9 @@ def test_a_frozen_embedding_goes_with_these_arguments(rank: int, world_size: int
     model = Words()
     model.words.weight.requires_grad_(False)
     trained = SGD(model.layer.parameters(), lr=0.1)
-    options: dict[str, Any] = {"optimizer": trained} if option == "optimizer" else {"op": option}
-    sync = fastsync.attach(model, **options)
+    sync = fastsync.attach(model, op="mean" if option == "optimizer" else option)
+    if option == "optimizer":
+        fastsync.shard_optimizer(sync, trained)
     model(tokens_of(rank)).backward()
     everyone = [own_gradients(tokens_of(other))["layer.weight"] for other in range(world_size)]
     factor = 1.0 if option == "sum" else 1 / world_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.sync.compression import AnyCompression
-from tests.models import SMALL_BUCKETS, Mlp, assert_same_on_all_ranks, batch
+from tests.engine.failing_passes import FailingPass
+from tests.models import SMALL_BUCKETS, Given, Mlp, assert_same_on_all_ranks, batch
 from tests.ranks import on_ranks, run_ranks
 
 ERROR_FEEDBACK = fastsync.Compression("int8", error_feedback=True)
@@ -162,6 +164,27 @@ def _two_models_share_a_state(rank: int, world_size: int) -> None:
             training.step()
     message = _error_of(trainings[rank].step, within=HOOK_CHECKS_ONE_OF)
     assert re.search(r"rank 0: engine \d+, \d+ updates?; rank 1: engine \d+, \d+ updates?", message)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(2, parametrized=("shared_memory",))
+def test_a_bucket_that_is_sent_again_has_its_stamp(rank: int, world_size: int) -> None:
+    model = Given([torch.ones(30)])
+    sync = fastsync.attach(model, "bf16")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pack = FailingPass("pack")
+    fails = False
+    model.weights[0].register_hook(lambda _: pack.set_failing(fails))  # just before the engine sends the gradient
+    for step in range(4):
+        fails = rank == 1 and step == 2
+        loss = model([torch.ones(30) + rank])
+        with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
+            loss.backward()
+        pack.set_failing(False)
+        sync.abandon_step()
+        if step != 2:
+            optimizer.step()
+        optimizer.zero_grad()
 
 
 @on_ranks(2, shared_memory=False)

@@ -165,7 +165,7 @@ def test_the_wire_between_nodes_may_change(rank: int, world_size: int) -> None:
     for name in ("hook", "attach"):
         given = average(name, Given(everyone[0]), bucket_cap_mb=25)
         for wire in ("none", "int8", "bf16"):
-            given.handle.compression = by(2, wire)
+            given.compression = by(2, wire)
             expected = mean_by_reference(everyone, 2, wire)
             assert_all_bitwise_equal(averaged(given, everyone[rank], "cpu"), expected, f"{name}, {wire}: gradient")
 
@@ -411,10 +411,10 @@ def test_what_is_applied_and_what_is_kept_are_all_there_was(
             ledger.check(f"{wire}, {way}, step {number}")
         assert max(kept.abs().max() for kept in ledger.kept()) > 0, "nothing was lost that could be kept"
         for number in range(5, 7):
-            ledger.given.handle.compression = by(other, wire, error_feedback=True)
+            ledger.given.compression = by(other, wire, error_feedback=True)
             ledger.step(number)
             ledger.check(f"{wire}, from {way} to {other}")
-        ledger.given.handle.compression = "none"
+        ledger.given.compression = "none"
         ledger.step(7)
         assert ledger.given.handle.state_dict()["residuals"] == {}
 

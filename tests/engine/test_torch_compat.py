@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from fastsync import _C
 from fastsync import _torch_compat as compat
 from fastsync._torch_compat import PRIVATE, Private
 from fastsync.distributed import gloo_group
@@ -78,8 +79,10 @@ def test_what_is_said_of_a_ddp_model(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
     ddp_model = DistributedDataParallel(model)
-    averaged = set(map(id, compat.parameters_of_ddp(ddp_model)))
-    assert [name for name, each in model.named_parameters() if id(each) not in averaged] == ["0.bias"]
+    in_reducers = _C.are_in_reducers([*model.parameters()])
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for name, is_in in zip(names, in_reducers, strict=True) if not is_in] == ["0.bias"]
+    assert not any(map(compat.is_in_python_reducer, model.parameters()))
     assert [*compat.names_ignored_by_ddp(model)] == ["0.bias"]
     assert not compat.has_comm_hook(ddp_model)
     ddp_model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
@@ -150,10 +153,12 @@ def test_what_is_said_of_optimizers() -> None:
     weights = [nn.Parameter(torch.ones(1))]
     adam, lbfgs = torch.optim.Adam(weights, fused=True), torch.optim.LBFGS(weights)
     assert (compat.takes_grad_scale(adam), compat.takes_grad_scale(lbfgs)) == (True, False)
-    parts = [torch.optim.lr_scheduler.ConstantLR(adam), torch.optim.lr_scheduler.ConstantLR(adam)]
-    assert [*compat.schedulers_inside(torch.optim.lr_scheduler.SequentialLR(adam, parts, [1]))] == parts
-    scaler = torch.amp.GradScaler("cpu")
+    torch.optim.lr_scheduler.ConstantLR(adam)
+    assert (compat.has_scheduler(adam), compat.has_scheduler(lbfgs)) == (True, False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert compat.scale_of_scaler(scaler) is None
     adam.zero_grad()
     scaler.scale(weights[0].sum()).backward()
     scaler.unscale_(adam)
     assert [*compat.states_of_scaler(scaler)] == [id(adam)]
+    assert compat.scale_of_scaler(scaler) == 8.0

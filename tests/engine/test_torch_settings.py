@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fastsync
+from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.entry_points import ALL, average
 from tests.models import Given, assert_all_bitwise_equal, random_grads
 from tests.ranks import on_ranks
@@ -98,7 +99,7 @@ def _averages(
         given.model(grads).backward()
         with around_calls():
             given.finish()
-            if isinstance(given.handle, fastsync.GradientSynchronizer):
+            if isinstance(given.handle, GradientSynchronizer):
                 given.handle.set_weight(1.0 + rank)
                 given.handle.piggyback("kl", torch.full((2,), float(rank), dtype=torch.float32, device="cpu"))
             kept.append(given.grad_norm().clone())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import time
 import weakref
@@ -19,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastsync
-from fastsync import _C, Compression
+from fastsync import Compression
 from tests.engine.attached import backward_of_given
+from tests.engine.failing_passes import FailingPass
 from tests.engine.sharded import batch_of, loss_of, sharded, step_of
 from tests.models import SMALL_BUCKETS, Fails, Given, grads_of
 from tests.ranks import GLOO_TIMED_OUT, on_ranks, open_group, run_ranks
@@ -69,7 +69,7 @@ def test_models_that_go_after_an_error_leave_the_group_free(rank: int, world_siz
 def test_sharded_models_that_go_leave_the_group_free(rank: int, world_size: int, calls_detach: bool) -> None:
     for _ in range(2):
         model = sharded(init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
-        handle = fastsync.register_reduce_scatter(model)
+        handle = fastsync.register_fsdp(model)
         step_of(model, 0, rank, world_size)
         model.zero_grad()
         model.blocks[0].narrow.register_forward_hook(lambda module, inputs, output: Fails.apply(output))
@@ -135,19 +135,12 @@ class _FailsToPack(TorchDispatchMode):
     def __init__(self, num_messages: int) -> None:
         super().__init__()
         self._left = num_messages
-        get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        passes = get_pointer(_C.passes("cpu"), None)
-        assert passes is not None
-        self._pack = ctypes.c_void_p.from_address(passes)  # the first of its functions
-        self._before = self._pack.value
+        self._pack = FailingPass("pack")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_message = func.name() == "c10d::send"
         self._left -= is_message
-        raises = ctypes.CDLL("libstdc++.so.6")._ZSt17__throw_bad_allocv
-        fails_next = is_message and self._left == 0  # and not after that
-        self._pack.value = ctypes.cast(raises, ctypes.c_void_p).value if fails_next else self._before
+        self._pack.set_failing(is_message and self._left == 0)  # and not after that
         return func(*args, **(kwargs or {}))
 
 
@@ -165,7 +158,10 @@ def test_a_bucket_that_fails_while_it_is_sent_is_not_sent_again(rank: int, world
         loss = model(grads)
         if rank == 1:
             # It asks nobody where the ranks are.
-            with _FailsToPack(4), pytest.raises(torch.OutOfMemoryError, match="failed on rank 1 of 2: std::bad_alloc$"):
+            with (
+                _FailsToPack(4),
+                pytest.raises(torch.OutOfMemoryError, match=r"on rank 1 of 2: std::bad_alloc$"),
+            ):
                 loss.backward()
             with pytest.raises(RuntimeError, match="it has failed before, while it was sent"):
                 model(grads).backward()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,9 +40,15 @@ def _hooked(model: nn.Module, **options: Any) -> Model:
     return ddp
 
 
-def _steps(call: Model, model: nn.Module, rank: int, **options: Any) -> Iterator[int]:
+def _sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **options)
+
+
+def _steps(
+    call: Model, model: nn.Module, rank: int, optimizer: torch.optim.SGD | None = None, **options: Any
+) -> Iterator[int]:
     """Trains for as long as it is asked to, and yields the number of each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **options)
+    optimizer = optimizer or _sgd(model, **options)
     number = 0
     while True:
         optimizer.zero_grad()
@@ -159,8 +168,9 @@ def _joined(rank: int, world_size: int) -> None:
     model = Mlp()
     sync = fastsync.attach(model)
     for _ in range(2):
-        with sync.join():
-            steps = _steps(model, model, rank)
+        optimizer = _sgd(model)
+        with sync.join(optimizer):
+            steps = _steps(model, model, rank, optimizer)
             for _ in range([3, 6][rank]):
                 next(steps)
     steps = _steps(model, model, rank)
@@ -204,6 +214,133 @@ def test_ranks_of_a_site_hold_the_same_weights(rank: int, world_size: int) -> No
             optimizer.zero_grad()
             model(batch(rank, number)).square().mean().backward()
             optimizer.step()
+
+
+# ---- right programs --------------------------------------------------------------------------------------------------
+
+
+def _sam(rank: int, world_size: int, entry_point: Callable[..., Model], subtracts: bool = False) -> None:
+    """Each rank looks for the worst weights nearby by its own gradient, as sharpness-aware minimisation does."""
+    model = Mlp()
+    call = entry_point(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(4):
+        own = torch.autograd.grad(model(batch(rank, number)).square().mean(), list(model.parameters()))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            torch._foreach_add_(list(model.parameters()), own)
+        optimizer.zero_grad()
+        call(batch(rank, number)).square().mean().backward()
+        with torch.no_grad():
+            if subtracts:
+                torch._foreach_sub_(list(model.parameters()), own)
+            else:
+                torch._foreach_copy_(list(model.parameters()), before)
+        optimizer.step()
+
+
+def _freed(rank: int, world_size: int, entry_point: Callable[..., Model]) -> None:
+    """Weights whose memory is freed while nobody needs them: amid a backward, and in a step of the other weights."""
+    model = Mlp()
+    call = entry_point(model)
+    last, *others = reversed(list(model.parameters()))
+    of_last, of_others = (torch.optim.SGD(each, lr=0.01) for each in ([last], others))
+    kept: list[Tensor] = []
+
+    def free(parameter: Tensor) -> None:
+        kept[:] = [parameter.detach().clone()]
+        parameter.untyped_storage().resize_(0)
+
+    last.register_post_accumulate_grad_hook(free)
+    for number in range(4):
+        model.zero_grad()
+        call(batch(rank, number)).square().mean().backward()
+        of_others.step()
+        last.untyped_storage().resize_(kept[0].nbytes)
+        with torch.no_grad():
+            last.copy_(kept[0])
+        of_last.step()
+
+
+@on_ranks(2)
+def test_weights_that_differ_between_two_steps_alone(rank: int, world_size: int) -> None:
+    for entry_point in (_attached, _hooked):
+        _sam(rank, world_size, entry_point)
+        _freed(rank, world_size, entry_point)
+
+
+def _rounded(rank: int, world_size: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _sam(rank, world_size, _attached, subtracts=True)
+    return [str(each.message) for each in caught if "looks like roundings" in str(each.message)]
+
+
+def test_roundings_are_told_once() -> None:
+    (warning,), others = run_ranks(_rounded, 2)
+    assert "rank 0; rank 1" in warning
+    assert others == []
+
+
+# ---- ranks that have no sample ---------------------------------------------------------------------------------------
+
+
+def _without_batches(rank: int, world_size: int, num_batches: int, changed: int) -> tuple[int, str]:
+    model = Mlp()
+    sync = fastsync.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train() -> None:
+        with sync.join():
+            for number in range(num_batches if rank == 2 else EVERY + 10):
+                if number == changed and rank == 1:
+                    with torch.no_grad():
+                        list(model.parameters())[2].add_(1.0)
+                optimizer.zero_grad()
+                model(batch(rank, number)).square().mean().backward()
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match="the ranks hold different weights") as raised:
+        train()
+    return _step_of(str(raised.value)), str(raised.value)
+
+
+def _step_of(error: str) -> int:
+    return int(error.partition("found by step ")[2].partition(",")[0])
+
+
+@pytest.mark.parametrize(("num_batches", "changed"), [(0, 0), (1, 0), (EVERY - 10, EVERY)])
+def test_a_rank_without_batches_is_not_compared(num_batches: int, changed: int) -> None:
+    third = [name for name, _ in Mlp().named_parameters()][2]
+    for step, error in run_ranks(_without_batches, 3, num_batches, changed):
+        assert step == changed + 1
+        assert f"the first parameter that differs is {third}, and these have the same values: rank 0; rank 1." in error
+
+
+# ---- ranks on unlike machines ----------------------------------------------------------------------------------------
+
+
+def _unlike(rank: int, world_size: int, entry_point: Callable[..., Model]) -> list[str]:
+    with (
+        patch("torch.backends.cpu.get_cpu_capability", return_value=["AVX2", "AVX512", "AVX2"][rank]),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        model = Mlp()
+        steps = _steps(entry_point(model), model, rank)
+        next(steps)
+        with torch.no_grad():  # what another rounding does
+            if rank == 1:
+                next(model.parameters()).mul_(1 + 2**-20)
+        for _ in range(EVERY + 2):
+            next(steps)
+    return [str(each.message) for each in caught if "unlike machines" in str(each.message)]
+
+
+def test_ranks_on_unlike_machines_are_not_compared() -> None:
+    (warning,), *others = run_ranks(_unlike, 3, _attached)
+    assert others == [[], []]
+    assert re.search(r"rank 0, 2: [^;]*AVX2[^;]*; rank 1: [^;]*AVX512", warning)
 
 
 @pytest.mark.parametrize("entry_point", ["attach", "register_comm_hook"])

@@ -178,12 +178,12 @@ def test_a_single_value_inside_may_have_any_stride(
 
 
 @on_ranks(2)
-def test_a_frozen_one_under_attach_of_an_optimizer(rank: int, world_size: int) -> None:
+def test_a_frozen_one_under_shards_of_an_optimizer(rank: int, world_size: int) -> None:
     """The ranks share one copy of the adapters, and not of the base."""
     for make in (Lora, partial(_opaque_lora, Opaque)):
         model = make(rank)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        fastsync.attach(model, optimizer=optimizer)
+        fastsync.shard_optimizer(fastsync.attach(model), optimizer)
         model(_inputs(rank)).square().mean().backward()
         optimizer.step()
         fastsync.check_consistency(model)

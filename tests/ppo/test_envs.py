@@ -134,6 +134,7 @@ def test_actions_arrive_in_their_space(env: str, actions: Any, rewards: list[flo
     [
         ({"env": "CartPol-v1"}, "env='CartPol-v1' cannot be made: .*; did you mean CartPole-v1.*module:name"),
         ({"env": "tests.toy_envs:Nothing"}, "the module tests.toy_envs has no function 'Nothing'"),
+        ({"env": "tests.toy_envs:payout"}, "did you mean Payout"),
         ({"env": "tests.toy_envs:not_an_environment"}, "returned 7; the function must return a gymnasium.Env"),
         ({"env": "tests.toy_envs:SmallImage"}, "H and W must be at least 36: .*ResizeObservation"),
         (

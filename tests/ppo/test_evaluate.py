@@ -288,9 +288,12 @@ def test_runs_are_named_where_none_is_said(
         CheckpointFolder(Path("runs") / name / CHECKPOINTS, keep=1).save(checkpoint_of(leaning_to_1(1.0)), 1.0)
         os.utime(Path("runs") / name / CHECKPOINTS, (2_000_000_000 - age, 2_000_000_000 - age))
     listed = ["runs/newest", "'runs/of mine/and old'", "runs/0", "runs/1", "runs/2"]
-    for words, said in (([], "say which run to play"), (["runs/new"], "checkpoint='runs/new' is neither a ")):
-        assert main(["eval", *words]) == 2
-        first, *lines = capsys.readouterr().err.splitlines()
-        assert first.startswith(f"fastsync eval: {said}")
-        assert first.endswith("; the newest here:")
-        assert lines == [f"  fastsync eval {each}" for each in listed]
+    assert main(["eval", "runs/new"]) == 2
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.startswith("fastsync eval: checkpoint='runs/new' is neither a ")
+    assert first.endswith("; the newest here:")
+    assert lines == [*(f"  fastsync eval {each}" for each in listed), "  … and 2 more"]
+    assert main(["eval"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"fastsync eval {each}" for each in (*listed, "runs/3", "runs/4")]
+    assert main(["eval", "newest"]) == 2
+    assert "; `fastsync eval runs/newest` plays the run of that name; the newest here:" in capsys.readouterr().err

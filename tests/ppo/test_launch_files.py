@@ -15,7 +15,8 @@ from torch.distributed.run import parse_args as torchrun_arguments
 
 from fastsync.cli import main
 from fastsync.launch.environment import threads_of_rank
-from fastsync.launch.jobs import KINDS, Script, content
+from fastsync.launch.jobs import KINDS, Kubernetes, SkyPilot, content
+from fastsync.launch.script import Script
 from fastsync.ppo.cli import Arguments, parse
 from fastsync.ppo.evaluate import find_checkpoint
 from tests.ppo.test_launch_torchrun import ROOT, free_port
@@ -192,12 +193,35 @@ def test_what_an_option_is_given_is_no_script(tmp_path: Path, monkeypatch: pytes
         (["kubernetes", "--namespace", "us"], "pass it there: kubectl apply --namespace us -f trainjob.yaml."),
         (["skypilot", "--infra", "aws"], "pass it there: sky launch --infra aws sky.yaml."),
         (["slurm", "train.py", "--lr", "1"], "put -- before your own script: fastsync launch slurm -- train.py --lr 1"),
-        (["slurm", "--nodes", "2", "-m", "mine"], "put -- before your own script: fastsync launch slurm -- -m mine"),
+        (
+            ["slurm", "--nodes", "2", "-m", "mine"],
+            "put -- before your own script: fastsync launch slurm --nodes 2 -- -m mine",
+        ),
         (["--", "train.py"], "one of slurm, kubernetes, skypilot comes first"),
         (["slurm", "--"], "nothing stands behind --"),
         (["slurm", "--", "-m"], "nothing stands behind --"),
         (["slurm", "--", "python3", "train.py"], "leave 'python3' out"),
         (["slurm", "--", "--nproc", "2", "train.py"], "'--nproc' stands behind --, where a script comes first"),
+        (["slurm", "--", "-"], "'-' stands for a pipe, which can be read only once"),
+        (["slurm", "--", "/dev/null"], "'/dev/null' is a pipe or a terminal, which can be read only once"),
+        (["slurm", "x.py", "--lr", "1", "--file", "a.sh", "--nodes=2"], "slurm --file a.sh --nodes=2 -- x.py --lr 1"),
+        (
+            ["slurm", "--file", "a.sh", "--env", "CartPol", "--", "x.py"],
+            "settings of the trainer do not go with a script",
+        ),
+        (["slurm", "--file", "a.sh", "--mem=1G", "--", "x.py"], "pass it there: sbatch --mem=1G a.sh. If it"),
+        (["slurm", "--file", "a.sh", "--mem=1G", "--", "x.py"], "fastsync launch slurm --file a.sh -- x.py --mem=1G"),
+        (["slurm", "--replace", "--", "x.py"], "--replace is an option of fastsync launch local"),
+        (["kubernetes", "--image", "i", "--name", "My Job", "--", "x.py"], "name='My Job': expected at most 63 small"),
+        (
+            ["kubernetes", "--image", "i", "--name", "1a", "--", "x.py"],
+            "begin with a letter and end with no - (RFC 1035)",
+        ),
+        (["kubernetes", "--image", "i", "--claim", "A", "--", "x.py"], "claim='A': expected small letters"),
+        (["kubernetes", "--image", "i", "--memory", "lots"], "memory='lots': expected a quantity of Kubernetes"),
+        (["skypilot", "--accelerators", "eight"], "accelerators='eight': expected a kind of GPU and a number"),
+        (["skypilot", "--accelerators", "H100:eight"], "accelerators='H100:eight': expected"),
+        (["skypilot", "--name", "My Job"], "name='My Job': expected letters and digits"),
         (["slurm", "--", "train.py"], "'train.py' is no file in this folder"),
         (["skypilot", "--", "train.py"], "'train.py' is no file in this folder"),
         (["slurm", "--nodes", "0", "--", "-m", "mine"], "nodes=0 must be at least 1"),
@@ -208,10 +232,27 @@ def test_what_cannot_be_written_is_refused(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        sys.exit(main(["launch", *words]))
-    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert main(["launch", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fastsync launch: ")
+    assert message in said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Kubernetes, {"name": "a-1", "memory": "1.5Gi", "claim": "a.b-c"}),
+        (Kubernetes, {"name": "a" * 63, "memory": "2e9", "gpus_per_node": 0}),
+        *(
+            (SkyPilot, {"accelerators": each})
+            for each in ("A100", "H100:8", "T4:0.5", "tpu-v5e-8", "Trainium:1", "L4:24GB+")
+        ),
+        (SkyPilot, {"name": "My.Job--1"}),
+    ],
+)
+def test_what_clusters_take_is_taken(kind: type[Kubernetes | SkyPilot], options: dict[str, Any]) -> None:
+    kind(**options)
 
 
 def test_arguments_with_lines_come_to_the_script_from_skypilots_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,8 +15,10 @@ import pytest
 from torch.distributed.run import parse_args as torchrun_arguments
 
 from fastsync.cli import main
-from fastsync.launch.jobs import Script, Slurm, Trainer, content
+from fastsync.launch.jobs import Slurm, content
+from fastsync.launch.script import Script
 from fastsync.ppo.cli import Arguments, Launch, option_words, parse
+from fastsync.ppo.job import Trainer
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings
 from tests.forked import until

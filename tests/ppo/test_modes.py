@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastsync.cli import main
 from fastsync.ppo.cli import check_environment
 from fastsync.ppo.envs.make import make_environments
-from fastsync.ppo.policies import Policy
+from fastsync.ppo.policies import Policy, explain_batch_norm
 from fastsync.ppo.ppo import PPO, Settings, train
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from tests.models import group_of_one
@@ -97,6 +97,14 @@ def test_a_minibatch_of_one_row_is_too_few_for_batch_norm(given: dict[str, int])
             ppo.learn(rollout)
     with pytest.raises(ValueError, match=r"a minibatch has 1 on each rank"):  # also before ranks start
         check_environment(replace(settings, policy=f"{__name__}:Normed"))
+
+
+@pytest.mark.parametrize(("layer", "num_rows"), [(nn.BatchNorm1d, 2), (nn.Dropout, 1)])
+def test_an_error_that_is_not_batch_norms_stays(layer: type[nn.Module], num_rows: int):
+    said = ValueError("Expected more than 1 value per channel")
+    with pytest.raises(ValueError, match="Expected") as raised, explain_batch_norm(nn.Sequential(layer(1)), num_rows):
+        raise said
+    assert raised.value is said
 
 
 def test_a_policy_acts_in_eval_mode_and_learns_in_train_mode_but_for_what_is_frozen():

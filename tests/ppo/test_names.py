@@ -71,7 +71,9 @@ def test_a_file_names_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, message in (
         ("random.py:f", "another module called random"),
         ("gone.py:f", "no file gone.py"),
-        ("own", "must be module:Class, or module:function"),
+        ("own", "must be module:Class or module:function, or a file's, as path/of/file.py:function"),
+        ("own.py", "or a file's, as own.py:function"),
+        ("<stdin>:mine", "has no name to import it by"),
         ("m:f.<locals>.g", "has no name to import it by"),
     ):
         with pytest.raises(ValueError, match=f"loss='{name}' .*{message}"):

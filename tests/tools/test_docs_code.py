@@ -123,6 +123,7 @@ MADE: dict[str, Callable[[Names], Any]] = {
     "envs": lambda names: SimpleNamespace(obs_rms=SimpleNamespace(mean=np.zeros(4), var=np.ones(4))),
     "device": lambda names: torch.device("cpu"),
     "optimizer": lambda names: torch.optim.Adam(names["model"].parameters()),
+    "scheduler": lambda names: torch.optim.lr_scheduler.StepLR(names["optimizer"], 10),
     "masters": lambda names: {each: each.detach().clone() for each in names["model"].parameters()},
     "scaler": lambda names: torch.amp.GradScaler("cpu"),
     "sync": lambda names: fastsync.attach(names["model"]),

@@ -231,18 +231,20 @@ void add_to_stats(const at::Tensor& values, const at::Tensor& stats) {
   largest.copy_(at::maximum(largest, at::where(is_finite, values.abs(), 0.0).max().to(at::kDouble)));
 }
 
-// Sets the scale for the next step, as next_bucket_scale does.
+// Sets the scale for the next step.
 void move_on(float* bucket_scale, const at::Tensor& stats, double scale_share, c10::Device device) {
   const at::Tensor scale = over(bucket_scale, {1}, at::kFloat, device);
-  const at::Tensor largest = stats.narrow(0, kMaxMagnitude, 1).mul(scale_share);
-  const at::Tensor exponent = std::get<1>(at::frexp(scale)).sub(1);
-  const at::Tensor risen = exponent.add(1);
-  const at::Tensor idle = at::maximum(exponent, risen.clamp_max(kMaxIdleScaleExponent));
-  const at::Tensor next = at::where(largest.gt(0), at::minimum(scale_exponent_for(largest), risen), idle);
-  scale.copy_(power_of_two(next));
+  scale.copy_(next_scale(scale, stats.narrow(0, kMaxMagnitude, 1).mul(scale_share)));
 }
 
 }  // namespace
+
+at::Tensor next_scale(const at::Tensor& scale, const at::Tensor& largest) {
+  const at::Tensor exponent = std::get<1>(at::frexp(scale)).sub(1);
+  const at::Tensor risen = exponent.add(1);
+  const at::Tensor idle = at::maximum(exponent, risen.clamp_max(kMaxIdleScaleExponent));
+  return power_of_two(at::where(largest.gt(0), at::minimum(scale_exponent_for(largest), risen), idle));
+}
 
 at::Tensor scale_exponent_for(const at::Tensor& largest) {
   const at::Tensor wanted = at::rsub(std::get<1>(at::frexp(largest)), kTargetExponent);

@@ -18,6 +18,8 @@ void reduce(const ReduceArgs& args, c10::Device device);
 // Writes the statistics of gradients of one dtype, as unpack does. It runs on every device, for it is rare.
 void measure(at::TensorList grads, const at::Tensor& stats);
 
+// Returns what next_bucket_scale of wire_format.h returns, as float32 [1].
+at::Tensor next_scale(const at::Tensor& scale, const at::Tensor& largest);
 // Returns scale_exponent_for of wire_format.h for each element, as int32.
 at::Tensor scale_exponent_for(const at::Tensor& largest);
 // Returns two to the power of each exponent, as normal float32 values.

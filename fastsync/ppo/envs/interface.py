@@ -22,6 +22,10 @@ UNSEEN = 2**31
 """Number of the first environment of evaluations. No training environment has it, so the episodes are new."""
 
 
+class CopiesDifferError(RuntimeError):
+    """Copies of an environment have spaces that do not go together."""
+
+
 class EnvironmentFailedError(RuntimeError):
     """An environment raised an error, which is the cause of this one, or broke gymnasium's interface. Or its process
     has ended.

@@ -15,8 +15,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import FlattenObservation, NormalizeObservation, NormalizeReward
 from gymnasium.wrappers import vector as vector_wrappers
 
-from ..._checks import did_you_mean
 from ...doctor import install_command
+from ...messages import did_you_mean
 from ..names import import_module
 from .atari import wrap_atari
 from .parts import MASK, LeavesChecked, PartsInARow, choices_of, has_parts
@@ -171,7 +171,8 @@ def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
     module_name, colon, attribute = name.rpartition(":")
     if colon:
         try:
-            maker = getattr(import_module(module_name), attribute, None)
+            module = import_module(module_name)
+            maker = getattr(module, attribute, None)
         except Exception as error:  # any error of the user's module
             raise cannot_be_made(name, error) from error
         if callable(maker):
@@ -185,7 +186,9 @@ def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
         spec = gymnasium.spec(attribute)
     except gymnasium.error.Error as error:
         if colon:
-            hint = f"the module {module_name} has no function {attribute!r}, and after its import: {error}"
+            own = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+            after = f"{str(error).rstrip('.')}{did_you_mean(attribute, own) or '.'}"
+            hint = f"the module {module_name} has no function {attribute!r}, and after its import: {after}"
             raise ValueError(f"env={name!r} cannot be made: {hint}") from error
         raise ValueError(f"env={name!r} cannot be made: {_why_unknown(name, error)}") from error
     return EnvSource(name, spec=replace(spec), kwargs=dict(kwargs or {}))
@@ -200,14 +203,13 @@ def _why_unknown(name: str, error: Exception) -> str:
         return f"{error}{did_you_mean(name, [each for each in _usual_ids() if each.rpartition('-v')[0] == same])}"
     if not name:
         return "it has no name; give one of gymnasium's, or module:name"
-    is_file = name.endswith(".py")
-    module, _, attribute = name.removesuffix(".py").strip("./").replace("/", ".").rpartition(".")
-    own = f"{module}.{attribute}".strip(".") + ":NAME" if is_file else f"{module or 'MODULE'}:{attribute}"
     asks = did_you_mean(name, _usual_ids(), cutoff=0.75)
-    return (
-        f"gymnasium has no environment of this name{asks or '.'} For an environment of your own write module:name, "
-        f"such as {own}, and run where Python finds the module"
-    )
+    unknown = f"gymnasium has no environment of this name{asks or '.'} For an environment of your own write"
+    if name.endswith(".py"):
+        return f"{unknown} file:name, such as {name}:NAME"
+    module, _, attribute = name.strip("./").replace("/", ".").rpartition(".")
+    own = f"{module or 'MODULE'}:{attribute}"
+    return f"{unknown} module:name, such as {own}, and run where Python finds the module"
 
 
 def _usual_ids() -> list[str]:

@@ -21,7 +21,7 @@ from gymnasium.vector.async_vector_env import _async_worker
 
 from ...launch.main_file import missing_main_left_out
 from ...launch.signals import STOP_SIGNALS
-from .interface import UNSEEN, EnvironmentFailedError
+from .interface import UNSEEN, CopiesDifferError, EnvironmentFailedError
 from .lookup import EnvSource
 
 SILENT_SECONDS = 20.0
@@ -68,7 +68,12 @@ class EnvironmentProcesses(AsyncVectorEnv):
         """Is gymnasium's first call of the processes."""
         ends: Any = [_RankEnd(self, index, pipe) for index, pipe in enumerate(self.parent_pipes)]
         self.parent_pipes = ends
-        super()._check_spaces()  # type: ignore[no-untyped-call]
+        try:
+            super()._check_spaces()  # type: ignore[no-untyped-call]
+        except EnvironmentFailedError:
+            raise
+        except RuntimeError as error:  # gymnasium raises no other one here
+            raise CopiesDifferError(str(error)) from error
 
     def end(self, seconds: float) -> None:
         """Has the environments closed, and their processes ended, in so many seconds."""

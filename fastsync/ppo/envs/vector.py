@@ -20,7 +20,7 @@ from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from .interface import UNSEEN, Array, EnvironmentFailedError, Environments, same_values, seed_from
+from .interface import UNSEEN, Array, CopiesDifferError, EnvironmentFailedError, Environments, same_values, seed_from
 from .parts import allowed_sample
 from .processes import CLOSE_SECONDS, FAILED_CLOSE_SECONDS, EnvironmentProcesses
 
@@ -188,6 +188,14 @@ def _check_reward(reward: Any) -> None:
         raise ValueError(f"the reward is {reward}; it must be finite")
 
 
+def _side_by_side(makers: Sequence[Callable[[], gymnasium.Env[Any, Any]]], options: Any) -> SyncVectorEnv:
+    """Makes copies of an environment that step in turn. Raises CopiesDifferError if they do not go together."""
+    try:
+        return SyncVectorEnv(makers, **options)
+    except RuntimeError as error:  # gymnasium raises no other one, and EnvSource makes ValueErrors of an environment's
+        raise CopiesDifferError(str(error)) from error
+
+
 def join(
     name: str, makers: Sequence[Callable[[], gymnasium.Env[Any, Any]]], space: Space[Any], *,
     first_index: int = 0, in_processes: bool = False,
@@ -211,14 +219,12 @@ def join(
         if in_processes:
             vector = EnvironmentProcesses(makers, name=name, first_index=first_index, **options)
         else:
-            vector = SyncVectorEnv(makers, **options)
-    except RuntimeError as error:
-        if "space" in str(error) and not isinstance(error, EnvironmentFailedError):
-            raise ValueError(
-                f"env={name!r} has copies that differ in more than the bounds of their observations, and cannot learn "
-                f"together: {error}"
-            ) from error
-        raise
+            vector = _side_by_side(makers, options)
+    except CopiesDifferError as error:
+        raise ValueError(
+            f"env={name!r} has copies that differ in more than the bounds of their observations, and cannot learn "
+            f"together: {error}"
+        ) from error
     vector.observation_space = batch_space(space, len(makers))
     return vector
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ..._checks import format_bytes
+from ...messages import format_bytes
 from .figures import duration, format_share, labelled_metrics, packed
 from .metrics import PHASES, TrainResult, mean
 from .panel import RunPanel

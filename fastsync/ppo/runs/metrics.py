@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import SyncError
 from ...sync.stats import SyncStats
 from ..envs.interface import Episode, Step
 from ..exchange import Exchange
@@ -140,7 +141,8 @@ def gather_reports(mine: RankReport, exchange: Exchange) -> list[RankReport]:
     gathered = exchange.all_gather(replace(mine, episodes=mine.episodes[-WINDOW:]).numbers())
     others = [rank for rank, numbers in enumerate(gathered) if numbers[0] != gathered[0][0]]
     if others:
-        raise RuntimeError(f"ranks {others} report other metrics than rank 0; this rank reports {list(mine.metrics)}")
+        reason = f"ranks {others} report other metrics than rank 0"
+        raise SyncError(f"{reason}; this rank reports {list(mine.metrics)}", ranks=others, reason=reason)
     return [RankReport.from_numbers(numbers, mine.metrics) for numbers in gathered]
 
 

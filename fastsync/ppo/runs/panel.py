@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from ..._checks import format_bytes
+from ...messages import format_bytes
 from .figures import duration, format_share, labelled_metrics, packed
 from .metrics import PHASES
 

@@ -1,0 +1,101 @@
+"""The optimizer that steps this rank's pieces, with the user's settings and state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._torch_compat import foreach_mul_
+from ..sync.attach import GradientSynchronizer
+from .groups import ShardedGroups
+from .home import ShardHome
+from .masters import MASTER
+from .piece import Piece
+from .state import ShardedState
+
+
+class PieceOptimizer:
+    """Steps this rank's pieces of the parameters with the means, by an optimizer of the user's class."""
+
+    def __init__(self, sync: GradientSynchronizer, groups: ShardedGroups, home: ShardHome, state: ShardedState) -> None:
+        self._sync, self._groups, self._home, self._state = sync, groups, home, state
+        self._pieces: list[Piece] = []
+        self._number = -1  # of the shards that these pieces are of
+        self.inner = self._new_optimizer()
+
+    def _new_optimizer(self) -> Optimizer:
+        of_same_class: Any = type(self._groups.optimizer)
+        made: Optimizer = of_same_class([{**group, "params": []} for group in self._settings()])
+        return made
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return self._groups.optimizer.param_groups
+
+    def step(self, stepped: Sequence[int], divisor: Tensor | None) -> None:
+        """Steps the pieces of some parameters.
+
+        Args:
+            stepped: their indices.
+            divisor: divides the means, for a clip; None without one.
+        """
+        self._renew()
+        if not stepped:
+            return
+        inner = self.inner
+        scale = getattr(self._groups.optimizer, "grad_scale", None)  # a GradScaler's
+        is_fused = all(group.get("fused") for group in self._settings())
+        if is_fused:
+            scale = divisor if scale is None else scale if divisor is None else scale * divisor
+        vars(inner)["grad_scale"] = scale
+        self._state.hand_to_pieces(inner, self._pieces, stepped)
+        for group, of_pieces in zip(self._settings(), inner.param_groups, strict=True):
+            of_pieces.update({name: value for name, value in group.items() if name != "params"}, params=[])
+        chosen = set(stepped)
+        pieces = [piece for piece in self._pieces if piece.index in chosen]
+        for piece in pieces:
+            inner.param_groups[self._groups.group_of[piece.index]]["params"].append(piece.parameter)
+            piece.before_step()
+        self._state.hand_counts_to_pieces(inner, pieces)
+        if pieces and divisor is not None and not is_fused:
+            foreach_mul_([piece.gradient for piece in pieces], divisor.reciprocal())
+        inner.step()
+        for piece in pieces:
+            piece.after_step()
+        self._state.take_from_pieces(inner, pieces, stepped)
+        torch.autograd.graph.increment_version([self._groups.parameters[index] for index in stepped])
+
+    def means(self) -> dict[str, Tensor]:
+        """Returns the means over ranks, by parameter's name. Every rank must call it."""
+        self._renew()
+        have_means, parameters = self._sync._engine.have_means(), self._groups.parameters
+        means = {i: torch.zeros_like(p.detach()) for i, p in parameters.items() if have_means and have_means[i]}
+        for piece in self._pieces:
+            if piece.index in means and 0 in self._home.ranks():  # each host has all means
+                piece.of(means[piece.index]).copy_(piece.means)
+        for mean in means.values():
+            dist.all_reduce(mean, group=self._sync._group)
+        return {self._groups.names[index]: mean for index, mean in means.items()}
+
+    def _renew(self) -> None:
+        """Makes pieces anew if this rank has other shards now."""
+        number = self._sync._engine.pieces_number()
+        if number == self._number:
+            return
+        if self._home.are_pieces_alone:
+            self._state.give_whole()
+        self._home.renew()
+        parameters, rounding = self._groups.parameters, self._groups.rounding
+        self._pieces = [
+            Piece(index, begin, parameters[index], means) for index, begin, means in self._sync._engine.pieces()
+        ]
+        for piece in self._pieces:
+            if piece.index in rounding:
+                piece.take_master(self._home.held(piece, MASTER), rounding[piece.index])
+        self.inner = self._new_optimizer()
+        self._state.forget_pieces()
+        self._number = number
