@@ -79,12 +79,15 @@ class Step:
 
     group: dist.ProcessGroup
     whole: Tensor
+    sent: Tensor
+    """As large as the whole."""
     piece: Tensor
     call: Callable[["Step"], object]
 
     def prepare(self) -> None:
         """Rank r has r + 1 everywhere."""
         self.whole.fill_(dist.get_rank() + 1)
+        self.sent.fill_(dist.get_rank() + 1)
         self.piece.fill_(dist.get_rank() + 1)
 
     def run(self) -> None:
@@ -108,7 +111,7 @@ def reduce_scatter(step: Step) -> None:
 
 
 def all_to_all(step: Step) -> None:
-    dist.all_to_all_single(step.whole, step.whole.clone(), group=step.group)
+    dist.all_to_all_single(step.whole, step.sent, group=step.group)
 
 
 def barrier(step: Step) -> None:
@@ -155,7 +158,11 @@ def measure(
     limit = timedelta(seconds=sampling.timeout)
     steps = {
         name: Step(
-            dist.new_group(backend=name, timeout=limit), torch.zeros(pieces * ranks), torch.zeros(pieces), kind.call
+            dist.new_group(backend=name, timeout=limit),
+            torch.zeros(pieces * ranks),
+            torch.zeros(pieces * ranks),
+            torch.zeros(pieces),
+            kind.call,
         )
         for name in backends
     }

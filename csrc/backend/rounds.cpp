@@ -21,6 +21,8 @@ constexpr int64_t kAlignment = 4096;     // of places
 // The part of an agreement that tells its round. A rank that writes nothing may be rounds ahead of those who compare.
 constexpr uint64_t kRoundMask = 0xFFFF;
 
+constexpr std::chrono::microseconds kKeepsCore(20);
+
 using Letters = std::array<uint64_t, 5>;
 
 // What has become of a rank. One that has gone may have done its part in all that others still do.
@@ -75,12 +77,12 @@ void Rounds::begin(const Collective& collective, bool beside_caller) {
                      ": this process group can do no more: ", failure_, "; make a new one");
   }
   TORCH_CHECK_WITH(DistBackendError, !is_aborted_, "fastsync: ", collective.name, ": this process group was aborted");
-  for (int64_t rank = 0; rank < size_; ++rank) {
-    TORCH_CHECK_WITH(DistBackendError, rank == rank_ || !told_by(rank).state.has_reached(kFailed),
-                     "fastsync: ", collective.name, ": rank ", rank, " has failed, ", where_is(rank));
-  }
   collective_ = collective;
   beside_caller_ = beside_caller;
+  for (int64_t rank = 0; rank < size_; ++rank) {
+    TORCH_CHECK_WITH(DistBackendError, rank == rank_ || !told_by(rank).state.has_reached(kFailed),
+                     "fastsync: ", collective.name, ": rank ", rank, " has failed; ", where_is(rank));
+  }
   Told& own = told_by(rank_);
   own.number.store(collective.number, std::memory_order_relaxed);
   Letters letters{};
@@ -137,14 +139,28 @@ void Rounds::abort() {
 
 void Rounds::wait_for(int64_t rank, int64_t round) {
   SharedNumber& theirs = told_by(rank).round;
-  if (theirs.has_reached(round)) {
+  if (theirs.has_reached(round) || comes_soon(theirs, round)) {
     return;
   }
   const auto deadline = Waiting::Clock::now() + collective_.timeout;
-  const bool came =
-      waiting_.until(theirs, round, has_cores_ && !beside_caller_, deadline, [this, round] { look(round); });
+  const bool came = waiting_.until(theirs, round, /*has_cores=*/false, deadline, [this, round] { look(round); });
   TORCH_CHECK_WITH(DistBackendError, came, "fastsync: ", collective_.name, ": Timed out waiting ",
-                   seconds_of(collective_.timeout), " s for rank ", rank, ", ", where_is(rank));
+                   seconds_of(collective_.timeout), " s for rank ", rank, "; ", where_is(rank));
+}
+
+// Keeps this core for a moment, as long as another rank takes that computes on another one. If other processes want the
+// core, the rank that is waited for may be one of them, so later waiting lets them run.
+bool Rounds::comes_soon(const SharedNumber& theirs, int64_t round) const {
+  if (!has_cores_ || beside_caller_) {
+    return false;
+  }
+  const auto end = Waiting::Clock::now() + kKeepsCore;
+  while (Waiting::Clock::now() < end) {
+    if (theirs.has_reached(round)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 // Throws if a rank does not come to the round any more. It looks at all ranks, because one may be why another one does
@@ -163,7 +179,7 @@ void Rounds::look(int64_t round) const {
                      has_ended    ? "'s process has ended"
                      : has_failed ? " has failed"
                                   : " has left the process group",
-                     ", ", where_is(rank));
+                     "; ", where_is(rank));
   }
 }
 
@@ -173,7 +189,7 @@ void Rounds::check_agreement(int64_t rank) const {
   TORCH_CHECK_WITH(DistBackendError,
                    !is_of_this_round || (theirs & ~kRoundMask) == (collective_.agreement & ~kRoundMask),
                    "fastsync: ", collective_.name, ": rank ", rank,
-                   " takes part with another operation, size or dtype, ", where_is(rank));
+                   " takes part with another operation, size or dtype; ", where_is(rank));
 }
 
 // Tells how far a rank has got, for errors.
@@ -184,10 +200,10 @@ std::string Rounds::where_is(int64_t rank) const {
     letters[i] = told.name[i].load(std::memory_order_relaxed);
   }
   const std::string name(reinterpret_cast<const char*>(letters.data()));
-  const std::string newest = name.empty() ? "which has begun no collective"
-                                          : c10::str("whose newest collective is number ",
+  const std::string newest = name.empty() ? "it has begun none"
+                                          : c10::str("its newest collective is number ",
                                                      told.number.load(std::memory_order_relaxed), ", ", name);
-  return c10::str(newest, " (here it is number ", collective_.number, ")");
+  return c10::str(newest, ", and this one is number ", collective_.number);
 }
 
 }  // namespace fastsync

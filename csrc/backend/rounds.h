@@ -75,6 +75,7 @@ class Rounds {
   Told& told_by(int64_t rank) const;
   std::byte* place_of(int64_t rank) const;
   void wait_for(int64_t rank, int64_t round);
+  bool comes_soon(const SharedNumber& theirs, int64_t round) const;
   void look(int64_t round) const;
   void check_agreement(int64_t rank) const;
   std::string where_is(int64_t rank) const;

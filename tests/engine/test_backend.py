@@ -529,7 +529,7 @@ def test_a_late_rank_is_named_after_the_time_out(rank: int, world_size: int) -> 
     dist.broadcast(torch.ones(1), 0, group=group)
     if rank == 0:
         error = error_of(lambda: dist.all_reduce(torch.ones(3), group=group))
-        assert re.search(r"Timed out waiting 0.5 s for rank 1, whose newest collective is number 1, broadcast", error)
+        assert re.search(r"Timed out waiting 0.5 s for rank 1; its newest collective is number 1, broadcast", error)
         store.set("over", "")
     else:
         store.wait(["over"])

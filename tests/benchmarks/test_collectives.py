@@ -1,0 +1,44 @@
+"""``benchmarks collectives``: right results over each backend, and bandwidths as nccl-tests defines them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.commands.collectives import COLLECTIVES, Options
+
+
+@pytest.mark.end_to_end
+def test_each_collective_is_right_over_each_backend(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    options = ("--sizes", "64B", "1KiB", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))
+    assert main(["collectives", *options, "--collectives", *COLLECTIVES]) == 0
+    said = capfd.readouterr().out
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["settings"]["collective"] for row in rows} == set(COLLECTIVES)
+    for row in rows:
+        assert f"{row['settings']['collective']}, 2 gloo ranks" in said
+        assert row["correct"]
+        assert len(row["samples"]) == 2
+        assert row["method"] != "gloo" or row["figures"]["over_gloo"] == 1.0
+
+
+def test_bus_bandwidths_are_those_of_nccl_tests():
+    factors = {name: kind.bus_factor(4) for name, kind in COLLECTIVES.items()}
+    assert (factors["all_reduce"], factors["broadcast"], factors["all_gather"]) == (1.5, 1.0, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"collectives": ("sum",)}, "'sum' is none of"),
+        ({"sizes": ("8",)}, "'8' is not"),
+        ({"nproc": 1}, "must be at least 2"),
+    ],
+)
+def test_what_is_refused(option: dict[str, Any], error: str):
+    with pytest.raises(ValueError, match=error):
+        Options(**option)
