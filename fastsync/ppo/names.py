@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
+import numbers
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import fields, is_dataclass
+from pathlib import Path, PurePath
 from typing import Any
+
+import torch
+
+_WRITTEN = (numbers.Number, str, bytes, range, PurePath, torch.dtype, torch.device)
+"""Types of values whose ``repr`` is the value."""
 
 _importing: list[str] = []
 """Modules that are being imported because a setting names them, outermost first."""
@@ -25,7 +33,7 @@ def import_from(setting: str, name: str) -> Any:
     if not colon:
         own = name if name.endswith(".py") else "path/of/file.py"
         raise ValueError(f"{setting}={name!r} must be module:Class or module:function, or a file's, as {own}:function")
-    if name.startswith("<") or "<" in attribute or "(...)" in name or name.endswith(")"):
+    if not has_import_name(name):
         raise ValueError(
             f"{setting}={name!r} has no name to import it by; resume by the script that passed it, or define it at the "
             "top level of a module"
@@ -37,6 +45,11 @@ def import_from(setting: str, name: str) -> Any:
         return found
     except Exception as error:  # any error of the user's module
         raise ValueError(f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def has_import_name(name: str) -> bool:
+    """Returns whether ``import_from`` may find what ``name_of`` has called so."""
+    return not ("<" in name.rpartition(":")[2] or "(...)" in name or name.endswith(")"))
 
 
 def function_from(setting: str, name: str) -> Callable[..., Any]:
@@ -98,10 +111,10 @@ def name_of(thing: Any) -> str:
     """Returns the name by which ``import_from`` finds a function or a class again in this folder.
 
     What cannot be found again, such as a function inside a function, gets a name that says so. It is the same in the
-    next start of the same script.
+    next start of the same script. So of an object among the arguments of a ``functools.partial`` it holds the class.
     """
     if isinstance(thing, functools.partial):
-        given = [name_of(thing.func), *map(repr, thing.args), *(f"{key}={v!r}" for key, v in thing.keywords.items())]
+        given = [name_of(thing.func), *map(_argument_name, thing.args), *_keyword_names(thing.keywords)]
         return f"functools:partial({', '.join(given)})"
     is_bound = getattr(thing, "__self__", None) is not None
     named = thing if hasattr(thing, "__qualname__") and not is_bound else type(getattr(thing, "__self__", thing))
@@ -109,6 +122,33 @@ def name_of(thing: Any) -> str:
     if is_bound:
         return f"{name}(...).{thing.__name__}"
     return name if named is thing else f"{name}(...)"
+
+
+def _argument_name(value: Any) -> str:
+    """Returns the value of an argument if that can be written, else the name of its function or class.
+
+    ``repr`` of other objects may hold an address, which is another one in each start.
+    """
+    if isinstance(value, enum.Enum):
+        return f"{name_of(type(value))}.{value.name}"
+    if value is None or isinstance(value, _WRITTEN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        pairs = (f"{_argument_name(key)}: {_argument_name(each)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        parts = ", ".join(map(_argument_name, value))
+        return f"[{parts}]" if isinstance(value, list) else f"({parts})"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(_argument_name, value)))}}}"  # sets of strings have another order each time
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {each.name: getattr(value, each.name) for each in fields(value) if each.repr}
+        return f"{name_of(type(value))}({', '.join(_keyword_names(own))})"
+    return name_of(value)
+
+
+def _keyword_names(keywords: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={_argument_name(value)}" for key, value in keywords.items()]
 
 
 def _module_name(name: str) -> str:

@@ -30,7 +30,9 @@ class Regression(nn.Module):
         return {"loss": nn.functional.mse_loss(self.network(inputs), labels)}
 
 
-def _train(folder: str, steps: int, resume: str | None = None) -> tuple[Regression, list[str]]:
+def _train(
+    folder: str, steps: int, resume: str | None = None, compression: str = "int8+ef"
+) -> tuple[Regression, list[str]]:
     from transformers import Trainer, TrainingArguments
 
     from fastsync.integrations.transformers import FastsyncCallback
@@ -42,17 +44,21 @@ def _train(folder: str, steps: int, resume: str | None = None) -> tuple[Regressi
     options = {"save_steps": 3, "lr_scheduler_type": "constant", "per_device_train_batch_size": 8}
     arguments = TrainingArguments(folder, max_steps=steps, ddp_find_unused_parameters=False, **options, **quiet)
     trainer = Trainer(model, arguments, train_dataset=data)
-    trainer.add_callback(FastsyncCallback(trainer, "int8+ef"))
+    trainer.add_callback(FastsyncCallback(trainer, compression))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train(resume_from_checkpoint=resume)
     return model, [str(each.message) for each in caught if "without the residuals" in str(each.message)]
 
 
-@on_ranks(2, timeout=200)
-def test_a_training_that_is_resumed(rank: int, world_size: int, tmp_path: Path) -> None:
+def _as_under_torchrun(rank: int, world_size: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="0")
+
+
+@on_ranks(2, timeout=200)
+def test_a_training_that_is_resumed(rank: int, world_size: int, tmp_path: Path) -> None:
+    _as_under_torchrun(rank, world_size)
     at_once, _ = _train(str(tmp_path / "at once"), 6)
     folder, elsewhere = str(tmp_path / "with pause"), tmp_path / "elsewhere"
     _train(folder, 3)
@@ -66,3 +72,24 @@ def test_a_training_that_is_resumed(rank: int, world_size: int, tmp_path: Path) 
     assert_same_on_all_ranks(list(resumed.parameters()))
     _, warned = _train(str(tmp_path / "other"), 4, str(elsewhere))
     assert len(warned) == 1
+
+
+@on_ranks(2, timeout=200)
+def test_a_training_that_is_resumed_on_more_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The second rank is new: it has no state."""
+    _as_under_torchrun(rank, world_size)
+    folder = tmp_path / "with scales"
+    _train(str(folder), 3)
+    dist.barrier()
+    if rank == 1:
+        (folder / "checkpoint-3" / "fastsync_1.pt").unlink()
+    dist.barrier()
+    resumed, (warned,) = _train(str(folder), 6, f"{folder}/checkpoint-3")
+    assert "ranks [1] have no state" in warned
+    assert_same_on_all_ranks(list(resumed.parameters()))
+    folder = tmp_path / "without"
+    _train(str(folder), 3, compression="none")
+    dist.barrier()
+    assert not list(folder.glob("checkpoint-3/fastsync_*"))
+    _, warned = _train(str(folder), 6, f"{folder}/checkpoint-3", compression="none")
+    assert warned == []

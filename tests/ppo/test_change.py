@@ -305,6 +305,30 @@ def test_a_run_with_a_loss_of_ones_own_goes_on_with_it_and_with_no_other(tmp_pat
     assert load_settings(str(tmp_path / "mine" / "settings.yaml"), Settings).allow_other_loss is False
 
 
+def scaled(new: Evaluated, batch: Batch, settings: Settings, remaining: float, by: nn.Module) -> Any:
+    loss, metrics = ppo_loss(new, batch, settings, remaining)
+    return by(loss), metrics
+
+
+def test_a_script_resumes_by_the_same_arguments(tmp_path: Path):
+    """Each start makes objects of its own, whose addresses differ, such as with --max-restarts."""
+    settings = replace(TINY, runs_dir=str(tmp_path), run_name="mine", resume="auto")
+    kept = [nn.Identity(), nn.Identity()]  # at two addresses
+    for steps, network in zip((600, 1200), kept, strict=True):
+        given = {"policy": partial(with_extra, extra=network), "loss": partial(scaled, by=network)}
+        run_ranks(train_once, 1, replace(settings, total_steps=steps), given)
+    rows = list(csv.DictReader((tmp_path / "mine" / "progress.csv").open()))
+    assert int(rows[-1]["step"]) >= 1200
+    for changes, name in (({"policy": given["policy"]}, "loss"), ({"loss": given["loss"]}, "policy")):
+        known = resolve(settings, changes.get("policy"), changes.get("loss"), None)[0]
+        with pytest.raises(ValueError, match=rf"{name}='functools:partial.*; resume by the script that passed it"):
+            check_run(known, 1)
+
+
+def with_extra(*args: Any, extra: nn.Module) -> Policy:
+    return ActorCritic(*args)
+
+
 def test_a_function_that_is_given_twice_or_cannot_be_found_is_refused():
     with pytest.raises(ValueError, match=r"loss='elsewhere:mine' in the settings, and loss='.*:lost' in train"):
         resolve(replace(TINY, loss="elsewhere:mine"), None, lost, None)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from fastsync.ppo.names import import_from, kept_folder, name_of
 from fastsync.ppo.settings import RunSettings, load_settings
@@ -83,7 +87,28 @@ def test_a_file_names_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_names_of_what_a_script_passes():
     assert import_from("loss", name_of(kept_folder)) is kept_folder
     assert name_of(partial(run, Path())) == f"functools:partial({__name__}:run, {Path()!r})"
+    given = {"scale": 0.5, "of": [kept_folder, ("a", None)], "by": {"x": torch.float32}, "in_": {"b", "a"}}
+    named = f"scale=0.5, of=[{kept_folder.__module__}:kept_folder, ('a', None)], by={{'x': torch.float32}}"
+    assert name_of(partial(run, **given)) == f"functools:partial({__name__}:run, {named}, in_={{'a', 'b'}})"
     assert name_of(lambda: 0) == f"{__name__}:test_names_of_what_a_script_passes.<locals>.<lambda>"
+
+
+@dataclass
+class Options:
+    color: Color
+    network: nn.Module
+
+
+class Color(IntEnum):
+    RED = 1
+
+
+def test_names_of_objects_are_those_of_the_next_start():
+    first, second = (name_of(partial(run, Options(Color.RED, nn.Tanh()), net=nn.ReLU())) for _ in range(2))
+    options = f"{__name__}:Options(color={__name__}:Color.RED, network=torch.nn.modules.activation:Tanh(...))"
+    assert first == second == f"functools:partial({__name__}:run, {options}, net=torch.nn.modules.activation:ReLU(...))"
+    with pytest.raises(ValueError, match="has no name to import it by; resume by the script"):
+        import_from("loss", first)
 
 
 def test_the_home_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

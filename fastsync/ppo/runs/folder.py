@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from gymnasium import Space
 
 from ..files import write_whole
+from ..names import has_import_name
 from ..settings import RunSettings, dump_settings
 from .checkpoints import Checkpoint, CheckpointFolder, is_checkpoint_file, load_checkpoint
 
@@ -206,13 +207,20 @@ def changes(checkpoint: Checkpoint, settings: RunSettings, world_size: int) -> l
             continue  # older versions did not note what a script passed
         if name in _OWN_CODE and not settings.allow_other_loss:
             option = f"--{name} {before}" if before is not None else f"no --{name}"
+            way = _by_script(before) or f"resume with {option}, use the run's settings.yaml as config"
             raise ValueError(
-                f"{name}={now!r} would resume a run with {name}={before!r}; resume with {option}, use the run's "
-                "settings.yaml as config, or set allow_other_loss to go on with another one"
+                f"{name}={now!r} would resume a run with {name}={before!r}; {way}, or set allow_other_loss to go on "
+                "with another one"
             )
         if name in _FIXED:
-            raise ValueError(
-                f"{name}={now!r} cannot resume a run with {name}={before!r}; resume with that value, or begin a new run"
-            )
+            way = (_by_script(before) if name == "policy" else None) or "resume with that value"
+            raise ValueError(f"{name}={now!r} cannot resume a run with {name}={before!r}; {way}, or begin a new run")
         notes.append(f"{name} is {now!r} from here on, it was {before!r}")
     return notes
+
+
+def _by_script(own_code: str | None) -> str | None:
+    """Returns how to resume with code of the user's that no option can name; None if one can."""
+    if own_code is None or has_import_name(own_code):
+        return None
+    return "resume by the script that passed it, with the same arguments"
