@@ -109,12 +109,11 @@ class OptimizerShards:
 
     def _warn_of(self, error: ValueError) -> None:
         """Tells once why ranks do not share memory, unless nobody would expect it."""
-        why = str(error).partition(". Leave")[0]
-        none_could = getattr(error, "reason", None) == ""  # else it tells which rank has tried in vain, and why
-        is_expected = none_could or os.environ.get("FASTSYNC_SHARED_MEMORY") == "0"
+        why = getattr(error, "reason", "")  # which rank has tried in vain, and why; empty if none could
+        is_expected = not why or os.environ.get("FASTSYNC_SHARED_MEMORY") == "0"
         if self._sync._group.rank() == 0 and not is_expected:
             warnings.warn(
-                f"fastsync.shard_optimizer: {why}. So each rank has its own parameters and the state of its shard, and "
+                f"fastsync.shard_optimizer: ranks share no memory, because {why}. So each rank has its own parameters and the state of its shard, and "
                 "every rank has to call the optimizer's state_dict(), and detach()",
                 stacklevel=5,
             )
