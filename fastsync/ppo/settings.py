@@ -24,6 +24,9 @@ from .whole_numbers import WHOLE_NUMBERS
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Activation = Literal["tanh", "relu", "elu"]
 
+FLAG_OF_BEFORE = {True: "rollout", False: "none"}
+"""What ``norm_advantages`` is called today in the settings of older runs, where it was true or false."""
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -177,6 +180,8 @@ def file_words(source: str) -> list[str]:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold lines such as 'total_steps: 100000', not a {type(content).__name__}")
+    if (flag := content.get("norm_advantages")) in (True, False):
+        content["norm_advantages"] = FLAG_OF_BEFORE[flag]
     return words_of(content)
 
 
