@@ -91,7 +91,9 @@ class RunSettings:
     eval_interval: int = 0
     """Environment steps between evaluations on the way, over all ranks, which also choose the best checkpoint. 0: none.
     They leave the training as it is, except for its time."""
-    eval_episodes: int = 10  # Episodes of an evaluation, spread over the ranks. They are the same each time.
+    eval_episodes: int = 10
+    """Episodes of an evaluation, spread over the ranks. They are the same each time. Without evaluations, so many of
+    the training's have to end before a checkpoint is the best."""
     eval_env: str | None = None  # Environment of the evaluations, as in --env. By default that of the training.
 
     def __post_init__(self) -> None:
