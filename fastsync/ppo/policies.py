@@ -246,6 +246,9 @@ class Policy(nn.Module):
         is_one = seen.shape == self._observation_shape
         if not is_one and seen.shape[1:] != self._observation_shape:
             raise ValueError(self._why_not_seen(seen.shape))
+        mask_size = 0 if self.parts is None else self.parts.mask_size
+        if mask_size and forbids_all(seen[..., -mask_size:], self._action_space):
+            raise ValueError("action_mask: it forbids every action; allow one, or end the episode")
         rows = torch.from_numpy(seen[None] if is_one else seen).to(next(self.parameters()).device)
         with in_eval_mode(self):
             chosen = self.likeliest(rows.to(self.observation_dtype))
@@ -265,8 +268,6 @@ class Policy(nn.Module):
         if mask.shape != (*seen.shape[:-1], size):
             needs = f"expected shape {(*seen.shape[:-1], size)}" if size else "the training had none"
             raise ValueError(f"action_mask: {needs}, got shape {mask.shape}")
-        if forbids_all(mask, self._action_space):
-            raise ValueError("action_mask: it forbids every action; allow one, or end the episode")
         return np.concatenate([seen, mask], axis=-1)
 
     def _why_not_seen(self, shape: tuple[int, ...]) -> str:
