@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ class Batch:
     actions: Tensor  # [B, *action_shape].
     log_probs: Tensor  # [B]: log-probabilities of the actions in the rollout.
     values: Tensor  # [B]: values of the critic in the rollout.
-    advantages: Tensor  # [B]: normalised, unless norm_advantages is off.
+    advantages: Tensor  # [B]: normalised, unless norm_advantages is none.
     returns: Tensor  # [B]: targets of the critic.
     weights: Tensor  # [B]: weight of each row in the mean over its minibatch; 0 for restarts, which are no steps.
 
@@ -133,15 +133,31 @@ class Shuffler:
         self._num_minibatches = num_minibatches
         self._streams = streams
 
-    def minibatches(self, batch: Batch, num_epochs: int) -> Iterator[Batch]:
-        """Yields the minibatches of each pass over ``batch``, whose columns are [T, N, ...]."""
+    def minibatches(
+        self, batch: Batch, num_epochs: int, normalize: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Iterator[Batch]:
+        """Yields the minibatches of each pass over ``batch``, whose columns are [T, N, ...].
+
+        Args:
+            batch: the rollout.
+            num_epochs: E, the number of passes.
+            normalize: is called once, before the first minibatch, if there are M > 1 minibatches. It gets the
+                advantages [E, M, B] of all of them, and whether each row is valid. It returns the advantages to use.
+        """
         rows = batch.map(lambda column: column.flatten(0, 1))
         if self._num_minibatches == 1:  # the order of rows does not matter
             yield from [rows] * num_epochs
             return
         num_steps, num_envs = batch.log_probs.shape
-        for order in self._row_orders(num_steps, num_envs, num_epochs):
+        orders = self._row_orders(num_steps, num_envs, num_epochs)
+        advantages = None
+        if normalize is not None:
+            at = torch.stack(list(orders)).unflatten(1, (self._num_minibatches, -1))
+            advantages = normalize(rows.advantages[at], rows.weights[at] > 0).flatten(1)
+        for epoch, order in enumerate(orders):
             shuffled = rows.map(lambda column, at=order: column.index_select(0, at))  # type: ignore[misc]
+            if advantages is not None:
+                shuffled = replace(shuffled, advantages=advantages[epoch])
             yield from self.cut(shuffled, self._num_minibatches)
 
     @staticmethod

@@ -64,6 +64,7 @@ ELSEWHERE = {
         ("--capture-video", "--video"), _AFTERWARDS.format("--video FOLDER", "writes videos of the policy")
     ),
     "--backend": "the device decides it: --device cuda takes NCCL, and --device cpu takes Gloo",
+    "--no-norm-advantages": "write --norm-advantages none",
     "--track": "name a project of Weights & Biases, by --wandb-project",
 }
 """What to use in place of options that a training does not have."""

@@ -225,14 +225,29 @@ class Policy(nn.Module):
         outputs = self.allowed(self.outputs(self.features(observations)), observations)
         return self.distribution.mode(outputs)
 
+    def sampled(self, observations: Tensor) -> Tensor:
+        """Samples allowed actions ``[..., *action_shape]``, by torch's own generator. See ``likeliest``."""
+        outputs = self.allowed(self.outputs(self.features(observations)), observations)
+        tiny = torch.finfo(outputs.dtype).eps
+        noise = self.distribution.noise(torch.rand_like(outputs).clamp(tiny, 1 - tiny))
+        return self.distribution.sample(outputs, noise)
+
     @torch.no_grad()
-    def act(self, observations: Array, action_mask: Array | tuple[Array, ...] | None = None) -> Array:
-        """Chooses the likeliest actions, in eval mode.
+    def act(
+        self,
+        observations: Array,
+        action_mask: Array | tuple[Array, ...] | None = None,
+        *,
+        deterministic: bool = True,
+    ) -> Array:
+        """Chooses the likeliest actions, or samples them, in eval mode.
 
         Args:
             observations: one observation of the environment, ``[*shape]``, or N of them, ``[N, *shape]``.
             action_mask: the mask that came with them, as in ``info["action_mask"]``, ``[num_choices]`` or
                 ``[N, num_choices]``. Rows of ``fastsync.ppo.envs.parts.PartsInARow`` hold it already.
+            deterministic: take the likeliest actions. Without it actions are samples, as in the training;
+                ``torch.manual_seed`` seeds them.
 
         Returns:
             The action for ``env.step``, ``[*action_shape]``, or N actions, ``[N, *action_shape]``.
@@ -246,9 +261,13 @@ class Policy(nn.Module):
         is_one = seen.shape == self._observation_shape
         if not is_one and seen.shape[1:] != self._observation_shape:
             raise ValueError(self._why_not_seen(seen.shape))
+        mask_size = 0 if self.parts is None else self.parts.mask_size
+        if mask_size and forbids_all(seen[..., -mask_size:], self._action_space):
+            raise ValueError("action_mask: it forbids every action; allow one, or end the episode")
         rows = torch.from_numpy(seen[None] if is_one else seen).to(next(self.parameters()).device)
         with in_eval_mode(self):
-            chosen = self.likeliest(rows.to(self.observation_dtype))
+            rows = rows.to(self.observation_dtype)
+            chosen = self.likeliest(rows) if deterministic else self.sampled(rows)
         actions = action_translator(self._action_space)(chosen.cpu().numpy())
         return actions[0] if is_one else actions
 
@@ -265,8 +284,6 @@ class Policy(nn.Module):
         if mask.shape != (*seen.shape[:-1], size):
             needs = f"expected shape {(*seen.shape[:-1], size)}" if size else "the training had none"
             raise ValueError(f"action_mask: {needs}, got shape {mask.shape}")
-        if forbids_all(mask, self._action_space):
-            raise ValueError("action_mask: it forbids every action; allow one, or end the episode")
         return np.concatenate([seen, mask], axis=-1)
 
     def _why_not_seen(self, shape: tuple[int, ...]) -> str:

@@ -31,12 +31,12 @@ from .batches import Batch, Rows, Shuffler, blank_unused, check_rewards
 from .envs.interface import Environments, Episode, seed_from
 from .exchange import Exchange
 from .names import check_not_importing, function_from, import_from, name_of
-from .normalize import RewardNormalizer, explained_variance, mean_and_variance, moments
+from .normalize import RewardNormalizer, explained_variance, moments
 from .policies import ActorCritic, Policy, autocast, explain_batch_norm, in_eval_mode, make_policy, own_buffers
 from .random_streams import RandomStreams
 from .runs.metrics import TrainResult, add_infos, mean, mean_of_steps
 from .session import open_session
-from .settings import RunSettings
+from .settings import FLAG_OF_BEFORE, RunSettings
 from .stopwatch import Stopwatch
 
 ADAPTIVE_LIMITS = (1e-5, 1e-2)  # of the adaptive learning rate, as in RSL-RL
@@ -52,7 +52,8 @@ class Settings(RunSettings):
     num_steps: int = 32  # Steps of each environment per rollout.
     gamma: float = 0.98  # Discount factor per step.
     gae_lambda: float = 0.95  # Lambda of generalised advantage estimation.
-    norm_advantages: bool = True  # Normalise advantages to mean 0 and variance 1 over the rollouts of all ranks.
+    norm_advantages: Literal["minibatch", "rollout", "none"] = "minibatch"
+    """Normalise advantages to mean 0 and variance 1, over each minibatch or over the rollout, both of all ranks."""
     norm_rewards: bool = False
     """Divide rewards by the running standard deviation of the discounted returns of all ranks; clip to [-10, 10]."""
 
@@ -83,6 +84,10 @@ class Settings(RunSettings):
     lr_schedule=adaptive it sets the learning rate instead, and does not stop."""
 
     def __post_init__(self) -> None:
+        scope = FLAG_OF_BEFORE.get(self.norm_advantages, self.norm_advantages)  # type: ignore[call-overload]
+        object.__setattr__(self, "norm_advantages", scope)
+        scopes = ("minibatch", "rollout", "none")
+        self._check(f"must be one of {', '.join(scopes)}", lambda value: value in scopes, "norm_advantages")
         counts = ("num_steps", "num_epochs", "num_minibatches", "num_micro_batches")
         self._check("must be at least 1", lambda value: value >= 1, *counts)
         self._check("must be greater than 0", lambda value: value is None or value > 0, "max_grad_norm", "target_kl")
@@ -220,9 +225,17 @@ def estimate_advantages(
 
 
 def normalize_advantages(advantages: Tensor, moments: Tensor) -> Tensor:
-    """Normalises advantages [T, N] by the mean and variance in ``moments`` [3], which are those of all ranks."""
-    _, mean, variance = mean_and_variance(moments)
-    return ((advantages.double() - mean) / (variance.sqrt() + 1e-8)).to(advantages.dtype)
+    """Normalises advantages to mean 0 and variance 1, as Stable-Baselines3 does. A single row stays as it is.
+
+    Args:
+        advantages: [T, N], or [E, M, B] of M minibatches in E passes.
+        moments: count, sum and sum of squares over all ranks: [3], or [3, E, M, 1].
+    """
+    count, total, squares = moments
+    mean = total / count.clamp(min=1)
+    variance = ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0)  # of a sample, as torch.std
+    rows = advantages.double()
+    return torch.where(count > 1, (rows - mean) / (variance.sqrt() + 1e-8), rows).to(advantages.dtype)
 
 
 def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_minibatches: int) -> Tensor:
@@ -423,12 +436,14 @@ class PPO:
         num_valid, num_minibatches = advantage_moments[0], settings.num_minibatches
         world_size = self.exchange.world_size
         weights = row_weights(rollout.valid, num_valid, world_size=world_size, num_minibatches=num_minibatches)
+        if settings.norm_advantages == "rollout" or (settings.norm_advantages == "minibatch" and num_minibatches == 1):
+            advantages = normalize_advantages(advantages, advantage_moments)
         batch = Batch(
             observations=rollout.observations,
             actions=rollout.actions,
             log_probs=rollout.log_probs,
             values=rollout.values,
-            advantages=normalize_advantages(advantages, advantage_moments) if settings.norm_advantages else advantages,
+            advantages=advantages,
             returns=returns,
             weights=weights.to(advantages.dtype),
         )  # each column is [T, N, ...]
@@ -464,11 +479,19 @@ class PPO:
         with self.waiting:
             return self.exchange.sum(mine)
 
+    def _normalize_minibatches(self, advantages: Tensor, valid: Tensor) -> Tensor:
+        """Normalises the advantages [E, M, B] of each minibatch over the valid rows of all ranks, by one sum."""
+        counted = advantages.double() * valid
+        mine = torch.stack([valid.double(), counted, counted.square()]).sum(-1, keepdim=True)  # [3, E, M, 1]
+        with self.waiting:
+            return normalize_advantages(advantages, self.exchange.sum(mine))
+
     @fused.look_once()
     def _update(self, batch: Batch, remaining: float) -> dict[str, float]:
         """Learns from epochs of minibatches. Returns the means of metrics over optimizer steps; NaN without steps."""
         settings, steps = self.settings, list[list[Tensor]]()
-        for minibatch in self.shuffler.minibatches(batch, settings.num_epochs):
+        normalize = self._normalize_minibatches if settings.norm_advantages == "minibatch" else None
+        for minibatch in self.shuffler.minibatches(batch, settings.num_epochs, normalize):
             for parameter in self.parameters:  # zero_grad() takes longer
                 parameter.grad = None
             with explain_batch_norm(self.policy, len(minibatch.log_probs) // settings.num_micro_batches):

@@ -381,12 +381,13 @@ class Session:
 
     def _score(self, is_best: bool) -> float:
         """Returns what decides which checkpoint is the best: evaluations, if there are any, or the training's episodes.
-        NaN if that is not known.
+        NaN if that is not known, as where fewer episodes have ended than an evaluation would have.
 
         ``is_best`` tells whether the newest evaluation is the best.
         """
         if self._evaluator is None:
-            return math.nan if self._num_of_before else mean(returns_of(self._last_episodes))
+            are_few = len(self._last_episodes) < min(self._settings.eval_episodes, WINDOW)
+            return math.nan if self._num_of_before or are_few else mean(returns_of(self._last_episodes))
         return self._best_return if is_best else math.nan
 
     def _save(self, score: float) -> None:

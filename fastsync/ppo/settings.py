@@ -24,6 +24,9 @@ from .whole_numbers import WHOLE_NUMBERS
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Activation = Literal["tanh", "relu", "elu"]
 
+FLAG_OF_BEFORE = {True: "rollout", False: "none"}
+"""What ``norm_advantages`` is called today in the settings of older runs, where it was true or false."""
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -88,7 +91,9 @@ class RunSettings:
     eval_interval: int = 0
     """Environment steps between evaluations on the way, over all ranks, which also choose the best checkpoint. 0: none.
     They leave the training as it is, except for its time."""
-    eval_episodes: int = 10  # Episodes of an evaluation, spread over the ranks. They are the same each time.
+    eval_episodes: int = 10
+    """Episodes of an evaluation, spread over the ranks. They are the same each time. Without evaluations, so many of
+    the training's have to end before a checkpoint is the best."""
     eval_env: str | None = None  # Environment of the evaluations, as in --env. By default that of the training.
 
     def __post_init__(self) -> None:
@@ -177,6 +182,8 @@ def file_words(source: str) -> list[str]:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold lines such as 'total_steps: 100000', not a {type(content).__name__}")
+    if (flag := content.get("norm_advantages")) in (True, False):
+        content["norm_advantages"] = FLAG_OF_BEFORE[flag]
     return words_of(content)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fastsync.ppo.batches import Batch
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.normalize import ObservationNormalizer, RewardNormalizer, RunningMoments, explained_variance, moments
 from fastsync.ppo.ppo import (
@@ -20,6 +21,7 @@ from fastsync.ppo.ppo import (
     normalize_advantages,
 )
 from tests.models import group_of_one
+from tests.ranks import run_ranks
 
 GOES_ON, TERMINATES, TRUNCATES = range(3)
 
@@ -80,9 +82,46 @@ def test_normalisation_pools_the_valid_rows_of_all_ranks():
     valid = [torch.rand(6, 5, generator=generator) < share for share in (0.9, 0.5)]
     of_all = sum(moments(mine.unsqueeze(-1), counts) for mine, counts in zip(ranks, valid, strict=True))
     pooled = torch.cat([mine[counts] for mine, counts in zip(ranks, valid, strict=True)]).double()
-    expected = (ranks[0].double() - pooled.mean()) / pooled.std(correction=0)
+    expected = (ranks[0].double() - pooled.mean()) / pooled.std()
     normalized = normalize_advantages(ranks[0], of_all)
     torch.testing.assert_close(normalized.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def _minibatch_norms(rank: int, world_size: int) -> list[list[float]]:
+    """Sums of what each minibatch is normalised to, of 4 environments over all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    advantages, valid = torch.randn(12, 4, generator=generator), torch.rand(12, 4, generator=generator) < 0.8
+    settings = Settings(num_envs=4 // world_size, num_steps=12, num_minibatches=3)
+    with make_environments(settings, rank=rank) as environments:
+        ppo = PPO(settings, environments, torch.device("cpu"))
+    mine = slice(rank * settings.num_envs, (rank + 1) * settings.num_envs)
+    column = (advantages[:, mine] * 100 + 5).contiguous()
+    batch = Batch(**dict.fromkeys(("observations", "actions", "log_probs", "values", "returns"), column),
+                  advantages=column, weights=valid[:, mine] * 1.0)  # fmt: skip
+    parts = list(ppo.shuffler.minibatches(batch, 2, ppo._normalize_minibatches))
+    sums = []
+    for part in parts:
+        counts = part.weights > 0
+        if world_size == 1:  # the formula of Stable-Baselines3 and CleanRL
+            raw = part.values[counts]
+            expected = (raw - raw.mean()) / (raw.std() + 1e-8)
+            torch.testing.assert_close(part.advantages[counts], expected, rtol=1e-5, atol=1e-5)
+        rows = part.advantages[counts].double()
+        sums.append([float(counts.sum()), float(rows.sum()), float(rows.square().sum()), float(rows.pow(3).sum())])
+    return sums
+
+
+def test_a_minibatch_of_all_ranks_is_normalised_as_that_of_one() -> None:
+    (alone,), both = run_ranks(_minibatch_norms, 1), run_ranks(_minibatch_norms, 2)
+    assert len(alone) == 6
+    torch.testing.assert_close(torch.tensor(both).sum(0), torch.tensor(alone), rtol=1e-5, atol=1e-4)
+
+
+def test_a_single_row_is_not_normalised() -> None:
+    advantages = torch.tensor([[2.0, 3.0], [5.0, 7.0]])  # two minibatches, of which the first has one valid row
+    sums = torch.tensor([[[1.0], [2.0]], [[2.0], [12.0]], [[4.0], [74.0]]], dtype=torch.float64)
+    normalized = normalize_advantages(advantages, sums)
+    torch.testing.assert_close(normalized, torch.tensor([[2.0, 3.0], [-1.0, 1.0]]) / torch.tensor([[1.0], [2**0.5]]))
 
 
 def test_running_moments_are_those_of_all_rows_so_far():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import random
 import re
 import signal
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gymnasium import spaces
 from torch import Tensor, nn
 
 from fastsync.ppo import evaluation, load_policy
@@ -393,6 +395,32 @@ def test_actions_are_the_environments_own(kind: str):
     chosen = policy.act(observation)
     assert space.contains(chosen)
     assert policy.act(observation[None]).shape == (1, *space.shape)
+
+
+def test_a_policy_also_acts_by_samples():
+    with make_players("tests.toy_envs:OneForbidden", seed=0) as environments:
+        policy = make_policy(TINY, environments.single_observation_space, environments.single_action_space)
+    observations, masks = np.zeros((4000, 3), np.float32), np.tile([1, 0, 1], (4000, 1))
+    with torch.no_grad():
+        policy.actor[-1].weight.zero_()
+        policy.actor[-1].bias.copy_(torch.tensor([0.75, 5.0, 0.25]).log())
+    torch.manual_seed(0)
+    chosen = policy.act(observations, masks, deterministic=False)
+    assert set(chosen.tolist()) == {0, 2}
+    assert np.mean(chosen == 0) == pytest.approx(0.75, abs=0.03)
+    assert set(policy.act(observations, masks).tolist()) == {0}
+    torch.manual_seed(0)
+    assert np.array_equal(chosen, policy.act(observations, masks, deterministic=False))
+
+
+def test_samples_of_real_actions_have_their_deviation():
+    space = spaces.Box(-100.0, 100.0, (2,))
+    policy = make_policy(replace(TINY, log_std_init=0.5), Countdown.observation_space, space)
+    observations = np.zeros((4000, *Countdown.observation_space.shape), np.float32)
+    torch.manual_seed(0)
+    noise = policy.act(observations, deterministic=False) - policy.act(observations)
+    assert noise.mean(0) == pytest.approx([0, 0], abs=0.1)
+    assert noise.std(0) == pytest.approx([math.exp(0.5)] * 2, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["OneForbidden", "InDict", "SeveralForbidden", "SeesAndMayNot"])

@@ -24,7 +24,7 @@ from fastsync.ppo.settings import load_settings
 from tests.forked import until
 
 ODD = Settings(
-    env="it's:mine", hidden_sizes=(8, 4), anneal_clip=True, norm_advantages=False, target_kl=0.01, learning_rate=1e-5,
+    env="it's:mine", hidden_sizes=(8, 4), anneal_clip=True, norm_advantages="none", target_kl=0.01, learning_rate=1e-5,
     run_name="a run",
 )  # fmt: skip
 

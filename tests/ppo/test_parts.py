@@ -221,7 +221,8 @@ def test_a_mask_that_forbids_everything_is_refused_until_the_episode_ends():
     with (
         make_environments(settings, rank=0) as environments,
         pytest.raises(
-            RuntimeError, match=r"environment 0 \(ForbidsAll\) failed in .*: info\['action_mask'\] forbids every action"
+            RuntimeError,
+            match=r"environment 0 \(ForbidsAll\) failed in step 3 of episode 0: .*info\['action_mask'\] forbids every",
         ),
     ):
         played(environments)
@@ -231,6 +232,8 @@ def test_a_mask_that_forbids_everything_is_refused_until_the_episode_ends():
         policy = make_policy(TINY, environments.single_observation_space, environments.single_action_space)
     with pytest.raises(ValueError, match="action_mask: it forbids every action"):
         policy.act(np.zeros(3, np.float32), np.zeros(3))
+    with pytest.raises(ValueError, match="action_mask: it forbids every action"):
+        policy.act(np.zeros(6, np.float32))  # a row that holds the mask
     assert forbids_all(np.array([[1, 0, 1, 1, 0], [0, 0, 1, 1, 1]]), spaces.MultiDiscrete([2, 3]))
     assert not forbids_all(np.array([[1, 0, 1, 1, 0], [0, 1, 0, 0, 1]]), spaces.MultiDiscrete([2, 3]))
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastsync.cli import main
 from fastsync.ppo.cli import option_words
+from fastsync.ppo.evaluate import find_checkpoint
 from fastsync.ppo.ppo import Settings, train
 from fastsync.ppo.runs.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint
 from fastsync.ppo.runs.folder import check_run
@@ -224,6 +225,17 @@ def test_after_a_change_the_best_is_chosen_by_new_episodes_only(tmp_path: Path):
     assert load_checkpoint(best).step == first
     run_ranks(train_once, 1, replace(changed, total_steps=900))
     assert load_checkpoint(best).step > first
+
+
+def test_a_few_lucky_episodes_make_no_checkpoint_the_best(tmp_path: Path):
+    settings = replace(in_file(tmp_path), checkpoint_interval=0.0, eval_episodes=40)
+    best = tmp_path / "run" / "checkpoints" / "best.pt"
+    run_ranks(train_once, 1, settings)
+    newest = find_checkpoint(tmp_path / "run")[1]
+    assert 0 < len(newest.window) < 40
+    assert not best.exists()
+    run_ranks(train_once, 1, replace(settings, total_steps=900))
+    assert len(load_checkpoint(best).window) >= 40
 
 
 def test_rows_beyond_the_checkpoint_are_taken_back_at_once(tmp_path: Path):

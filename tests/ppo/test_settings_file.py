@@ -26,7 +26,7 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
         network="shared", hidden_sizes=(3, 2, 1), activation="elu", log_std_init=-1.5,
         learning_rate=1e-5, lr_schedule="adaptive", lr_scaling="sqrt", warmup_updates=3, num_epochs=2,
         num_minibatches=3, num_micro_batches=2, gamma=0.5, gae_lambda=0.25, clip_coef=1e-10, anneal_clip=True,
-        clip_value_loss=True, norm_advantages=False, norm_observations=True, norm_rewards=True, ent_coef=0.0,
+        clip_value_loss=True, norm_advantages="none", norm_observations=True, norm_rewards=True, ent_coef=0.0,
         vf_coef=1.0, max_grad_norm=float("inf"), target_kl=1e20, compression="fp16",
         device="cpu", precision="bf16", timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
         keep_checkpoints=1, resume="null", wandb_project="on", policy="c:D", log_info=("x", "y"), fused=False,
@@ -43,6 +43,17 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
     )
     for each in (settings, continues):
         assert load_settings(write(tmp_path, dump_settings(each)), Settings) == each
+
+
+def test_the_flag_that_norm_advantages_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for flag, scope in (("true", "rollout"), ("false", "none")):
+        assert load_settings(write(tmp_path, f"norm_advantages: {flag}"), Settings).norm_advantages == scope
+        assert replace(Settings(), norm_advantages=flag == "true").norm_advantages == scope
+    with pytest.raises(SystemExit):
+        parse(Launch, "fastsync train", ["--no-norm-advantages"])
+    assert "write --norm-advantages none" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="norm_advantages=batch must be one of minibatch, rollout, none"):
+        Settings(norm_advantages="batch")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

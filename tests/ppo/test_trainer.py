@@ -138,7 +138,7 @@ FAILING = [
     ("BlowsUp", {"norm_observations": True, "norm_rewards": True}),
     ("BlowsUp", {"fused": False, "network": "shared", "clip_value_loss": True}),
     ("BlowsUp", {"num_steps": 10, "num_minibatches": 2, "vectorization": "async"}),  # ends with the rollout
-    ("BlowsUpToInf", {"activation": "relu", "norm_advantages": False}),
+    ("BlowsUpToInf", {"activation": "relu", "norm_advantages": "none"}),
     ("BlowsUpToMuch", {"activation": "relu", "norm_observations": True}),
     ("BlowsUpToMuch", {"precision": "bf16", "activation": "elu"}),
     ("BlowsUp", {"precision": "fp16", "num_micro_batches": 2}),
@@ -165,7 +165,7 @@ def test_a_rollout_may_only_reset_environments(tmp_path: Path):
     runs = {
         "one": one,
         "local": replace(one, sync="local_sgd", sync_every=2),
-        "raw": replace(one, norm_advantages=False),
+        "raw": replace(one, norm_advantages="none"),
     }
     for outcome in run_ranks(train_each, 2, runs):
         for weights, result in outcome.values():
