@@ -1,6 +1,7 @@
 #include "backend/rounds.h"
 
 #include <c10/util/Exception.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,6 +22,7 @@ constexpr int64_t kAlignment = 4096;     // of places
 // The part of an agreement that tells its round. A rank that writes nothing may be rounds ahead of those who compare.
 constexpr uint64_t kRoundMask = 0xFFFF;
 
+constexpr std::chrono::microseconds kAwakeFor(100);
 constexpr std::chrono::microseconds kKeepsCore(20);
 
 using Letters = std::array<uint64_t, 5>;
@@ -148,16 +150,18 @@ void Rounds::wait_for(int64_t rank, int64_t round) {
                    seconds_of(collective_.timeout), " s for rank ", rank, "; ", where_is(rank));
 }
 
-// Keeps this core for a moment, as long as another rank takes that computes on another one. If other processes want the
-// core, the rank that is waited for may be one of them, so later waiting lets them run.
+// Waits awake for a moment, because to fall asleep and be woken takes longer than most waits. At first this rank keeps
+// its core, as long as another rank takes that computes on another one. Then it lets others run: the rank that is
+// waited for may be one of them.
 bool Rounds::comes_soon(const SharedNumber& theirs, int64_t round) const {
-  if (!has_cores_ || beside_caller_) {
-    return false;
-  }
-  const auto end = Waiting::Clock::now() + kKeepsCore;
-  while (Waiting::Clock::now() < end) {
+  const auto began = Waiting::Clock::now();
+  const bool keeps_core = has_cores_ && !beside_caller_;
+  for (auto now = began; now < began + kAwakeFor; now = Waiting::Clock::now()) {
     if (theirs.has_reached(round)) {
       return true;
+    }
+    if (!keeps_core || now > began + kKeepsCore) {
+      sched_yield();
     }
   }
   return false;

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
@@ -581,8 +582,8 @@ def model_of() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
 
 
-def losses_of(model: nn.Module, rank: int) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def losses_of(model: nn.Module, rank: int, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(5):
@@ -611,6 +612,16 @@ def test_fully_shard_trains_as_over_gloo(rank: int, world_size: int) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         losses.append(losses_of(model, rank))
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2, backend="fastsync")
+def test_zero_trains_as_over_gloo(rank: int, world_size: int) -> None:
+    losses = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        model = DistributedDataParallel(model_of(), process_group=group)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-2)
+        losses.append(losses_of(model, rank, optimizer))
     assert losses[0] == losses[1]
 
 
