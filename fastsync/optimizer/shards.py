@@ -113,8 +113,8 @@ class OptimizerShards:
         is_expected = not why or os.environ.get("FASTSYNC_SHARED_MEMORY") == "0"
         if self._sync._group.rank() == 0 and not is_expected:
             warnings.warn(
-                f"fastsync.shard_optimizer: ranks share no memory, because {why}. So each rank has its own parameters and "
-                "the state of its shard, and every rank has to call the optimizer's state_dict(), and detach()",
+                f"fastsync.shard_optimizer: ranks share no memory, because {why}. So each rank has its own parameters "
+                "and the state of its shard, and every rank has to call the optimizer's state_dict(), and detach()",
                 stacklevel=5,
             )
 
