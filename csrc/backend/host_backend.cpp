@@ -116,7 +116,7 @@ struct Reducing {
 
   void finish(const at::Tensor& sum) const {
     if (op == c10d::ReduceOp::AVG) {
-      sum.div_(size);
+      (sum.is_complex() ? at::view_as_real(sum) : sum).div_(size);
     }
   }
 

@@ -104,7 +104,11 @@ def reduced(case: Case, inputs: Sequence[Tensor]) -> Tensor:
         else:
             bitwise = {Op.BAND: torch.bitwise_and, Op.BOR: torch.bitwise_or, Op.BXOR: torch.bitwise_xor}
             result = bitwise[case.op](result, other)
-    return result / len(inputs) if case.op == Op.AVG else result
+    if case.op != Op.AVG:
+        return result
+    if case.dtype.is_complex:  # whose parts are divided, each by itself
+        return torch.view_as_complex(torch.view_as_real(result) / len(inputs))
+    return result / len(inputs)
 
 
 class Called(NamedTuple):
@@ -303,6 +307,12 @@ def test_all_ranks_get_the_same_bits(rank: int, world_size: int) -> None:
     everyones = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.all_gather(everyones, tensor)
     assert all(torch.equal(each, tensor) for each in everyones)
+
+
+@on_ranks(3, backend="fastsync")
+def test_parts_of_complex_values_are_averaged_apart(rank: int, world_size: int) -> None:
+    case = Case("reduce_scatter_tensor", torch.complex64, 1000, Op.AVG, 0, False, 1)
+    check(case, reduce_scatter_tensor(case, dist.group.WORLD, True))
 
 
 @on_ranks(2, backend="fastsync")
