@@ -19,7 +19,7 @@ from tests.bitwise import assert_bitwise_equal
 SMALL_BUCKETS = 2.0**-10
 
 # Values of each rank that go along with the gradients and tell whether those of all ranks belong together.
-STAMP = 4
+STAMP = 6
 
 
 class Fails(torch.autograd.Function):

@@ -49,7 +49,7 @@ def import_from(setting: str, name: str) -> Any:
 
 def has_import_name(name: str) -> bool:
     """Returns whether ``import_from`` may find what ``name_of`` has called so."""
-    return not ("<" in name.rpartition(":")[2] or "(...)" in name or name.endswith(")"))
+    return not (name.startswith("<") or "<" in name.rpartition(":")[2] or "(...)" in name or name.endswith(")"))
 
 
 def function_from(setting: str, name: str) -> Callable[..., Any]:

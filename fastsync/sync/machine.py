@@ -31,7 +31,7 @@ def describe_machine(tensors: Iterable[Tensor]) -> str:
 def _of_cpu() -> list[str]:
     """Returns the kind of this host's first CPU, where the system tells."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     except OSError:
         return []
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
