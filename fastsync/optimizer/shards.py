@@ -15,7 +15,7 @@ from .. import _C
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Auto, Compression
 from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
-from ..sync.optimizer_steps import innermost, is_training_step, watch_calls
+from ..sync.optimizer_steps import innermost, is_training_step
 from .agreement import agree_on_step, comparable
 from .checks import OR_ELSE, WAY_OUT, check_compression
 from .groups import ShardedGroups
@@ -92,7 +92,6 @@ class OptimizerShards:
         self._wide_state.begin()
         if not self._home.are_pieces_alone:
             self._wrapper_watch.begin(self._wrappers, self._note_failure)
-        watch_calls()
         self._hooks = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),

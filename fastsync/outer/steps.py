@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..sync.optimizer_steps import is_training_step, watch_calls
+from ..sync.optimizer_steps import is_training_step, register_when_watched, watch_optimizers
 from .model_tensors import ModelTensors
 
 PATIENCE = 16
@@ -40,12 +41,9 @@ class BlockSteps:
         self._have_stepped: set[Optimizer] = set()  # since the newest step that counts
         self._idle = list(optimizers)  # those that have not stepped in this block
         self._num_steps_of_others = 0
-        watch_calls()
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_any),
-            *(each.register_step_post_hook(self._after_ours) for each in optimizers),
-            register_optimizer_step_post_hook(self._after_any),
-        ]
+        watch_optimizers()
+        self._hooks = [each.register_step_post_hook(self._after_ours) for each in optimizers]
+        _set_counting(self, True)
 
     def begin(self) -> None:
         """Begins the block, if that has not been done."""
@@ -55,6 +53,7 @@ class BlockSteps:
 
     def stop_counting(self) -> None:
         """Takes the hooks off."""
+        _set_counting(self, False)
         for hook in self._hooks:
             hook.remove()
 
@@ -63,7 +62,8 @@ class BlockSteps:
         if len(self._idle) == len(self._optimizers):
             self._check_others(at_most=0)
 
-    def _before_any(self, optimizer: Optimizer, *_: object) -> None:
+    def before_any(self, optimizer: Optimizer) -> None:
+        """Begins the block before the first step of an optimizer with the weights."""
         if not self.has_begun and is_training_step(optimizer) and self._tensors.are_stepped_by(optimizer):
             self.begin()
 
@@ -77,7 +77,7 @@ class BlockSteps:
             self._have_stepped.clear()
             self._step()
 
-    def _after_any(self, optimizer: Optimizer, *_: object) -> None:
+    def after_any(self, optimizer: Optimizer) -> None:
         """Counts steps until each of ours has stepped. Other optimizers may have parameters of their own."""
         if self._idle and is_training_step(optimizer) and self._tensors.are_stepped_by(optimizer):
             self._num_steps_of_others += 1
@@ -90,3 +90,29 @@ class BlockSteps:
                 f"stepped, and another optimizer has stepped the model's parameters {self._num_steps_of_others} times, "
                 "which count for nothing; pass the optimizer that steps, which a trainer may make only when it begins"
             )
+
+
+# See Note [Hooks of all optimizers]. Another thread may go through the tuple, so it is replaced as a whole.
+_lock = threading.Lock()
+_counting: tuple[BlockSteps, ...] = ()
+
+
+def _set_counting(block: BlockSteps, counts: bool) -> None:
+    global _counting
+    with _lock:
+        others = tuple(each for each in _counting if each is not block)
+        _counting = (*others, block) if counts else others
+
+
+def _before_any(optimizer: Optimizer, *_: object) -> None:
+    for block in _counting:
+        block.before_any(optimizer)
+
+
+def _after_any(optimizer: Optimizer, *_: object) -> None:
+    for block in _counting:
+        block.after_any(optimizer)
+
+
+register_when_watched(lambda: register_optimizer_step_pre_hook(_before_any))
+register_when_watched(lambda: register_optimizer_step_post_hook(_after_any))

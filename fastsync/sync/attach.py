@@ -36,7 +36,8 @@ from .handles_in_use import NOBODY, begin_use, check_free, end_use
 from .ignored_states import IgnoredStates, States
 from .in_ddp import check_not_in_ddp
 from .machine import describe_machine
-from .optimizer_watch import WatchedHandle, first_with_gradient, watch_optimizers
+from .optimizer_steps import watch_optimizers
+from .optimizer_watch import WatchedHandle, first_with_gradient
 from .outer_in_use import NO_JOIN, name_of_outer
 from .stats import SyncStats
 from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers

@@ -29,7 +29,8 @@ from .compression import AnyCompression, Compression
 from .handle import SyncHandle, warn_of_generic_kernels
 from .handles_in_use import begin_use, check_free, end_use, handles_of
 from .machine import describe_machine
-from .optimizer_watch import WatchedHandle, first_with_gradient, watch_optimizers
+from .optimizer_steps import watch_optimizers
+from .optimizer_watch import WatchedHandle, first_with_gradient
 
 
 class HookState(SyncHandle):

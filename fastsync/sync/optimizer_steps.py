@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -71,12 +70,6 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-@cache  # The hook stays for the rest of the process.
-def watch_calls() -> None:
-    """Lets ``is_training_step`` know each call. Call it before hooks are registered that ask."""
-    register_optimizer_step_pre_hook(_note_call)
-
-
 def is_training_step(optimizer: Optimizer) -> bool:
     """Tells, in a step hook, whether the outermost ``step`` of a training step has called it.
 
@@ -110,3 +103,22 @@ def _makes_state_only(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
         return False
     gradients = (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
     return not any(bool(gradient.any()) for gradient in gradients)
+
+
+# Note [Hooks of all optimizers]
+#   The first handle registers them, all at once, and they stay. PyTorch goes through them in each step of any thread,
+#   so one that came or went meanwhile would be an error there. Without handles they do nothing.
+_lock = threading.Lock()
+_to_register: list[Callable[[], object]] = [lambda: register_optimizer_step_pre_hook(_note_call)]
+
+
+def register_when_watched(register: Callable[[], object]) -> None:
+    """Lets the first ``watch_optimizers`` call this. Modules say so when they are imported."""
+    _to_register.append(register)
+
+
+def watch_optimizers() -> None:
+    """Registers the hooks of all optimizers, once. Call it before an optimizer steps that is to be watched."""
+    with _lock:
+        while _to_register:
+            _to_register.pop(0)()

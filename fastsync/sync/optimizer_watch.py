@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, cached_property, wraps
+from functools import cached_property, wraps
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from .grad_scaler import forget_scale
 from .handle import GradientHandle
 from .handles_in_use import in_use
 from .late_parameters import LateParameters
-from .optimizer_steps import is_training_step, watch_calls
+from .optimizer_steps import is_training_step, register_when_watched
 from .sharded_step import ShardedStep
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -161,14 +161,6 @@ def check_has_no_shards(named: Mapping[str, Tensor], argument: str) -> None:
                 )
 
 
-@cache  # The hooks stay for the rest of the process. Without handles they do nothing.
-def watch_optimizers() -> None:
-    """Lets the handles in use check and note the steps of all optimizers."""
-    watch_calls()
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-
-
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
     handles = _watched()
     if not handles or not is_training_step(optimizer):
@@ -216,3 +208,8 @@ def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str
 
 def _watched() -> list[WatchedHandle]:
     return [handle for handle in in_use() if isinstance(handle, WatchedHandle)]
+
+
+# See Note [Hooks of all optimizers].
+register_when_watched(lambda: register_optimizer_step_pre_hook(_before_step))
+register_when_watched(lambda: register_optimizer_step_post_hook(_after_step))

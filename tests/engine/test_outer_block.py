@@ -528,3 +528,17 @@ def test_a_block_inside_a_block_is_refused(rank: int, world_size: int) -> None:
             pass
         train_step(model, optimizer, rank, 0)
         assert sync._step == 1
+
+
+@on_ranks(2)
+def test_a_block_leaves_the_hooks_of_all_optimizers_alone(rank: int, world_size: int) -> None:
+    """Another thread may be going through them."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with DiLoCo(model, optimizer, sync_every=2):
+        train_step(model, optimizer, rank, 0)
+    hooks = torch.optim.optimizer._global_optimizer_pre_hooks, torch.optim.optimizer._global_optimizer_post_hooks
+    before = [[*each] for each in hooks]
+    with DiLoCo(model, optimizer, sync_every=2):
+        train_step(model, optimizer, rank, 0)
+        assert [[*each] for each in hooks] == before
