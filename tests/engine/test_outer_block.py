@@ -537,7 +537,8 @@ def test_a_block_leaves_the_hooks_of_all_optimizers_alone(rank: int, world_size:
     optimizer = make_optimizer(model)
     with DiLoCo(model, optimizer, sync_every=2):
         train_step(model, optimizer, rank, 0)
-    hooks = torch.optim.optimizer._global_optimizer_pre_hooks, torch.optim.optimizer._global_optimizer_post_hooks
+    of_torch = sys.modules["torch.optim.optimizer"]
+    hooks = of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks
     before = [[*each] for each in hooks]
     with DiLoCo(model, optimizer, sync_every=2):
         train_step(model, optimizer, rank, 0)
