@@ -53,28 +53,28 @@ at::Tensor sample_of(const at::Tensor& tensor) {
 
 std::vector<bool> differ(const std::vector<at::Tensor>& noted, const std::vector<at::Tensor>& current) {
   const auto length = [](const at::Tensor& sample) { return sample.defined() ? sample.nbytes() : 0; };
-  std::vector<at::Tensor> kept_then;
+  std::vector<at::Tensor> kept;  // those noted, and then the current ones
   std::vector<at::Tensor> kept_now;
   std::vector<bool> all;
   for (size_t i = 0; i < noted.size(); ++i) {
     all.push_back(length(noted[i]) != length(current[i]));
     if (!all.back()) {
-      kept_then.push_back(noted[i]);
+      kept.push_back(noted[i]);
       kept_now.push_back(current[i]);
     }
   }
-  const std::vector<char> then = bytes_of(kept_then);
-  const std::vector<char> now = bytes_of(kept_now);
-  size_t begin = 0;
+  kept.insert(kept.end(), kept_now.begin(), kept_now.end());
+  const std::vector<char> bytes = bytes_of(kept);
+  auto then = bytes.begin();
+  auto now = then + static_cast<std::ptrdiff_t>(bytes.size() / 2);
   for (size_t i = 0; i < noted.size(); ++i) {
     if (all[i]) {
       continue;
     }
-    const size_t end = begin + length(noted[i]);
-    all[i] =
-        !std::equal(then.begin() + static_cast<std::ptrdiff_t>(begin), then.begin() + static_cast<std::ptrdiff_t>(end),
-                    now.begin() + static_cast<std::ptrdiff_t>(begin));
-    begin = end;
+    const auto size = static_cast<std::ptrdiff_t>(length(noted[i]));
+    all[i] = !std::equal(then, then + size, now);
+    then += size;
+    now += size;
   }
   return all;
 }

@@ -105,17 +105,22 @@ def test_steps_with_and_without_a_closure(rank: int, world_size: int, way: str) 
         same(values(model), values(plain))
 
 
+def steps_as_without_shards(rank: int, sharded: tuple[Any, Any], plain: tuple[Any, Any]) -> None:
+    """Three steps of two models and their optimizers, of which one steps shards, end with the same weights."""
+    fastsync.shard_optimizer(fastsync.attach(sharded[0]), sharded[1])
+    fastsync.attach(plain[0])
+    for number in range(3):
+        for model, optimizer in (sharded, plain):
+            step(model, optimizer, rank, number)
+    same(values(sharded[0]), values(plain[0]))
+
+
 @pytest.mark.parametrize("wrap", [OptimizerWrapper, wrapped_by_accelerate])
 @in_both_ways
 def test_wrappers_that_only_delegate(rank: int, world_size: int, wrap: Any) -> None:
     model, plain = two_layers(), two_layers()
     optimizer, own = wrap(AdamW(model.parameters(), lr=0.1, fused=True)), AdamW(plain.parameters(), lr=0.1, fused=True)
-    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
-    fastsync.attach(plain)
-    for number in range(3):
-        step(model, optimizer, rank, number)
-        step(plain, own, rank, number)
-    same(values(model), values(plain))
+    steps_as_without_shards(rank, (model, optimizer), (plain, own))
 
 
 class WritesAfterwards(OptimizerWrapper):
@@ -153,12 +158,7 @@ def test_a_wrapper_may_write_weights_that_are_this_rank_s_own(rank: int, world_s
     model, plain = two_layers(), two_layers()
     optimizer = WritesAfterwards(AdamW(model.parameters(), fused=True))
     own = WritesAfterwards(AdamW(plain.parameters(), fused=True))
-    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
-    fastsync.attach(plain)
-    for number in range(3):
-        step(model, optimizer, rank, number)
-        step(plain, own, rank, number)
-    same(values(model), values(plain))
+    steps_as_without_shards(rank, (model, optimizer), (plain, own))
 
 
 class Copied(WritesAfterwards):
