@@ -61,7 +61,9 @@ class OptimizerShards:
         self._addresses: dict[int, int] = {}
         self._divisor: Tensor | None = None
         self._has_failed = False
-        self._wrapper_watch = WrapperWatch({self._names[index]: each for index, each in self._parameters.items()})
+        self._wrapper_watch = WrapperWatch(
+            {self._names[index]: each for index, each in self._parameters.items()}, self._sync._engine.meet
+        )
 
     @property
     def _engine(self) -> _C.Synchronizer:
@@ -200,7 +202,7 @@ class OptimizerShards:
             self._home.fail(stepped)
             raise
         self._home.share(stepped)
-        self._wrapper_watch.note()
+        self._wrapper_watch.note_step()
         return (self._without_parameters(args[0]), *args[1:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -249,7 +251,8 @@ class OptimizerShards:
     def _stepped(self) -> list[int]:
         """Returns which parameters to step: those with a gradient on some rank, unless this rank set its own to None.
 
-        Raises RuntimeError if a gradient has another value than the one that was averaged.
+        Raises RuntimeError if a gradient has another value than the one that was averaged, or is of a parameter that the
+        optimizer does not have.
         """
         have_means, writes = self._engine.have_means(), self._engine.num_writes()
         # A count that has risen proves a write. One that has not proves nothing: many writes are not counted.
@@ -257,6 +260,13 @@ class OptimizerShards:
         # With a fused optimizer, GradScaler.step multiplies each gradient by 1 to look for inf and nan.
         is_scaled = getattr(self._optimizer, "grad_scale", None) is not None and hasattr(self._optimizer, "found_inf")
         stepped = []
+        for index, has_mean in enumerate(have_means):
+            if has_mean and index not in self._groups.group_of:
+                raise RuntimeError(
+                    f"fastsync: parameter {self._names[index]} has a gradient now, and the optimizer that "
+                    "shard_optimizer got does not have it. It was frozen then. Freeze it again; or call detach() of "
+                    "the handle, give it to the optimizer, attach and shard again, on every rank"
+                )
         for index, parameter in self._parameters.items():
             if not have_means or not have_means[index] or (writes[index] < 0 and parameter.grad is None):
                 continue

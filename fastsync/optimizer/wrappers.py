@@ -18,13 +18,16 @@ MOST_SAMPLED = 16
 class WrapperWatch:
     """Compares some values of each parameter around what a wrapper's ``step`` does beside the optimizer's own.
 
-    Between steps ranks may write to parameters, one of them for all. Inside a wrapper's ``step`` each rank would.
+    Between steps ranks may write to parameters, one of them for all. Inside a wrapper's ``step`` each rank would. So
+    ranks come together where they enter it and where they leave it, and no write from outside is taken for one inside.
     """
 
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
-        self._named = named
+    def __init__(self, named: Mapping[str, Tensor], meet: Callable[[], None]) -> None:
+        """Takes the parameters, and what waits until all ranks that have them in one memory have come."""
+        self._named, self._meet = named, meet
         self._inside: list[Optimizer] = []  # the wrappers whose steps are under way, from the outer one on
         self._noted: dict[str, Tensor] = {}
+        self._has_stepped = False
         self._is_on = True
 
     def begin(self, wrappers: Sequence[Optimizer], on_write: Callable[[], None]) -> None:
@@ -35,10 +38,14 @@ class WrapperWatch:
     def end(self) -> None:
         self._is_on = False  # a scheduler may have wrapped the watched step by now
 
-    def note(self) -> None:
-        """Notes what the parameters are, if it is inside a wrapper's step."""
+    def note_step(self) -> None:
+        """Notes what the parameters are after a step that all ranks have taken, if it is inside a wrapper's step."""
         if self._inside:
-            self._noted = {name: _sample_of(parameter) for name, parameter in self._named.items()}
+            self._has_stepped = True
+            self._note()
+
+    def _note(self) -> None:
+        self._noted = {name: _sample_of(parameter) for name, parameter in self._named.items()}
 
     def check(self) -> None:
         """Raises RuntimeError if a parameter is not as noted, inside a wrapper's step."""
@@ -73,15 +80,19 @@ class WrapperWatch:
 
     @contextmanager
     def _entered(self, wrapper: Optimizer) -> Iterator[None]:
+        is_outer = not self._inside
         self._inside.append(wrapper)
-        if len(self._inside) == 1:
-            self.note()
         try:
+            if is_outer:
+                self._meet()
+                self._note()
             yield
         finally:
             self._inside.pop()
-            if not self._inside:
-                self._noted = {}
+            if is_outer:
+                self._noted, has_stepped, self._has_stepped = {}, self._has_stepped, False
+                if has_stepped:  # all ranks have, or none
+                    self._meet()
 
 
 def _sample_of(parameter: Tensor) -> Tensor:

@@ -56,6 +56,23 @@ def test_a_step_of_an_optimizer_with_some_of_the_parameters_is_refused(rank: int
 
 
 @in_both_ways
+def test_a_gradient_of_a_parameter_that_was_frozen_is_refused(rank: int, world_size: int) -> None:
+    model = two_layers()
+    model[0].weight.requires_grad_(False)
+    optimizer = AdamW([each for each in model.parameters() if each.requires_grad], fused=True)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
+    step(model, optimizer, rank)
+    before = values(model)
+    model[0].weight.requires_grad_(True)
+    loss_of(model, rank).backward()
+    with pytest.raises(RuntimeError, match=r"parameter 0\.weight has a gradient now"):
+        optimizer.step()
+    same(values(model), before)
+    model[0].weight.requires_grad_(False)
+    step(model, optimizer, rank)
+
+
+@in_both_ways
 def test_shards_after_outer_steps_are_refused(rank: int, world_size: int) -> None:
     model = two_layers()
     optimizer = AdamW(model.parameters(), fused=True)
@@ -159,6 +176,20 @@ def test_a_wrapper_may_write_weights_that_are_this_rank_s_own(rank: int, world_s
     optimizer = WritesAfterwards(AdamW(model.parameters(), fused=True))
     own = WritesAfterwards(AdamW(plain.parameters(), fused=True))
     steps_as_without_shards(rank, (model, optimizer), (plain, own))
+
+
+@pytest.mark.parametrize("wrap", [OptimizerWrapper, wrapped_by_accelerate])
+@on_ranks(2)
+def test_a_write_between_steps_is_no_wrapper_s(rank: int, world_size: int, wrap: Any) -> None:
+    """A rank that is ahead clamps weights, as a WGAN does, while another may still be in the wrapper's step."""
+    model = two_layers()
+    optimizer = wrap(SGD(model.parameters(), lr=0.5))
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
+    for number in range(100):
+        step(model, optimizer, rank, number)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.05, 0.05)
 
 
 class Copied(WritesAfterwards):
