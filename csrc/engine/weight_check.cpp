@@ -26,7 +26,10 @@ float as_number(const std::string& text) {
 
 WeightCheck::WeightCheck(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& parameters,
                          std::vector<std::string> names, std::string machine)
-    : group_(std::move(group)), names_(std::move(names)), machine_(std::move(machine)) {
+    : group_(std::move(group)),
+      names_(std::move(names)),
+      machine_(std::move(machine)),
+      machine_number_(as_number(machine_)) {
   for (const at::Tensor& parameter : parameters) {
     ids_.emplace_back(parameter.getIntrusivePtr());
   }
@@ -53,12 +56,11 @@ bool WeightCheck::note_update(int64_t step) {
 
 WeightCheck::Numbers WeightCheck::numbers(int64_t step) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const float machine = as_number(machine_);
   if (step <= newest_) {
     pending_.reset();  // the steps since were taken back
   }
   if (!pending_ || (pending_->is_on_its_way() && step < newest_ + kStepsOnTheWay)) {
-    return {.machine = machine};
+    return {.machine = machine_number_};
   }
   const float sample = as_number(c10::str(newest_, "\n", machine_, "\n", pending_->which()));
   const std::string text = pending_->text();
@@ -67,10 +69,16 @@ WeightCheck::Numbers WeightCheck::numbers(int64_t step) {
   if (sent_.size() > kMostSent) {
     sent_.pop_front();
   }
-  return {.sample = sample, .weights = as_number(text), .machine = machine};
+  return {.sample = sample, .weights = as_number(text), .machine = machine_number_};
 }
 
 void WeightCheck::arrive(const std::vector<Numbers>& numbers, int64_t engine, int64_t step) {
+  const bool has_samples = std::ranges::any_of(numbers, [](const Numbers& each) { return each.sample != 0.0F; });
+  const bool are_alike = std::ranges::all_of(
+      numbers, [this](const Numbers& each) { return each.machine == machine_number_ || each.machine == 0.0F; });
+  if (!has_samples && are_alike) {
+    return;  // as in almost all steps
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!has_warned_of_machines_) {
     warn_of_machines(numbers, c10::str("fastsync/machines/", engine, "/", step));

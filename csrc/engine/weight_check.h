@@ -71,6 +71,7 @@ class WeightCheck {
 
   const std::vector<std::string> names_;
   const std::string machine_;
+  const float machine_number_;
   std::vector<ParameterId> ids_;
 
   std::string key_;  // of the newest comparison in the store
