@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in COMMANDS.items():
         # The others have no help here: `fastsync train --help` shows the settings.
-        commands.add_parser(name, help=what, add_help=name == "doctor")
+        commands.add_parser(name, help=what, add_help=False)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
         parser.print_help(sys.stderr)
@@ -43,8 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Words after the subcommand belong to it, even if they look like options of this parser.
     options, rest = parser.parse_known_args(words[:1])
     rest += words[1:]
-    if options.command == "doctor":
-        commands.choices["doctor"].parse_args(rest)
     return _run(options.command, rest)
 
 
@@ -70,7 +68,32 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 def _doctor() -> Callable[[Sequence[str]], int]:
     from . import doctor
 
-    return lambda _: doctor.main()
+    def main(arguments: Sequence[str]) -> int:
+        parser = argparse.ArgumentParser(prog="fastsync doctor", description=f"{COMMANDS['doctor'].capitalize()}.")
+        parser.add_argument(
+            "--ranks",
+            type=_number_of_ranks,
+            nargs="?",
+            const=0,
+            metavar="N",
+            help="start N ranks on this host (2), or check those that torchrun or srun has started: they meet, compare "
+            "versions, average gradients, and tell how long it takes",
+        )
+        num_ranks = parser.parse_args(arguments).ranks
+        if num_ranks is None:
+            return doctor.main()
+        doctor.load("_C")
+        from .launch import check_ranks
+
+        return check_ranks.check(num_ranks or None)
+
+    return main
+
+
+def _number_of_ranks(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {word!r}")
+    return int(word)
 
 
 def _train() -> Callable[[Sequence[str]], int]:

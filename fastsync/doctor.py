@@ -78,20 +78,20 @@ def rebuild_command() -> str:
 
 def is_a_wheel_for_others() -> bool:
     """Tells whether this copy is from a wheel for one version of torch, and not from a source tree."""
-    return "+torch" in _version() and not (HERE.parent / "setup.py").exists()
+    return "+torch" in version() and not (HERE.parent / "setup.py").exists()
 
 
 def _how_to_get_extension() -> str:
     """Returns how to get an extension for this torch."""
     if not is_a_wheel_for_others():
         return f"run {rebuild_command()}"
-    version, _, made_for = _version().partition("+")
+    own, _, made_for = version().partition("+")
     label = f"torch{torch.__version__.split('+')[0]}.{made_for.rpartition('.')[2]}"
-    wheel = shlex.join(["pip", "install", "--no-deps", f"{DISTRIBUTION}=={version}+{label}"])
+    wheel = shlex.join(["pip", "install", "--no-deps", f"{DISTRIBUTION}=={own}+{label}"])
     return f"take the wheel for this torch, whose page ends in {label}: `{wheel} --extra-index-url PAGE`"
 
 
-def _version() -> str:
+def version() -> str:
     """Returns the version that pip has installed; empty if pip has not installed it."""
     try:
         return metadata.version(DISTRIBUTION)
@@ -149,10 +149,10 @@ def main() -> int:
             limits.append(f"fused CUDA kernels: {_why_no_kernels(are_wanted=_has_nvidia_gpu())}")
     nccl = _nccl() if has_nccl else "not available"
     groups = [("gloo", "available" if dist.is_gloo_available() else "not available"), ("nccl", nccl)]
-    _print_section("versions", _versions())
-    _print_section("engine", [("extension", "does not load")] if extension is None else _engine(extension))
-    _print_section("process groups", groups if extension is None else [*groups, _shared_memory(extension)])
-    _print_section("devices", _devices(extension))
+    print_section("versions", _versions())
+    print_section("engine", [("extension", "does not load")] if extension is None else _engine(extension))
+    print_section("process groups", groups if extension is None else [*groups, _shared_memory(extension)])
+    print_section("devices", _devices(extension))
     print("will not work here")
     for line in [*obstacles, *limits] or ["nothing that doctor looks for"]:
         print(f"  {line}")
@@ -262,7 +262,8 @@ def missing_train_packages() -> list[str]:
     return [name for name in names if not any(metadata.distributions(name=name))]
 
 
-def _print_section(title: str, facts: Facts) -> None:
+def print_section(title: str, facts: Facts) -> None:
+    """Prints lines of names and values under a title."""
     print(title)
     for name, value in facts:
         print(f"  {name:<22} {value}")

@@ -33,7 +33,7 @@ class PeerWatch:
     """
 
     def __init__(self, towards: str, on_death: Callable[[int], None], look: Callable[[], None]) -> None:
-        self._listener = socket.create_server((_own_address(towards), 0), backlog=128)
+        self._listener = socket.create_server((own_address(towards), 0), backlog=128)
         self.address: str = "{}:{}".format(*self._listener.getsockname()[:2])
         self._on_death, self._look = on_death, look
         self._selector = selectors.DefaultSelector()
@@ -153,7 +153,7 @@ def _connection_to(address: str) -> socket.socket:
     return socket.create_connection(host_and_port(address), CONNECT_SECONDS)
 
 
-def _own_address(towards: str) -> str:
+def own_address(towards: str) -> str:
     """Returns the address of the interface that Gloo is told to use, or of the one that leads to the store's host."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

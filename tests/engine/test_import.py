@@ -153,7 +153,7 @@ def test_a_wheel_without_the_kernels_of_gpus_names_one_that_has_them(
     (tmp_path / f"_C{suffix}").with_suffix(".torch").write_text(f"{torch.__version__}\nleft out on request")
     monkeypatch.setattr(doctor, "HERE", tmp_path)
     assert doctor.cuda_left_out().startswith("left out on request; to build again: `pip install ")
-    monkeypatch.setattr(doctor, "_version", lambda: "0.1.0+torch1.2.3.cpu")
+    monkeypatch.setattr(doctor, "version", lambda: "0.1.0+torch1.2.3.cpu")
     assert doctor.cuda_left_out().endswith("the version of one that has them ends in cu and CUDA's version")
 
 
