@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -54,7 +55,12 @@ class Supervisor:
     ) -> None:
         # It would report each rank that has ended, as a failure of all.
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # All ranks are on this host. By itself the store would listen to other hosts, too.
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        port: int = listener.getsockname()[1]
+        self._store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._agreed = PrefixStore(KEYS_OF_FIRST, self._store)
         self._entrypoint, self._words, self._replaces = entrypoint, tuple(words), replaces
         self._command, self._place, self._ranks_tell = command, place, ranks_tell

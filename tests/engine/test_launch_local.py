@@ -31,6 +31,14 @@ def test_a_replacement_has_the_local_rank_of_the_one_before() -> None:
     assert [call.args[3][0]["LOCAL_RANK"] for call in start.call_args_list] == ["0", "1", "1", "1"]
 
 
+def test_its_store_listens_to_this_host_alone() -> None:
+    store = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic")._store
+    tables = "".join(Path("/proc/net", name).read_text() for name in ("tcp", "tcp6"))
+    listening = {line.split()[1] for line in tables.splitlines() if line.split()[3] == "0A"}
+    loopback = f"{int.from_bytes(bytes([127, 0, 0, 1]), sys.byteorder):08X}"
+    assert {each for each in listening if each.endswith(f":{store.port:04X}")} == {f"{loopback}:{store.port:04X}"}
+
+
 def test_only_stopped_ranks_are_left_behind() -> None:
     """Another that is no member any more ends by itself, and may have a file to write."""
     supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic", replaces=True)
