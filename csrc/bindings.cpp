@@ -16,7 +16,6 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -59,7 +58,6 @@ using fastsync::ModelBuffers;
 using fastsync::NoSharedTensors;
 using fastsync::Op;
 using fastsync::ParameterGather;
-using fastsync::ParameterSync;
 using fastsync::RanksDifferError;
 using fastsync::ShardedState;
 using fastsync::SharedTensors;
@@ -209,28 +207,18 @@ py::dict stats_of(const SyncTotals& totals) {
   return stats;
 }
 
-// Returns the object that has the method: the engine or a part of it.
-template <class Part, class Engine>
-Part& part_of(Engine& engine) {
-  if constexpr (std::is_same_v<Part, ParameterSync>) {
-    return engine.sync();
-  } else {
-    return engine;
-  }
-}
-
 // Makes a function that calls the method while no other thread uses the engine.
-template <class Engine = EngineState, class Part, class Result, class... Args>
-auto locked(Result (Part::*method)(Args...)) {
+template <class Engine = EngineState, class Result, class... Args>
+auto locked(Result (Engine::*method)(Args...)) {
   return [method](Engine& engine, Args... args) {
-    return engine.locked([&] { return (part_of<Part>(engine).*method)(std::forward<Args>(args)...); });
+    return engine.locked([&] { return (engine.*method)(std::forward<Args>(args)...); });
   };
 }
 
 // Does the same for a method that belongs between two steps. If a failed backward has left a step unfinished, the
 // function ends that step first.
-template <class Engine = EngineState, class Part, class Result, class... Args>
-auto between_steps(Result (Part::*method)(Args...)) {
+template <class Engine = EngineState, class Result, class... Args>
+auto between_steps(Result (Engine::*method)(Args...)) {
   return [method](Engine& engine, Args... args) {
     engine.end_interrupted();
     return locked<Engine>(method)(engine, std::forward<Args>(args)...);
@@ -390,53 +378,52 @@ PYBIND11_MODULE(_C, m) {
       .def("detach", &Synchronizer::detach, no_gil)
       .def("synchronize", &Synchronizer::synchronize, no_gil)
       .def("abandon_step", &Synchronizer::abandon_step, no_gil)
-      .def(
-          "note_update", [](Synchronizer& self) { self.sync().note_update(); }, no_gil)
+      .def("note_update", &Synchronizer::note_update, no_gil)
       .def("set_enabled", locked<Synchronizer>(&Synchronizer::set_enabled), py::arg("enabled"), no_gil)
-      .def("agree", locked<Synchronizer>(&ParameterSync::agree), py::arg("init_sync"), no_gil)
-      .def("piggyback", between_steps<Synchronizer>(&ParameterSync::piggyback), py::arg("name"), py::arg("value"),
+      .def("agree", locked<Synchronizer>(&Synchronizer::agree), py::arg("init_sync"), no_gil)
+      .def("piggyback", between_steps<Synchronizer>(&Synchronizer::piggyback), py::arg("name"), py::arg("value"),
            no_gil)
-      .def("piggybacked", locked<Synchronizer>(&ParameterSync::piggybacked), no_gil)
+      .def("piggybacked", locked<Synchronizer>(&Synchronizer::piggybacked), no_gil)
       .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"), no_gil)
-      .def("set_joining", between_steps<Synchronizer>(&ParameterSync::set_joining), py::arg("is_joining"),
+      .def("set_joining", between_steps<Synchronizer>(&Synchronizer::set_joining), py::arg("is_joining"),
            py::arg("states") = "", no_gil)
-      .def("run_out", locked<Synchronizer>(&ParameterSync::run_out), no_gil)
-      .def("num_active", locked<Synchronizer>(&ParameterSync::num_active), no_gil)
-      .def("make_revocable", between_steps<Synchronizer>(&ParameterSync::make_revocable), no_gil)
-      .def("set_signal", between_steps<Synchronizer>(&ParameterSync::set_signal), py::arg("signal"), no_gil)
+      .def("run_out", locked<Synchronizer>(&Synchronizer::run_out), no_gil)
+      .def("num_active", locked<Synchronizer>(&Synchronizer::num_active), no_gil)
+      .def("make_revocable", between_steps<Synchronizer>(&Synchronizer::make_revocable), no_gil)
+      .def("set_signal", between_steps<Synchronizer>(&Synchronizer::set_signal), py::arg("signal"), no_gil)
       .def(
-          "signals", [](Synchronizer& self) { return self.locked([&] { return self.sync().signals(); }); }, no_gil)
+          "signals", [](Synchronizer& self) { return self.locked([&] { return self.signals(); }); }, no_gil)
       .def(
           "set_buffers",
           [](Synchronizer& self, std::function<std::string()> description,
              std::function<at::Tensor(const at::Tensor&)> values, std::function<void(const at::Tensor&)> arrive) {
             self.locked([&] {
-              self.sync().set_buffers(ModelBuffers({std::move(description), std::move(values), std::move(arrive)}));
+              self.set_buffers(ModelBuffers({std::move(description), std::move(values), std::move(arrive)}));
             });
           },
           py::arg("description"), py::arg("values"), py::arg("arrive"), no_gil)
       .def(
           "take_over",
-          [](Synchronizer& self, Synchronizer& other) { self.locked([&] { self.sync().take_over(other.sync()); }); },
+          [](Synchronizer& self, Synchronizer& other) { self.locked([&] { self.take_over(other); }); },
           py::arg("other"), no_gil)
-      .def("expect_same_data", locked<Synchronizer>(&ParameterSync::expect_same_data), no_gil)
-      .def("set_optimizer", locked<Synchronizer>(&ParameterSync::set_optimizer), py::arg("description"), no_gil)
+      .def("expect_same_data", locked<Synchronizer>(&Synchronizer::expect_same_data), no_gil)
+      .def("set_optimizer", locked<Synchronizer>(&Synchronizer::set_optimizer), py::arg("description"), no_gil)
       .def(
           "set_shards",
           [](Synchronizer& self, std::shared_ptr<SharedTensors> shards) {
-            self.locked([&] { self.sync().set_shards(std::move(shards)); });
+            self.locked([&] { self.set_shards(std::move(shards)); });
           },
           py::arg("shards"), no_gil)
-      .def("pieces", locked<Synchronizer>(&ParameterSync::pieces), no_gil)
-      .def("set_shards_apart", locked<Synchronizer>(&ParameterSync::set_shards_apart), no_gil)
-      .def("places", locked<Synchronizer>(&ParameterSync::places), no_gil)
-      .def("pieces_number", locked<Synchronizer>(&ParameterSync::pieces_number), no_gil)
-      .def("have_means", locked<Synchronizer>(&ParameterSync::have_means), no_gil)
-      .def("num_writes", locked<Synchronizer>(&ParameterSync::num_writes), no_gil)
-      .def("have_other_values", locked<Synchronizer>(&ParameterSync::have_other_values), no_gil)
-      .def("compare", locked<Synchronizer>(&ParameterSync::compare), py::arg("numbers"), py::arg("what"), no_gil)
-      .def("meet", locked<Synchronizer>(&ParameterSync::meet), no_gil)
-      .def("gradients_are_unchanged", locked<Synchronizer>(&ParameterSync::gradients_are_unchanged), no_gil)
+      .def("pieces", locked<Synchronizer>(&Synchronizer::pieces), no_gil)
+      .def("set_shards_apart", locked<Synchronizer>(&Synchronizer::set_shards_apart), no_gil)
+      .def("places", locked<Synchronizer>(&Synchronizer::places), no_gil)
+      .def("pieces_number", locked<Synchronizer>(&Synchronizer::pieces_number), no_gil)
+      .def("have_means", locked<Synchronizer>(&Synchronizer::have_means), no_gil)
+      .def("num_writes", locked<Synchronizer>(&Synchronizer::num_writes), no_gil)
+      .def("have_other_values", locked<Synchronizer>(&Synchronizer::have_other_values), no_gil)
+      .def("compare", locked<Synchronizer>(&Synchronizer::compare), py::arg("numbers"), py::arg("what"), no_gil)
+      .def("meet", locked<Synchronizer>(&Synchronizer::meet), no_gil)
+      .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil)
       .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
 
   py::class_<ElasticStep>(m, "ElasticStep")

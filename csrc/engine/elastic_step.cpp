@@ -19,7 +19,7 @@ void ElasticStep::enter(std::vector<at::Tensor> buffers) {
   has_stepped = has_idled = false;
   before.keep(std::move(buffers));
   engine->end_interrupted();
-  engine_step = engine->locked([&] { return engine->sync().set_signal(wants_change ? 1.0F : 0.0F); });
+  engine_step = engine->locked([&] { return engine->set_signal(wants_change ? 1.0F : 0.0F); });
 }
 
 bool ElasticStep::finish() {
@@ -43,7 +43,7 @@ bool ElasticStep::may_step() const {
 }
 
 std::optional<double> ElasticStep::signals() const {
-  return engine->locked([&] { return engine->sync().signals(); });
+  return engine->locked([&] { return engine->signals(); });
 }
 
 }  // namespace fastsync

@@ -27,7 +27,7 @@ struct ElasticStep {
   bool finish();
   // Whether the optimizer may step now. Before and after the loop it may.
   bool may_step() const;
-  // See ParameterSync::signals.
+  // See Synchronizer::signals.
   std::optional<double> signals() const;
 
   std::shared_ptr<Synchronizer> engine;

@@ -1,36 +1,27 @@
 #include "engine/synchronizer.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <chrono>
 #include <exception>
 #include <mutex>
+#include <sstream>
 #include <thread>
 #include <utility>
+
+#include "engine/attached_engines.h"
+#include "engine/sample.h"
+#include "passes/backend.h"
 
 namespace fastsync {
 
 namespace {
 
-// NCCL asks for one order over all groups. If two ranks begin collectives of two groups in different orders, these may
-// wait for each other on the device.
-constexpr char kSequenceOfAllGroups = 0;
-
 constexpr auto kInChild = "call detach() in the child";
 
-std::vector<const void*> sequences_of(const std::vector<at::Tensor>& parameters,
-                                      const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  const auto num_on_cpu = std::ranges::count_if(parameters, [](const at::Tensor& each) { return each.is_cpu(); });
-  std::vector<const void*> sequences;
-  if (num_on_cpu > 0) {
-    sequences.push_back(group.get());
-  }
-  if (num_on_cpu < std::ssize(parameters)) {
-    sequences.push_back(&kSequenceOfAllGroups);
-  }
-  return sequences;
-}
+const char* word_for(Op op) { return op == Op::kSum ? "sum" : op == Op::kMeanOfUsed ? "mean_of_used" : "mean"; }
 
 void check_outside_backward(const char* caller) {
   TORCH_CHECK(current_graph_task() == kNoGraphTask, "fastsync: ", caller,
@@ -39,75 +30,22 @@ void check_outside_backward(const char* caller) {
 
 }  // namespace
 
-// Note [Order of engines]
-// All ranks must send in one order. The buckets of one engine have an order. The buckets of two engines have none if
-// their gradients get ready side by side. So only the first engine of a sequence sends while backward goes on. At the
-// end of backward the others follow, in the order in which they were attached. The engines of a group are a sequence
-// for their parameters on the CPU. All engines are one for parameters on devices. An engine with both is in both.
-class Synchronizer::Attached {
- public:
-  static Attached& all() {
-    static auto& all = *new Attached();  // outlives every engine
-    return all;
-  }
-
-  void add(Synchronizer& engine) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    engines_.push_back({&engine, engine.weak_from_this()});
-    note_the_first();
-  }
-
-  void remove(const Synchronizer& engine) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::erase_if(engines_, [&](const Entry& entry) { return entry.engine == &engine; });
-    note_the_first();
-  }
-
-  std::vector<std::shared_ptr<Synchronizer>> in_order() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<std::shared_ptr<Synchronizer>> alive;
-    for (const Entry& entry : engines_) {
-      if (auto owner = entry.owner.lock()) {
-        alive.push_back(std::move(owner));
-      }
-    }
-    return alive;
-  }
-
- private:
-  struct Entry {
-    Synchronizer* engine;
-    std::weak_ptr<Synchronizer> owner;
-  };
-
-  // Tells each engine whether it is the first of its sequences, so that no gradient has to take the lock. An engine
-  // that has expired may be gone: in a forked child it does not remove itself.
-  void note_the_first() {
-    std::set<const void*> seen;
-    for (const Entry& entry : engines_) {
-      if (!entry.owner.expired()) {
-        bool is_first = true;
-        for (const void* const sequence : entry.engine->sequences_) {
-          is_first &= seen.insert(sequence).second;
-        }
-        entry.engine->is_first_ = is_first;
-      }
-    }
-  }
-
-  std::mutex mutex_;  // never held while an engine's mutex is taken, nor while an engine may end
-  std::vector<Entry> engines_;
-};
-
 Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                            c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, Op op,
                            const std::set<std::string>& sparse)
     : EngineState(group, "the engine of parameter " + names.front(), "with sync.join():"),
-      sync_(*this, parameters, std::move(names), bucket_cap_bytes, op, sparse),
+      bucket_cap_bytes_(bucket_cap_bytes),
+      context_{.engine = *this,
+               .agreement = std::make_shared<Agreement>(*group, "the engine of parameter " + names.front()),
+               .op = op},
       is_on_cpu_(std::ranges::all_of(parameters, [](const at::Tensor& parameter) { return parameter.is_cpu(); })),
-      sequences_(sequences_of(parameters, group)),
-      backward_([this] { return sync_.is_under_way(); }, &finish, &send_leftovers) {
+      backward_([this] { return is_under_way_.load(); }, &finalize_backward, &send_leftovers) {
   needs_stats_ = false;  // until somebody asks
+  context_.side_values.counts_users = op == Op::kMeanOfUsed;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const bool is_sparse = sparse.contains(names[i]);
+    context_.parameters.emplace_back(parameters[i], std::move(names[i]), op, is_sparse);
+  }
 }
 
 Synchronizer::~Synchronizer() {
@@ -118,12 +56,12 @@ Synchronizer::~Synchronizer() {
 
 void Synchronizer::attach(const std::vector<at::Tensor>& parameters, bool overlap) {
   overlaps_ = overlap;
-  if (!overlap && !sync_.sums()) {
+  if (!overlap && !sums()) {
     return;  // hooks would have nothing to tell
   }
   for (size_t index = 0; index < parameters.size(); ++index) {
     GradientHook::Calls calls;
-    if (sync_.sums()) {
+    if (sums()) {
       calls.before = [weak = weak_from_this(), index] {
         if (const auto self = weak.lock()) {
           self->before_gradient(index);
@@ -141,11 +79,11 @@ void Synchronizer::attach(const std::vector<at::Tensor>& parameters, bool overla
   if (!overlap) {
     return;
   }
-  Attached::all().add(*this);
+  AttachedEngines::all().add(*this, parameters);
 }
 
 void Synchronizer::take_hooks_off() {
-  Attached::all().remove(*this);
+  AttachedEngines::all().remove(*this);
   hooks_.clear();
 }
 
@@ -159,7 +97,7 @@ void Synchronizer::detach() {
   take_hooks_off();
   overlaps_ = false;
   const at::NoGradGuard no_grad;
-  sync_.put_sums_back(/*only_lone_ones=*/false);
+  put_sums_back(/*only_lone_ones=*/false);
 }
 
 void Synchronizer::end_interrupted() {
@@ -173,7 +111,7 @@ void Synchronizer::wait_for_backward(const char* caller) const {
   constexpr std::chrono::seconds kLimit(1);
   constexpr std::chrono::milliseconds kPause(1);
   const auto deadline = std::chrono::steady_clock::now() + kLimit;
-  while (sync_.is_under_way() && !backward_.is_interrupted()) {
+  while (is_under_way_ && !backward_.is_interrupted()) {
     TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "fastsync: ", caller,
                 " was called while another thread's ", "backward is under way; call it after");
     std::this_thread::sleep_for(kPause);
@@ -185,7 +123,7 @@ void Synchronizer::wait_for_backward(const char* caller) const {
 void Synchronizer::before_gradient(size_t index) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
-  sync_.parameters()[index].put_sum_aside();
+  context_.parameters[index].put_sum_aside();
 }
 
 void Synchronizer::on_gradient(size_t index, const at::Tensor& tensor, bool is_gone) {
@@ -196,7 +134,7 @@ void Synchronizer::on_gradient(size_t index, const at::Tensor& tensor, bool is_g
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
-  Parameter& parameter = sync_.parameters()[index];
+  Parameter& parameter = context_.parameters[index];
   parameter.note_gradient(tensor);
   if (!overlaps_) {
     return;
@@ -212,22 +150,22 @@ void Synchronizer::on_gradient(size_t index, const at::Tensor& tensor, bool is_g
     parameter.mark_new(/*left_over=*/true);
     return;
   }
-  if (!sync_.is_under_way()) {
+  if (!is_under_way_) {
     check_not_forked(kInChild);
-    sync_.begin();
+    begin();
   }
-  sync_.mark_ready(index);
+  step_->mark_ready(index);
   if (is_first_) {
-    sync_.send_full_buckets();
+    step_->send_full_buckets();
   }
 }
 
 // Engines that take part in one backward end together. No engine waits before all have sent. Otherwise ranks on which
 // engines come in different orders would wait for each other. If an engine fails, no rank is kept waiting by any
 // engine.
-void Synchronizer::finish(int graph_task) {
+void Synchronizer::finalize_backward(int graph_task) {
   const at::NoGradGuard no_grad;
-  const auto engines = Attached::all().in_order();
+  const auto engines = AttachedEngines::all().in_order();
   std::exception_ptr error;
   const auto for_each = [&](const auto& call) {
     for (const auto& engine : engines) {
@@ -243,25 +181,25 @@ void Synchronizer::finish(int graph_task) {
   };
   for_each([&](Synchronizer& engine) {
     try {
-      engine.sync_.send_rest();
+      engine.send_rest();
     } catch (...) {
       error = error ? error : std::current_exception();
-      if (engine.sync_.is_under_way()) {  // else it was refused on all ranks
-        engine.sync_.fail_and_send_rest();
+      if (engine.is_under_way_) {  // else it was refused on all ranks
+        engine.fail_and_send_rest();
       }
     }
   });
-  for_each([](Synchronizer& engine) { engine.sync_.receive(); });
+  for_each([](Synchronizer& engine) { engine.receive(); });
   if (error) {
     std::rethrow_exception(error);
   }
 }
 
-// A backward that raised never calls finish. This makes the call with all interrupted engines, because the order counts
-// here, too.
+// A backward that raised never calls finalize_backward. This makes the call with all interrupted engines, because the
+// order counts here, too.
 void Synchronizer::for_each_interrupted(const std::function<void(Synchronizer&)>& call) {
   const at::NoGradGuard no_grad;
-  for (const auto& engine : Attached::all().in_order()) {
+  for (const auto& engine : AttachedEngines::all().in_order()) {
     if (!engine->is_forked() && engine->backward_.is_interrupted()) {
       const std::lock_guard<std::mutex> lock(engine->mutex_);
       if (engine->backward_.is_interrupted()) {  // no other thread has ended it first
@@ -277,10 +215,10 @@ void Synchronizer::send_leftovers() {
   for_each_interrupted([](Synchronizer& engine) {
     try {
       if (engine.is_on_cpu_) {
-        engine.sync_.put_sums_back(/*only_lone_ones=*/true);
-        engine.sync_.fail_and_send_rest();
+        engine.put_sums_back(/*only_lone_ones=*/true);
+        engine.fail_and_send_rest();
       } else {
-        engine.sync_.join_streams();
+        engine.step_->join_streams();
       }
     } catch (...) {
       // The next sync tries again, or is refused on all ranks, as this one was.
@@ -289,7 +227,7 @@ void Synchronizer::send_leftovers() {
 }
 
 void Synchronizer::abandon_interrupted() {
-  for_each_interrupted([](Synchronizer& engine) { engine.sync_.abandon(); });
+  for_each_interrupted([](Synchronizer& engine) { engine.abandon(); });
 }
 
 // ---- between backwards ----------------------------------------------------------------------------------------------
@@ -309,20 +247,355 @@ void Synchronizer::synchronize() {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
   const auto owned = backward_.own();
-  sync_.begin();
+  begin();
   try {
-    sync_.mark_all_ready();
-    sync_.send_rest();
+    step_->mark_all_ready();
+    send_rest();
   } catch (...) {
-    if (sync_.is_under_way()) {  // else it was refused on all ranks
+    if (is_under_way_) {  // else it was refused on all ranks
       try {
-        sync_.abandon();
+        abandon();
       } catch (const std::exception&) {  // the first error tells why
       }
     }
     throw;
   }
-  sync_.receive();
+  receive();
+}
+
+// ---- between steps --------------------------------------------------------------------------------------------------
+
+// The ranks agree on a new name. A rank that has run out of batches cannot know the name, unless it begins to join.
+void Synchronizer::piggyback(const std::string& name, const at::Tensor& value) {
+  NamedValues& values = context_.side_values.named;
+  TORCH_CHECK_VALUE(!context_.weight.is_joining() || !have_agreed() || values.has_slots(name, value), "name: '", name,
+                    "' of shape ", value.sizes(), " is new, and ranks that have run out of batches cannot know ",
+                    "it: piggyback it on the first sync inside join(), or on an earlier one, on every rank");
+  if (!values.has_slots(name, value)) {
+    agree_anew(c10::str("piggybacked value '", name, "' is new"));
+  }
+  values.put(name, value.detach().clone(at::MemoryFormat::Contiguous));
+}
+
+void Synchronizer::set_weight(double weight) {
+  const int64_t step = this->step();
+  const bool is_again = std::exchange(weighted_step_, step) == step;
+  for (const Parameter& parameter : context_.parameters) {
+    if (parameter.has_left_over() || (!overlaps_ && is_again && parameter.has_own_gradient(/*has_hook=*/false))) {
+      refuse_late_weight(parameter.name);
+    }
+  }
+  if (!context_.weight.is_set()) {
+    begin_weights();
+  }
+  context_.weight.set(weight);
+}
+
+void Synchronizer::set_joining(bool is_joining, std::string states) {
+  states_ = std::move(states);
+  agree_anew(is_joining ? "join() began" : "join() ended");
+  liveness_->set_joining(is_joining);
+  context_.weight.set_joining(is_joining);
+  context_.agreement->step_check.say_nothing();
+}
+
+void Synchronizer::make_revocable() {
+  EngineState::make_revocable();
+  agree_anew("fastsync.Elastic takes its steps");
+  set_signal(0.0F);
+}
+
+int64_t Synchronizer::set_signal(float signal) {
+  context_.side_values.signal = signal;
+  context_.signals.reset();
+  return step();
+}
+
+double Synchronizer::num_active() { return context_.active.sum().item<double>(); }
+
+bool Synchronizer::gradients_are_unchanged() {
+  if (!context_.layout.is_made()) {
+    return false;  // no step has left any
+  }
+  for (size_t index = 0; index < context_.parameters.size(); ++index) {
+    const Parameter& parameter = context_.parameters[index];
+    const at::Tensor tensor(parameter.id.lock());
+    const bool counts = context_.layout.bucket_of(index) != Layout::kNone || (tensor.defined() && takes_part(tensor));
+    if (tensor.defined() && counts && !parameter.averaged.is_still(tensor.grad())) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::vector<at::Tensor> Synchronizer::with_own_gradients() {
+  std::vector<at::Tensor> found;
+  for (const Parameter& parameter : context_.parameters) {
+    if (parameter.has_own_gradient(overlaps_)) {
+      found.push_back(parameter.lock());
+    }
+  }
+  return found;
+}
+
+std::vector<Synchronizer::Piece> Synchronizer::pieces() {
+  std::vector<Piece> pieces;
+  for (const LayoutBucket& each : context_.layout.buckets) {
+    for (const ShardPiece& piece : each.bucket->shard()) {
+      pieces.emplace_back(each.parameters[piece.gradient], piece.begin, piece.means);
+    }
+  }
+  return pieces;
+}
+
+int64_t Synchronizer::pieces_number() {
+  int64_t newest = 0;
+  for (const LayoutBucket& each : context_.layout.buckets) {
+    newest = std::max(newest, each.bucket->shard_number());
+  }
+  return newest;
+}
+
+void Synchronizer::meet() {
+  wait_for_ranks("the step of the optimizer", [&] { context_.shards->meet(); });
+}
+
+std::vector<std::vector<std::vector<Synchronizer::Place>>> Synchronizer::places() {
+  std::vector<std::vector<std::vector<Place>>> places;
+  for (const LayoutBucket& each : context_.layout.buckets) {
+    auto& of_bucket = places.emplace_back();
+    for (const auto& shard : each.bucket->shards()) {
+      auto& of_rank = of_bucket.emplace_back();
+      for (const ShardPiece& piece : shard) {
+        of_rank.emplace_back(each.parameters[piece.gradient], piece.begin, piece.numel);
+      }
+    }
+  }
+  return places;
+}
+
+void Synchronizer::set_optimizer(std::string description) {
+  optimizer_ = std::move(description);
+  agree_anew("shard_optimizer was called");
+}
+
+void Synchronizer::set_shards(std::shared_ptr<Meeting> shards) {
+  context_.shards = std::move(shards);
+  for (Parameter& parameter : context_.parameters) {
+    parameter.is_sparse = false;  // so that a sparse gradient is refused
+  }
+}
+
+// The last tag of the last bucket is free: a plan that keeps shards without shared memory has at most two phases.
+void Synchronizer::set_shards_apart() {
+  const int tag = first_tag(context_.agreement->number) + kMaxBuckets * kTagsPerBucket - 1;
+  const auto most_buckets = std::min<int64_t>(kMaxBuckets, static_cast<int64_t>(context_.parameters.size()));
+  set_shards(std::make_shared<MeetingByMessages>(group_, device_to_agree_on(),
+                                                 kNumStats * most_buckets, tag));
+}
+
+std::vector<int64_t> Synchronizer::num_writes() {
+  std::vector<int64_t> all;
+  for (const Parameter& parameter : context_.parameters) {
+    all.push_back(parameter.averaged.num_writes(parameter.lock().grad()));
+  }
+  return all;
+}
+
+std::vector<bool> Synchronizer::have_other_values() {
+  std::vector<at::Tensor> noted;
+  std::vector<at::Tensor> current;
+  for (const Parameter& parameter : context_.parameters) {
+    noted.push_back(parameter.sample);
+    current.push_back(sample_of(parameter.lock().grad()));
+  }
+  return differ(noted, current);
+}
+
+std::vector<std::vector<double>> Synchronizer::compare(const std::vector<double>& numbers, const std::string& what) {
+  check_not_forked("step in the process that attached it, or call detach() in the child");
+  std::vector<std::vector<double>> all;
+  wait_for_ranks(what, [&] {
+    context_.shards->tell(numbers);
+    all = context_.shards->hear();
+    for (const auto& theirs : all) {
+      TORCH_CHECK(theirs.size() == numbers.size(), "another rank is not there, but averages gradients or is elsewhere ",
+                  "in the optimizer: every rank has to call optimizer.step() after the same backwards, and its ",
+                  "state_dict() too where ranks share no memory");
+    }
+  });
+  return all;
+}
+
+void Synchronizer::put_sums_back(bool only_lone_ones) {
+  for (Parameter& parameter : context_.parameters) {
+    if (!only_lone_ones || !parameter.lock().grad().defined()) {
+      parameter.put_sum_back();
+    }
+  }
+}
+
+void Synchronizer::take_over(Synchronizer& other) {
+  for (size_t i = 0; i < context_.parameters.size(); ++i) {
+    context_.parameters[i].take_over(other.context_.parameters[i]);
+  }
+}
+
+// ---- one step -------------------------------------------------------------------------------------------------------
+
+void Synchronizer::begin() {
+  std::vector<Gradient> gradients;
+  gradients.reserve(context_.parameters.size());
+  for (Parameter& parameter : context_.parameters) {
+    gradients.emplace_back(parameter);
+  }
+  forget_layout_if_changed(gradients);
+  step_ = std::make_unique<Step>(context_, std::move(gradients));
+  is_under_way_ = true;
+}
+
+void Synchronizer::send_rest() {
+  step_->send_weight();
+  if (!step_->has_sent_all()) {  // else there is nothing left to agree on
+    agree_and_lay_out();
+  }
+  pass_agreement(*context_.agreement, step_->number());
+  step_->send_rest();
+}
+
+void Synchronizer::fail_and_send_rest() {
+  step_->fail();
+  send_rest();
+  step_->leave_behind();
+}
+
+void Synchronizer::receive() {
+  const auto step = end();  // other threads wait for the lock from now on
+  const auto rest = c10::make_scope_exit([this] { liveness_->note_rest(); });
+  step->receive();
+}
+
+void Synchronizer::abandon() {
+  try {
+    fail_and_send_rest();
+  } catch (...) {
+    if (is_under_way_) {  // else it was refused on all ranks, and is over
+      end();
+      liveness_->note_rest();
+    }
+    throw;
+  }
+  receive();
+}
+
+std::unique_ptr<Step> Synchronizer::end() {
+  is_under_way_ = false;
+  return std::move(step_);
+}
+
+// ---- the layout, and the agreement on it ----------------------------------------------------------------------------
+
+// If a step is refused, it is refused on every rank: no rank is left waiting, and the step is over. It looks at buffers
+// only now, because a forward may have changed them, even a forward that a checkpoint repeats during backward.
+void Synchronizer::agree_and_lay_out() {
+  if (context_.buffers.have_changed()) {
+    agree_anew("a buffer that is synced is of another shape or dtype");
+  }
+  try {
+    if (!context_.layout.is_made()) {
+      lay_out();
+    } else if (!have_agreed()) {
+      agree(/*init_sync=*/false);
+    }
+  } catch (const c10::ValueError&) {
+    end();
+    liveness_->note_rest();
+    throw;
+  }
+}
+
+void Synchronizer::lay_out() {
+  const std::vector<Gradient>& gradients = step_->gradients();
+  const std::vector<size_t> order = step_->order();
+  if (order.empty()) {
+    return;  // no parameter requires a gradient, so this step sends nothing
+  }
+  agree(/*init_sync=*/false);  // first, so that all ranks refuse what one of them cannot send
+  std::vector<at::Tensor> tensors;
+  for (const Gradient& gradient : gradients) {
+    const at::Tensor& tensor = gradient.tensor();
+    const at::ScalarType dtype = grad_dtype_of(tensor);
+    const CompressionTable& compressions = *compressions_;
+    TORCH_CHECK_VALUE(!takes_part(tensor) || (is_supported(real_dtype_of(tensor)) &&
+                                              (compressions.is_lossless() || !c10::isComplexType(dtype))),
+                      "fastsync: the gradients of parameter ", gradient.parameter().name, " are ", dtype,
+                      ", which cannot be synchronised with ", compressions.description);
+    tensors.push_back(tensor);
+  }
+  std::vector<size_t> agreed_order;
+  wait_for_ranks("agreement on the order of gradients",
+                        [&] { agreed_order = order_of_rank_0(*group_, order, device_to_agree_on()); });
+  // Sparse gradients come last, each in a bucket of its own: they are sent at the end of backward, see may_go_early.
+  const auto sparse = std::ranges::stable_partition(
+      agreed_order, [this](size_t index) { return !context_.parameters[index].is_sparse; });
+  auto buckets = assign_buckets(tensors, {agreed_order.begin(), sparse.begin()}, bucket_cap_bytes_);
+  for (const size_t index : sparse) {
+    buckets.push_back({index});
+  }
+  TORCH_CHECK_VALUE(static_cast<int64_t>(buckets.size()) <= kMaxBuckets, "fastsync: gradients in ", buckets.size(),
+                    " buckets, but there may be ", kMaxBuckets, " at most: use a larger bucket_cap_mb");
+  Layout layout(tensors, std::move(buckets));
+  for (size_t i = 0; i < layout.buckets.size(); ++i) {
+    LayoutBucket& each = layout.buckets[i];
+    std::vector<ParameterId> ids;
+    for (const size_t index : each.parameters) {
+      ids.push_back(context_.parameters[index].id);
+    }
+    each.bucket = buckets_.add(std::move(ids), context_.agreement, "bucket " + std::to_string(i),
+                                       tensors[each.parameters.front()].device());
+    each.bucket->set_mean_factor(sums() ? static_cast<double>(group_->getSize()) : 1.0);
+  }
+  context_.side_values.flags.lay_out(layout.num_flags(), group_->getSize());
+  buckets_.set_newest_to_all();
+  context_.layout = std::move(layout);
+}
+
+void Synchronizer::forget_layout_if_changed(const std::vector<Gradient>& gradients) {
+  if (!context_.layout.is_made()) {
+    return;
+  }
+  std::string change;
+  for (size_t index = 0; index < gradients.size() && change.empty(); ++index) {
+    change = context_.layout.change(index, gradients[index].tensor(), gradients[index].parameter().name);
+  }
+  if (!change.empty()) {
+    buckets_.save_and_forget();
+    context_.layout = Layout();
+    agree_anew(std::move(change));
+  }
+}
+
+// It must not depend on which gradient got ready first, because the order in which a CPU's and a GPU's parameters get
+// ready differs from rank to rank, and each device may have a backend of its own.
+c10::Device Synchronizer::device_to_agree_on() const { return context_.parameters.back().lock().device(); }
+
+void Synchronizer::agree(bool init_sync) {
+  Agreement& agreement = *context_.agreement;
+  std::ostringstream text;
+  text << (agreement.number < 0 ? "a new engine" : c10::str("engine ", agreement.number)) << "\ninit_sync "
+       << (init_sync ? "True" : "False") << "\nbucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20)
+       << (is_revocable() ? "\nfastsync.Elastic True" : "") << "\nop " << word_for(context_.op)
+       << (context_.weight.is_on() ? ", weighted\n" : "\n") << context_.buffers.description() << optimizer_ << states_;
+  for (const Parameter& parameter : context_.parameters) {
+    text << parameter.description(parameter.lock());
+  }
+  text << context_.side_values.named.newcomers();
+  const int64_t step = step_ ? step_->number() : this->step();
+  EngineState::agree(agreement, "agreement", compressions_, step, text.str(), device_to_agree_on());
+  context_.side_values.named.make_slots();
+  if (!step_) {
+    liveness_->note_rest();
+  }
 }
 
 }  // namespace fastsync

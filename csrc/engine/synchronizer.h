@@ -1,6 +1,6 @@
-// The entry point attach synchronises gradients during backward. Hooks on the gradient accumulators tell which
-// gradients are ready. Full buckets are sent while backward goes on, and the end of backward waits for them. It touches
-// no Python object, and runs without the GIL.
+// The entry point attach averages the gradients of a set of parameters, step after step. Hooks on the gradient
+// accumulators tell which gradients are ready. Full buckets are sent while backward goes on, and the end of backward
+// waits for them. It touches no Python object, and runs without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,20 +10,28 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "engine/backward.h"
+#include "engine/engine_state.h"
 #include "engine/gradient_hook.h"
-#include "engine/parameter_sync.h"
+#include "engine/step.h"
 
 namespace fastsync {
 
+// What lasts from step to step. A Step is the step under way.
+//
 // Must be owned by a shared_ptr. It holds its lock even while it waits for other ranks. Only one thread at a time may
 // run backwards of its parameters.
 class Synchronizer : public EngineState, public std::enable_shared_from_this<Synchronizer> {
  public:
+  // The names, one for each parameter, are for errors. `sparse` has the names of the parameters whose gradients are
+  // sparse, which go with the mean over all ranks alone.
   Synchronizer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t bucket_cap_bytes, Op op,
                const std::set<std::string>& sparse);
@@ -35,14 +43,6 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   void attach(const std::vector<at::Tensor>& parameters, bool overlap);
   void detach();
 
-  // While the engine is disabled, backward lets gradients accumulate.
-  void set_enabled(bool enabled) { is_enabled_ = enabled; }
-
-  void set_weight(double weight) { sync_.set_weight(weight, overlaps_); }
-  std::vector<at::Tensor> with_own_gradients() { return sync_.with_own_gradients(overlaps_); }
-
-  ParameterSync& sync() { return sync_; }
-
   // Averages every gradient that there is. On a CPU it waits, on CUDA the current stream waits.
   void synchronize();
 
@@ -53,24 +53,122 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   // Ends the interrupted steps of all engines. On a CPU it waits for other ranks. Inside a backward it does nothing.
   void end_interrupted() override;
 
- private:
-  class Attached;
+  // Notes that an optimizer has updated the parameters. Any thread may call it.
+  void note_update() { context_.agreement->step_check.note_update(); }
 
+  // ---- between steps; the methods from here on are not thread-safe ----
+
+  // While the engine is disabled, backward lets gradients accumulate.
+  void set_enabled(bool enabled) { is_enabled_ = enabled; }
+
+  // Makes the ranks agree. Throws c10::ValueError if they differ in parameters or settings. The first step calls it, if
+  // nobody did. With init_sync, all ranks take over the parameters of one rank after it.
+  void agree(bool init_sync);
+
+  // Has the next step average a float32 tensor. It replaces an earlier one of that name.
+  void piggyback(const std::string& name, const at::Tensor& value);
+  // The means of the tensors that were piggybacked on the newest step.
+  const NamedValues::Tensors& piggybacked() { return context_.means; }
+
+  // Sets the weight of this rank's gradients from the next step on. The first call has to come before the same step on
+  // all ranks. Throws c10::Error if the step has gradients already, because another weight may be meant for them.
+  void set_weight(double weight);
+
+  // Sets whether ranks join. If they do, the mean is over those that have not run out of gradients. `states` describes
+  // what they share at the end, and has to be equal on all.
+  void set_joining(bool is_joining, std::string states);
+  // Notes that this rank has run out.
+  void run_out() { context_.weight.set_active(false); }
+  // The number of ranks that had not run out in the newest step; nan if one has failed. Waits for the device.
+  double num_active();
+
+  // From now on steps may be taken back, and each rank adds a signal to each step.
+  void make_revocable();
+  // Sets the signal of the next step, and returns that step's number.
+  int64_t set_signal(float signal);
+  // The sum of the newest step's signals; nan if a rank has failed in that step. Unset if there was no step since
+  // set_signal.
+  std::optional<double> signals() const { return context_.signals; }
+
+  void set_buffers(ModelBuffers buffers) { context_.buffers = std::move(buffers); }
+  // Lets the ranks have the same gradients in the first step.
+  void expect_same_data() { context_.expects_same_data = true; }
+
+  // Whether the gradients are still those that the newest step left.
+  bool gradients_are_unchanged();
+  // The parameters whose gradients hold something that only this rank has, of a backward after the newest step.
+  std::vector<at::Tensor> with_own_gradients();
+
+  // Takes over the state of the gradients from another engine of the same parameters.
+  void take_over(Synchronizer& other);
+
+  // ---- with shards, see Note [Shards] ----
+
+  // Has ranks keep shards of the means, which are dense, from the first step on.
+  void set_shards(std::shared_ptr<Meeting> shards);
+  // Does so for ranks that share no memory. The ranks must have agreed.
+  void set_shards_apart();
+  // The description of what ranks do with their shards, which has to be equal on all of them. Empty without shards.
+  void set_optimizer(std::string description);
+  // A piece of a parameter's means: the parameter's index, the piece's first value, and the means.
+  using Piece = std::tuple<size_t, int64_t, at::Tensor>;
+  // This rank's pieces. They stay in the same memory from step to step, until their number is another.
+  std::vector<Piece> pieces();
+  int64_t pieces_number();
+  // Which values each rank has: a parameter's index, the first value, and how many. By bucket, and by rank.
+  using Place = std::tuple<size_t, int64_t, int64_t>;
+  std::vector<std::vector<std::vector<Place>>> places();
+  // Which parameters have means of the newest step, by parameter.
+  std::vector<bool> have_means() { return context_.have_means; }
+  // How often each parameter's gradient was written to since the newest step, see Snapshot::num_writes.
+  std::vector<int64_t> num_writes();
+  // Whether each parameter's gradient has other values than the newest step has left, by Note [Sampled gradients].
+  std::vector<bool> have_other_values();
+  // Waits until all ranks are here. Returns the numbers that each of them gives, by rank. `what` is for errors.
+  std::vector<std::vector<double>> compare(const std::vector<double>& numbers, const std::string& what);
+  // Waits until all ranks have come here.
+  void meet();
+
+  // Tells whether it is the first of its sequences, see Note [Order of engines].
+  void set_first(bool is_first) { is_first_ = is_first; }
+
+ private:
   void before_gradient(size_t index);
   void on_gradient(size_t index, const at::Tensor& parameter, bool is_gone);
   void take_hooks_off();
   void wait_for_backward(const char* caller) const;
   void end_backwards(const char* caller);
+  void put_sums_back(bool only_lone_ones);
 
   static void for_each_interrupted(const std::function<void(Synchronizer&)>& call);
   static void send_leftovers();
   static void abandon_interrupted();
-  static void finish(int graph_task);
+  static void finalize_backward(int graph_task);
 
-  ParameterSync sync_;
+  void begin();
+  void send_rest();
+  void fail_and_send_rest();
+  void receive();
+  void abandon();
+  std::unique_ptr<Step> end();
+
+  bool sums() const { return context_.op == Op::kSum; }
+  bool have_agreed() const { return EngineState::have_agreed(*context_.agreement, compressions_); }
+  c10::Device device_to_agree_on() const;
+  void agree_and_lay_out();
+  void lay_out();
+  void forget_layout_if_changed(const std::vector<Gradient>& gradients);
+
+  const int64_t bucket_cap_bytes_;
+  StepContext context_;
+  std::string optimizer_;                   // what the ranks do with shards; empty without
+  std::string states_;                      // what the ranks share at the end of join(); empty outside
+  int64_t weighted_step_ = -1;              // the step that the weight was set for
+  std::unique_ptr<Step> step_;              // the step under way; null if there is none
+  std::atomic<bool> is_under_way_ = false;  // whether there is a step, for other threads
+
   const bool is_on_cpu_;                      // whether all its parameters are
-  const std::vector<const void*> sequences_;  // engines of one sequence must call in the same order on all ranks
-  std::atomic<bool> is_first_ = false;        // whether it is the first of them, see Note [Order of engines]
+  std::atomic<bool> is_first_ = false;        // whether it is the first of its sequences
   Backward backward_;                         // the owner of the step under way
   std::vector<std::shared_ptr<GradientHook>> hooks_;  // one for each parameter, while attached
   bool overlaps_ = false;                             // whether hooks send gradients while backward goes on
