@@ -54,12 +54,12 @@ using fastsync::GatherWork;
 using fastsync::HookPlace;
 using fastsync::HookState;
 using fastsync::HostBackend;
-using fastsync::ModelBuffers;
 using fastsync::NoSharedTensors;
 using fastsync::Op;
 using fastsync::ParameterGather;
 using fastsync::RanksDifferError;
 using fastsync::ShardedState;
+using fastsync::Shards;
 using fastsync::SharedTensors;
 using fastsync::Synchronizer;
 using fastsync::SyncTotals;
@@ -222,6 +222,14 @@ auto between_steps(Result (Engine::*method)(Args...)) {
   return [method](Engine& engine, Args... args) {
     engine.end_interrupted();
     return locked<Engine>(method)(engine, std::forward<Args>(args)...);
+  };
+}
+
+// Makes a function that calls the method of an engine's shards while no other thread uses the engine.
+template <class Result, class... Args>
+auto with_shards(Result (Shards::*method)(Args...)) {
+  return [method](Synchronizer& engine, Args... args) {
+    return engine.locked([&] { return (engine.shards().*method)(std::forward<Args>(args)...); });
   };
 }
 
@@ -397,14 +405,11 @@ PYBIND11_MODULE(_C, m) {
           "set_buffers",
           [](Synchronizer& self, std::function<std::string()> description,
              std::function<at::Tensor(const at::Tensor&)> values, std::function<void(const at::Tensor&)> arrive) {
-            self.locked([&] {
-              self.set_buffers(ModelBuffers({std::move(description), std::move(values), std::move(arrive)}));
-            });
+            self.locked([&] { self.set_buffers({std::move(description), std::move(values), std::move(arrive)}); });
           },
           py::arg("description"), py::arg("values"), py::arg("arrive"), no_gil)
       .def(
-          "take_over",
-          [](Synchronizer& self, Synchronizer& other) { self.locked([&] { self.take_over(other); }); },
+          "take_over", [](Synchronizer& self, Synchronizer& other) { self.locked([&] { self.take_over(other); }); },
           py::arg("other"), no_gil)
       .def("expect_same_data", locked<Synchronizer>(&Synchronizer::expect_same_data), no_gil)
       .def("set_optimizer", locked<Synchronizer>(&Synchronizer::set_optimizer), py::arg("description"), no_gil)
@@ -414,15 +419,15 @@ PYBIND11_MODULE(_C, m) {
             self.locked([&] { self.set_shards(std::move(shards)); });
           },
           py::arg("shards"), no_gil)
-      .def("pieces", locked<Synchronizer>(&Synchronizer::pieces), no_gil)
+      .def("pieces", with_shards(&Shards::pieces), no_gil)
       .def("set_shards_apart", locked<Synchronizer>(&Synchronizer::set_shards_apart), no_gil)
-      .def("places", locked<Synchronizer>(&Synchronizer::places), no_gil)
-      .def("pieces_number", locked<Synchronizer>(&Synchronizer::pieces_number), no_gil)
-      .def("have_means", locked<Synchronizer>(&Synchronizer::have_means), no_gil)
+      .def("places", with_shards(&Shards::places), no_gil)
+      .def("pieces_number", with_shards(&Shards::pieces_number), no_gil)
+      .def("have_means", with_shards(&Shards::have_means), no_gil)
       .def("num_writes", locked<Synchronizer>(&Synchronizer::num_writes), no_gil)
-      .def("have_other_values", locked<Synchronizer>(&Synchronizer::have_other_values), no_gil)
-      .def("compare", locked<Synchronizer>(&Synchronizer::compare), py::arg("numbers"), py::arg("what"), no_gil)
-      .def("meet", locked<Synchronizer>(&Synchronizer::meet), no_gil)
+      .def("have_other_values", with_shards(&Shards::have_other_values), no_gil)
+      .def("compare", with_shards(&Shards::compare), py::arg("numbers"), py::arg("what"), no_gil)
+      .def("meet", with_shards(&Shards::meet), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil)
       .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
 

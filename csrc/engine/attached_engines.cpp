@@ -15,8 +15,7 @@ namespace {
 // wait for each other on the device.
 constexpr char kSequenceOfAllGroups = 0;
 
-std::vector<const void*> sequences_of(const std::vector<at::Tensor>& parameters,
-                                      const c10d::ProcessGroup* group) {
+std::vector<const void*> sequences_of(const std::vector<at::Tensor>& parameters, const c10d::ProcessGroup* group) {
   const auto num_on_cpu = std::ranges::count_if(parameters, [](const at::Tensor& each) { return each.is_cpu(); });
   std::vector<const void*> sequences;
   if (num_on_cpu > 0) {

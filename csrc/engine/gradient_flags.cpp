@@ -4,11 +4,11 @@
 
 namespace fastsync {
 
-void GradientFlags::arrive(const at::Tensor& sums, bool is_captured) {
+void GradientFlags::check(const Sums& sums, const Journey& journey) {
   sums_ = sums;
   num_waits_ = counts_.defined() ? num_waits_ + 1 : 0;
-  is_captured_ = is_captured;
-  if (!is_captured) {
+  is_captured_ = journey.is_captured;
+  if (!is_captured_) {
     counts_.reset();
   }
 }
@@ -21,10 +21,10 @@ bool GradientFlags::on_some_rank(size_t flag, const std::string& parameter) {
   if (!counts_.defined()) {
     TORCH_CHECK(!is_captured_, "fastsync: parameter ", parameter, " has no gradient here, and whether another rank ",
                 "has one cannot be found out while a CUDA graph is captured: take a step like this one before");
-    counts_ = sums_.narrow(0, 0, static_cast<int64_t>(flags_.size())).to(at::kCPU);
+    counts_ = sums_.tensor().to(at::kCPU);
   }
   const bool exists = counts_.const_data_ptr<float>()[flag] > 0.5F;
-  if (!exists && num_waits_ == kManyWaits && !sums_.is_cpu()) {
+  if (!exists && num_waits_ == kManyWaits && !sums_.row.is_cpu()) {
     num_waits_ += 1;  // so that the warning comes once
     TORCH_WARN("fastsync: parameter ", parameter, " has had no gradient on any rank for ", kManyWaits,
                " steps. Each step the host waits for the device to find that out; freeze what is not used ",

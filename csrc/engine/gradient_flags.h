@@ -7,11 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "engine/passenger.h"
+
 namespace fastsync {
 
-// A parameter's flag is 1 if it has a new gradient, and 0 if it has a gradient of an earlier sync. If it has none, its
-// flag is so small that the flags of all ranks together are less than 1/2.
-class GradientFlags {
+// The first passenger of all. A parameter's flag is 1 if it has a new gradient, and 0 if it has a gradient of an
+// earlier sync. If it has none, its flag is so small that the flags of all ranks together are less than 1/2.
+class GradientFlags final : public Passenger {
  public:
   void lay_out(size_t num_flags, int64_t num_ranks) {
     none_ = 1.0F / (8.0F * static_cast<float>(num_ranks));
@@ -20,15 +22,23 @@ class GradientFlags {
 
   // ---- before a sync ----
 
-  // Notes that no parameter has a gradient.
-  void clear() { flags_.assign(flags_.size(), none_); }
+  // No parameter has a gradient at first.
+  void begin(const Journey& /*journey*/) override { flags_.assign(flags_.size(), none_); }
   void set(size_t flag, bool is_new, bool exists) { flags_[flag] = is_new ? 1.0F : (exists ? 0.0F : none_); }
-  const std::vector<float>& values() const { return flags_; }
+  void add_numbers(std::vector<float>& numbers, const Journey& /*journey*/) override {
+    numbers.insert(numbers.end(), flags_.begin(), flags_.end());
+  }
+
+  // This rank's flags on the device; needs the numbers of the journey.
+  at::Tensor own(const Journey& journey) const {
+    return journey.numbers.narrow(0, 0, static_cast<int64_t>(flags_.size()));
+  }
 
   // ---- after it ----
 
-  // Takes the sums over the ranks, with other values behind them. They may lie in memory that the next sync writes to.
-  void arrive(const at::Tensor& sums, bool is_captured);
+  void check(const Sums& sums, const Journey& journey) override;
+  // The sums over the ranks, by flag.
+  at::Tensor sums() const { return sums_.tensor(); }
   // Whether some rank has a new gradient. If this rank has none, only the sums can tell: then the host reads them, once
   // a sync. A CUDA graph repeats what held in the step before it was captured. Errors name the parameter.
   bool on_some_rank(size_t flag, const std::string& parameter);
@@ -38,7 +48,7 @@ class GradientFlags {
  private:
   float none_ = 0.0F;
   std::vector<float> flags_;
-  at::Tensor sums_;
+  Sums sums_;
   at::Tensor counts_;  // the sums on the host, once they are read
   bool is_captured_ = false;
   int64_t num_waits_ = 0;  // in how many syncs in a row the host has waited for the device

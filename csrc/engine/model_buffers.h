@@ -1,15 +1,17 @@
-// The buffers of a model travel with each sync, on all ranks or on none.
+// The buffers of a model travel with each step, on all ranks or on none.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <string>
-#include <utility>
+#include <vector>
+
+#include "engine/passenger.h"
 
 namespace fastsync {
 
-class ModelBuffers {
+class ModelBuffers final : public Passenger {
  public:
   // `describe` returns lines that the ranks have to agree on. `values` returns float32 values, which are added up over
   // the ranks. is_first tells whether this rank is the first of those that have gradients. It is a bool tensor, on the
@@ -20,24 +22,16 @@ class ModelBuffers {
     std::function<void(const at::Tensor& sums)> arrive;
   };
 
-  // Makes an object without calls: no buffers travel.
-  ModelBuffers() = default;
-  explicit ModelBuffers(Calls calls) : calls_(std::move(calls)), description_(calls_.describe()) {}
-
-  bool are_sent() const { return calls_.values != nullptr; }
-  // Lines that the ranks have to agree on, as of the newest look at the buffers.
-  const std::string& description() const { return description_; }
+  // Before the first call no buffers travel.
+  void set(Calls calls);
   // Looks at the buffers again, and returns whether the description has changed.
-  bool have_changed() {
-    if (!are_sent()) {
-      return false;
-    }
-    const std::string before = std::exchange(description_, calls_.describe());
-    return description_ != before;
-  }
+  bool have_changed();
 
-  at::Tensor values(const at::Tensor& is_first) const { return calls_.values(is_first); }
-  void arrive(const at::Tensor& sums) const { calls_.arrive(sums); }
+  // Of the newest look at the buffers.
+  std::string description() const override { return description_; }
+  bool waits_for_end() const override { return calls_.values != nullptr; }
+  void add_tensors(std::vector<at::Tensor>& tensors, const Journey& journey) override;
+  void take(const Sums& sums, const Journey& journey) override;
 
  private:
   Calls calls_;

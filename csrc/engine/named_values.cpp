@@ -24,7 +24,7 @@ bool NamedValues::has_slots(const std::string& name, const at::Tensor& value) co
   return slots != slots_.end() && value.sizes() == at::IntArrayRef(slots->second);
 }
 
-std::string NamedValues::newcomers() const {
+std::string NamedValues::description() const {
   std::ostringstream text;
   for (const auto& [name, value] : waiting_) {
     if (!has_slots(name, value)) {
@@ -53,26 +53,30 @@ at::Tensor NamedValues::slots_of(const std::string& name, at::IntArrayRef shape,
   return sent->second.to(device, /*non_blocking=*/true).view({-1});
 }
 
-std::vector<at::Tensor> NamedValues::to_send(bool counts, bool has_failed, c10::Device device) {
-  sent_ = has_failed ? Tensors() : std::exchange(waiting_, {});
-  std::vector<at::Tensor> values;
+void NamedValues::add_tensors(std::vector<at::Tensor>& tensors, const Journey& journey) {
+  sent_ = journey.has_failed ? Tensors() : std::exchange(waiting_, {});
   for (const auto& [name, shape] : slots_) {
-    values.push_back(slots_of(name, shape, counts || has_failed, device));
+    tensors.push_back(slots_of(name, shape, journey.is_active || journey.has_failed, journey.device));
   }
-  return values;
 }
 
-NamedValues::Tensors NamedValues::by_name(const at::Tensor& sums) const {
-  Tensors found;
+void NamedValues::take(const Sums& sums, const Journey& journey) {
+  if (journey.has_failed) {
+    return;
+  }
+  means_.clear();
+  if (sums.numel == 0) {
+    return;
+  }
+  const at::Tensor means = journey.mean_of(sums.tensor());
   int64_t offset = 0;
   for (const auto& [name, shape] : slots_) {
     const int64_t numel = c10::multiply_integers(shape);
     if (sent_.contains(name)) {
-      found[name] = sums.narrow(0, offset, numel).view(shape);
+      means_[name] = means.narrow(0, offset, numel).view(shape);
     }
     offset += numel;
   }
-  return found;
 }
 
 }  // namespace fastsync

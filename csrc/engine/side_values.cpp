@@ -2,61 +2,97 @@
 
 #include <ATen/ATen.h>
 
-#include <limits>
-#include <utility>
+#include <algorithm>
 
 #include "passes/backend.h"
 #include "passes/graph_memory.h"
 
 namespace fastsync {
 
-at::Tensor SideValues::to_send(std::optional<std::vector<float>> stamp, const at::Tensor& weight, bool counts,
-                               bool has_failed, c10::Device device) {
-  has_new_stamp_ = stamp.has_value();
-  if (has_new_stamp_) {
-    stamp_ = std::move(*stamp);
+SideValues::SideValues(const std::vector<Passenger*>& passengers) {
+  for (Passenger* const passenger : passengers) {
+    seats_.push_back({passenger});
   }
-  std::vector<at::Tensor> all = named.to_send(counts, has_failed, device);
-  const at::Tensor fixed = this->fixed(has_failed, device);
-  if (counts_users) {
-    const at::Tensor is_new = fixed.narrow(0, 0, num_flags()).eq(1.0F).to(at::kFloat);
-    all.insert(all.begin(), weight.defined() ? is_new.mul_(weight) : is_new);
+}
+
+std::string SideValues::description() const {
+  std::string lines;
+  for (const Seat& seat : seats_) {
+    lines += seat.passenger->description();
   }
-  all.insert(all.begin(), fixed);
+  return lines;
+}
+
+bool SideValues::wait_for_end() const {
+  return std::ranges::any_of(seats_, [](const Seat& seat) { return seat.passenger->waits_for_end(); });
+}
+
+void SideValues::begin(const Journey& journey) {
+  for (const Seat& seat : seats_) {
+    seat.passenger->begin(journey);
+  }
+}
+
+at::Tensor SideValues::to_send(Journey& journey) {
+  std::vector<float> numbers;
+  for (Seat& seat : seats_) {
+    const auto begin = static_cast<int64_t>(numbers.size());
+    seat.passenger->add_numbers(numbers, journey);
+    seat.sums = {{}, begin, std::ssize(numbers) - begin};
+  }
+  int64_t end = std::ssize(numbers);
+  journey.numbers = on_device(std::move(numbers), journey.device);
+  std::vector<at::Tensor> all{journey.numbers};
+  for (Seat& seat : seats_) {
+    const size_t first = all.size();
+    seat.passenger->add_tensors(all, journey);
+    if (all.size() > first) {
+      seat.sums.begin = end;
+      std::for_each(all.begin() + static_cast<std::ptrdiff_t>(first), all.end(),
+                    [&](const at::Tensor& each) { end += each.numel(); });
+      seat.sums.numel = end - seat.sums.begin;
+    }
+  }
   return all.size() == 1 ? all.front() : at::cat(all);
 }
 
-// Copies them to the device only when they change. A CUDA graph cannot do that.
-at::Tensor SideValues::fixed(bool has_failed, c10::Device device) {
-  std::vector<float> fixed = flags.values();
-  fixed.insert(fixed.end(), stamp_.begin(), stamp_.end());
-  if (signal) {
-    fixed.push_back(has_failed ? std::numeric_limits<float>::quiet_NaN() : *signal);
-  }
-  if (!fixed_on_device_.defined() || fixed_on_device_.device() != device || fixed != fixed_) {
+// A CUDA graph cannot copy them.
+at::Tensor SideValues::on_device(std::vector<float> numbers, c10::Device device) {
+  if (!numbers_on_device_.defined() || numbers_on_device_.device() != device || numbers != numbers_) {
     TORCH_CHECK(!is_capturing(device), "fastsync: other parameters have a gradient in the step that a CUDA graph ",
                 "captures than in the one before it: take a step like this one before");
-    fixed_on_device_ = to_device(fixed, device);
-    fixed_ = std::move(fixed);
+    numbers_on_device_ = to_device(numbers, device);
+    numbers_ = std::move(numbers);
   }
-  hold_for_graph(device, {fixed_on_device_});
-  return fixed_on_device_;
+  if (is_capturing(device)) {  // asked first, because the list costs more
+    hold_for_graph(device, {numbers_on_device_});
+  }
+  return numbers_on_device_;
 }
 
-void SideValues::arrive(const at::Tensor& sums, bool is_captured) {
-  sums_ = sums;
-  flags.arrive(sums, is_captured);
+void SideValues::fail() {
+  for (const Seat& seat : seats_) {
+    seat.passenger->fail();
+  }
 }
 
-double SideValues::signals() const {
-  const int64_t at = num_fixed() - 1;
-  // Without torch's operations it takes a nanosecond, in place of microseconds.
-  return sums_.is_cpu() && sums_.is_contiguous() ? sums_.const_data_ptr<float>()[at] : sums_[at].item<double>();
+void SideValues::leave_behind() {
+  for (const Seat& seat : seats_) {
+    seat.passenger->leave_behind();
+  }
 }
 
-at::Tensor SideValues::stamps() const {
-  const auto size = static_cast<int64_t>(stamp_.size());
-  return has_new_stamp_ ? sums_.narrow(0, num_flags(), size) : at::Tensor();
+void SideValues::check(const at::Tensor& sums, const Journey& journey) {
+  for (Seat& seat : seats_) {
+    seat.sums.row = sums;
+    seat.passenger->check(seat.sums, journey);
+  }
+}
+
+void SideValues::take(const Journey& journey) {
+  for (const Seat& seat : seats_) {
+    seat.passenger->take(seat.sums, journey);
+  }
 }
 
 }  // namespace fastsync

@@ -7,41 +7,17 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
-#include "engine/engine_state.h"
+#include "engine/bucket.h"
 #include "engine/gradient.h"
 #include "engine/layout.h"
-#include "engine/model_buffers.h"
-#include "engine/parameter.h"
-#include "engine/side_values.h"
+#include "engine/passenger.h"
 #include "engine/weight.h"
-#include "transport/meeting.h"
 
 namespace fastsync {
 
-// The steps of an engine share this.
-struct StepContext {
-  EngineState& engine;
-  const std::shared_ptr<Agreement> agreement;  // the agreement on all buckets
-  const Op op;
-  std::vector<Parameter> parameters = {};
-  Layout layout = {};  // made in the first step
-  SideValues side_values = {};
-  Weight weight = {};
-  ModelBuffers buffers = {};
-  // Null unless ranks keep shards of the means. Then the gradients stay this rank's own, and the ranks tell each other
-  // the statistics of their shards.
-  std::shared_ptr<Meeting> shards = nullptr;
-  bool expects_same_data = false;  // whether no rank is warned if all ranks have the same gradients in the first step
-
-  // The results of the newest step.
-  NamedValues::Tensors means = {};     // the means of what was piggybacked
-  at::Tensor active = {};              // see WeightSum
-  std::optional<double> signals = {};  // the sum of the signals, if there are any; nan if a rank has failed
-  std::vector<bool> have_means = {};   // with shards: which parameters have means, by parameter
-};
+class Synchronizer;
 
 // Note [Steps]
 // A step collects gradients by mark_ready: each gradient that is final, in any order and any number of them. Meanwhile
@@ -56,13 +32,13 @@ struct StepContext {
 // vain.
 class Step {
  public:
-  // Takes a gradient for each parameter. The layout must hold for their tensors. The context must outlive the step.
-  Step(StepContext& context, std::vector<Gradient> gradients);
+  // Takes a gradient for each parameter. The engine's layout must hold for their tensors.
+  Step(Synchronizer& engine, std::vector<Gradient> gradients);
   // Breaks the agreement if the step has sent something, and not received all of it. See Note [Agreement].
   ~Step();
 
-  int64_t number() const { return number_; }
-  bool has_sent_all() const { return layout().is_made() && works_.size() == layout().buckets.size(); }
+  int64_t number() const { return journey_.step; }
+  bool has_sent_all() const;
 
   // ---- collecting ----
 
@@ -94,33 +70,22 @@ class Step {
   void receive();
 
  private:
-  enum class State { kCollecting, kSent, kFailed };
-
-  bool has_failed() const { return state_ == State::kFailed; }
-  const Layout& layout() const { return context_.layout; }
-  EngineState& engine() const { return context_.engine; }
-  bool have_agreed() const { return engine().have_agreed(*context_.agreement, engine().compressions()); }
+  bool has_failed() const { return journey_.has_failed; }
+  const Layout& layout() const;
   bool may_go_early(size_t bucket) const;
   void send_next();
   void receive_beside();
   void wait_for_gradients(const LayoutBucket& bucket) const;
-  at::Tensor side_values_to_send(c10::Device device, const std::vector<at::Tensor>& grads, const at::Tensor& weight);
-  void hand_out();
+  at::Tensor side_values_to_send(c10::Device device, at::TensorList grads, const at::Tensor& weight);
+  void take_means();
   // The factors multiply the means, by flag; undefined if they are 1. kept_travels tells whether a kept gradient
   // travels as it is, see Note [Statistics of a step] in step.cpp.
-  void hand_out(const LayoutBucket& bucket, const at::Tensor& factors_of_all, bool kept_travels);
+  void take_means(const LayoutBucket& bucket, const at::Tensor& factors_of_all, bool kept_travels);
   void note_unmeasured(const LayoutBucket& bucket);
-  at::Tensor factors_of_used() const;
-  void take_signals();
-  void take_side_values();
-  void find_means();
-  void keep_gradients();
-  void tell_stats();
-  void hear_stats();
 
-  StepContext& context_;
-  const int64_t number_;
-  State state_ = State::kCollecting;
+  Synchronizer& engine_;
+  Journey journey_;
+  bool is_collecting_ = true;
   std::vector<Gradient> gradients_;  // by parameter
   ClaimedMemory claimed_;
   std::vector<size_t> order_;                       // indices, as gradients got ready; kept while there is no layout
@@ -128,7 +93,6 @@ class Step {
   std::vector<std::shared_ptr<BucketWork>> works_;  // the works of the buckets that were sent
   bool has_begun_to_send_ = false;
   bool has_received_ = false;
-  bool has_told_stats_ = false;
   size_t num_tried_ = 0;              // how many of them receive_beside has tried
   std::optional<WeightSum> weights_;  // set once this rank's weight was sent
 };

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "engine/attached_engines.h"
-#include "engine/sample.h"
 #include "passes/backend.h"
 
 namespace fastsync {
@@ -35,16 +34,14 @@ Synchronizer::Synchronizer(const std::vector<at::Tensor>& parameters, std::vecto
                            const std::set<std::string>& sparse)
     : EngineState(group, "the engine of parameter " + names.front(), "with sync.join():"),
       bucket_cap_bytes_(bucket_cap_bytes),
-      context_{.engine = *this,
-               .agreement = std::make_shared<Agreement>(*group, "the engine of parameter " + names.front()),
-               .op = op},
+      op_(op),
+      agreement_(std::make_shared<Agreement>(*group, "the engine of parameter " + names.front())),
       is_on_cpu_(std::ranges::all_of(parameters, [](const at::Tensor& parameter) { return parameter.is_cpu(); })),
       backward_([this] { return is_under_way_.load(); }, &finalize_backward, &send_leftovers) {
   needs_stats_ = false;  // until somebody asks
-  context_.side_values.counts_users = op == Op::kMeanOfUsed;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const bool is_sparse = sparse.contains(names[i]);
-    context_.parameters.emplace_back(parameters[i], std::move(names[i]), op, is_sparse);
+    parameters_.emplace_back(parameters[i], std::move(names[i]), op, is_sparse);
   }
 }
 
@@ -123,7 +120,7 @@ void Synchronizer::wait_for_backward(const char* caller) const {
 void Synchronizer::before_gradient(size_t index) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
-  context_.parameters[index].put_sum_aside();
+  parameters_[index].put_sum_aside();
 }
 
 void Synchronizer::on_gradient(size_t index, const at::Tensor& tensor, bool is_gone) {
@@ -134,7 +131,7 @@ void Synchronizer::on_gradient(size_t index, const at::Tensor& tensor, bool is_g
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
-  Parameter& parameter = context_.parameters[index];
+  Parameter& parameter = parameters_[index];
   parameter.note_gradient(tensor);
   if (!overlaps_) {
     return;
@@ -267,36 +264,35 @@ void Synchronizer::synchronize() {
 
 // The ranks agree on a new name. A rank that has run out of batches cannot know the name, unless it begins to join.
 void Synchronizer::piggyback(const std::string& name, const at::Tensor& value) {
-  NamedValues& values = context_.side_values.named;
-  TORCH_CHECK_VALUE(!context_.weight.is_joining() || !have_agreed() || values.has_slots(name, value), "name: '", name,
+  TORCH_CHECK_VALUE(!weight_.is_joining() || !have_agreed() || named_.has_slots(name, value), "name: '", name,
                     "' of shape ", value.sizes(), " is new, and ranks that have run out of batches cannot know ",
                     "it: piggyback it on the first sync inside join(), or on an earlier one, on every rank");
-  if (!values.has_slots(name, value)) {
+  if (!named_.has_slots(name, value)) {
     agree_anew(c10::str("piggybacked value '", name, "' is new"));
   }
-  values.put(name, value.detach().clone(at::MemoryFormat::Contiguous));
+  named_.put(name, value.detach().clone(at::MemoryFormat::Contiguous));
 }
 
 void Synchronizer::set_weight(double weight) {
   const int64_t step = this->step();
   const bool is_again = std::exchange(weighted_step_, step) == step;
-  for (const Parameter& parameter : context_.parameters) {
+  for (const Parameter& parameter : parameters_) {
     if (parameter.has_left_over() || (!overlaps_ && is_again && parameter.has_own_gradient(/*has_hook=*/false))) {
       refuse_late_weight(parameter.name);
     }
   }
-  if (!context_.weight.is_set()) {
+  if (!weight_.is_set()) {
     begin_weights();
   }
-  context_.weight.set(weight);
+  weight_.set(weight);
 }
 
 void Synchronizer::set_joining(bool is_joining, std::string states) {
   states_ = std::move(states);
   agree_anew(is_joining ? "join() began" : "join() ended");
   liveness_->set_joining(is_joining);
-  context_.weight.set_joining(is_joining);
-  context_.agreement->step_check.say_nothing();
+  weight_.set_joining(is_joining);
+  agreement_->step_check.say_nothing();
 }
 
 void Synchronizer::make_revocable() {
@@ -306,21 +302,18 @@ void Synchronizer::make_revocable() {
 }
 
 int64_t Synchronizer::set_signal(float signal) {
-  context_.side_values.signal = signal;
-  context_.signals.reset();
+  signal_.set(signal);
   return step();
 }
 
-double Synchronizer::num_active() { return context_.active.sum().item<double>(); }
-
 bool Synchronizer::gradients_are_unchanged() {
-  if (!context_.layout.is_made()) {
+  if (!layout_.is_made()) {
     return false;  // no step has left any
   }
-  for (size_t index = 0; index < context_.parameters.size(); ++index) {
-    const Parameter& parameter = context_.parameters[index];
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    const Parameter& parameter = parameters_[index];
     const at::Tensor tensor(parameter.id.lock());
-    const bool counts = context_.layout.bucket_of(index) != Layout::kNone || (tensor.defined() && takes_part(tensor));
+    const bool counts = layout_.bucket_of(index) != Layout::kNone || (tensor.defined() && takes_part(tensor));
     if (tensor.defined() && counts && !parameter.averaged.is_still(tensor.grad())) {
       return false;
     }
@@ -330,48 +323,12 @@ bool Synchronizer::gradients_are_unchanged() {
 
 std::vector<at::Tensor> Synchronizer::with_own_gradients() {
   std::vector<at::Tensor> found;
-  for (const Parameter& parameter : context_.parameters) {
+  for (const Parameter& parameter : parameters_) {
     if (parameter.has_own_gradient(overlaps_)) {
       found.push_back(parameter.lock());
     }
   }
   return found;
-}
-
-std::vector<Synchronizer::Piece> Synchronizer::pieces() {
-  std::vector<Piece> pieces;
-  for (const LayoutBucket& each : context_.layout.buckets) {
-    for (const ShardPiece& piece : each.bucket->shard()) {
-      pieces.emplace_back(each.parameters[piece.gradient], piece.begin, piece.means);
-    }
-  }
-  return pieces;
-}
-
-int64_t Synchronizer::pieces_number() {
-  int64_t newest = 0;
-  for (const LayoutBucket& each : context_.layout.buckets) {
-    newest = std::max(newest, each.bucket->shard_number());
-  }
-  return newest;
-}
-
-void Synchronizer::meet() {
-  wait_for_ranks("the step of the optimizer", [&] { context_.shards->meet(); });
-}
-
-std::vector<std::vector<std::vector<Synchronizer::Place>>> Synchronizer::places() {
-  std::vector<std::vector<std::vector<Place>>> places;
-  for (const LayoutBucket& each : context_.layout.buckets) {
-    auto& of_bucket = places.emplace_back();
-    for (const auto& shard : each.bucket->shards()) {
-      auto& of_rank = of_bucket.emplace_back();
-      for (const ShardPiece& piece : shard) {
-        of_rank.emplace_back(each.parameters[piece.gradient], piece.begin, piece.numel);
-      }
-    }
-  }
-  return places;
 }
 
 void Synchronizer::set_optimizer(std::string description) {
@@ -380,55 +337,29 @@ void Synchronizer::set_optimizer(std::string description) {
 }
 
 void Synchronizer::set_shards(std::shared_ptr<Meeting> shards) {
-  context_.shards = std::move(shards);
-  for (Parameter& parameter : context_.parameters) {
+  shards_.set_meeting(std::move(shards));
+  for (Parameter& parameter : parameters_) {
     parameter.is_sparse = false;  // so that a sparse gradient is refused
   }
 }
 
 // The last tag of the last bucket is free: a plan that keeps shards without shared memory has at most two phases.
 void Synchronizer::set_shards_apart() {
-  const int tag = first_tag(context_.agreement->number) + kMaxBuckets * kTagsPerBucket - 1;
-  const auto most_buckets = std::min<int64_t>(kMaxBuckets, static_cast<int64_t>(context_.parameters.size()));
-  set_shards(std::make_shared<MeetingByMessages>(group_, device_to_agree_on(),
-                                                 kNumStats * most_buckets, tag));
+  const int tag = first_tag(agreement_->number) + kMaxBuckets * kTagsPerBucket - 1;
+  const auto most_buckets = std::min<int64_t>(kMaxBuckets, static_cast<int64_t>(parameters_.size()));
+  set_shards(std::make_shared<MeetingByMessages>(group_, device_to_agree_on(), kNumStats * most_buckets, tag));
 }
 
 std::vector<int64_t> Synchronizer::num_writes() {
   std::vector<int64_t> all;
-  for (const Parameter& parameter : context_.parameters) {
+  for (const Parameter& parameter : parameters_) {
     all.push_back(parameter.averaged.num_writes(parameter.lock().grad()));
   }
   return all;
 }
 
-std::vector<bool> Synchronizer::have_other_values() {
-  std::vector<at::Tensor> noted;
-  std::vector<at::Tensor> current;
-  for (const Parameter& parameter : context_.parameters) {
-    noted.push_back(parameter.sample);
-    current.push_back(sample_of(parameter.lock().grad()));
-  }
-  return differ(noted, current);
-}
-
-std::vector<std::vector<double>> Synchronizer::compare(const std::vector<double>& numbers, const std::string& what) {
-  check_not_forked("step in the process that attached it, or call detach() in the child");
-  std::vector<std::vector<double>> all;
-  wait_for_ranks(what, [&] {
-    context_.shards->tell(numbers);
-    all = context_.shards->hear();
-    for (const auto& theirs : all) {
-      TORCH_CHECK(theirs.size() == numbers.size(), "another rank is not there, but averages gradients or is elsewhere ",
-                  "in the optimizer: every rank has to call optimizer.step() after the same backwards, and its ",
-                  "state_dict() too where ranks share no memory");
-    }
-  });
-  return all;
-}
-
 void Synchronizer::put_sums_back(bool only_lone_ones) {
-  for (Parameter& parameter : context_.parameters) {
+  for (Parameter& parameter : parameters_) {
     if (!only_lone_ones || !parameter.lock().grad().defined()) {
       parameter.put_sum_back();
     }
@@ -436,8 +367,8 @@ void Synchronizer::put_sums_back(bool only_lone_ones) {
 }
 
 void Synchronizer::take_over(Synchronizer& other) {
-  for (size_t i = 0; i < context_.parameters.size(); ++i) {
-    context_.parameters[i].take_over(other.context_.parameters[i]);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].take_over(other.parameters_[i]);
   }
 }
 
@@ -445,12 +376,12 @@ void Synchronizer::take_over(Synchronizer& other) {
 
 void Synchronizer::begin() {
   std::vector<Gradient> gradients;
-  gradients.reserve(context_.parameters.size());
-  for (Parameter& parameter : context_.parameters) {
+  gradients.reserve(parameters_.size());
+  for (Parameter& parameter : parameters_) {
     gradients.emplace_back(parameter);
   }
   forget_layout_if_changed(gradients);
-  step_ = std::make_unique<Step>(context_, std::move(gradients));
+  step_ = std::make_unique<Step>(*this, std::move(gradients));
   is_under_way_ = true;
 }
 
@@ -459,7 +390,7 @@ void Synchronizer::send_rest() {
   if (!step_->has_sent_all()) {  // else there is nothing left to agree on
     agree_and_lay_out();
   }
-  pass_agreement(*context_.agreement, step_->number());
+  pass_agreement(*agreement_, step_->number());
   step_->send_rest();
 }
 
@@ -498,11 +429,11 @@ std::unique_ptr<Step> Synchronizer::end() {
 // If a step is refused, it is refused on every rank: no rank is left waiting, and the step is over. It looks at buffers
 // only now, because a forward may have changed them, even a forward that a checkpoint repeats during backward.
 void Synchronizer::agree_and_lay_out() {
-  if (context_.buffers.have_changed()) {
+  if (buffers_.have_changed()) {
     agree_anew("a buffer that is synced is of another shape or dtype");
   }
   try {
-    if (!context_.layout.is_made()) {
+    if (!layout_.is_made()) {
       lay_out();
     } else if (!have_agreed()) {
       agree(/*init_sync=*/false);
@@ -534,10 +465,10 @@ void Synchronizer::lay_out() {
   }
   std::vector<size_t> agreed_order;
   wait_for_ranks("agreement on the order of gradients",
-                        [&] { agreed_order = order_of_rank_0(*group_, order, device_to_agree_on()); });
+                 [&] { agreed_order = order_of_rank_0(*group_, order, device_to_agree_on()); });
   // Sparse gradients come last, each in a bucket of its own: they are sent at the end of backward, see may_go_early.
-  const auto sparse = std::ranges::stable_partition(
-      agreed_order, [this](size_t index) { return !context_.parameters[index].is_sparse; });
+  const auto sparse =
+      std::ranges::stable_partition(agreed_order, [this](size_t index) { return !parameters_[index].is_sparse; });
   auto buckets = assign_buckets(tensors, {agreed_order.begin(), sparse.begin()}, bucket_cap_bytes_);
   for (const size_t index : sparse) {
     buckets.push_back({index});
@@ -549,50 +480,49 @@ void Synchronizer::lay_out() {
     LayoutBucket& each = layout.buckets[i];
     std::vector<ParameterId> ids;
     for (const size_t index : each.parameters) {
-      ids.push_back(context_.parameters[index].id);
+      ids.push_back(parameters_[index].id);
     }
-    each.bucket = buckets_.add(std::move(ids), context_.agreement, "bucket " + std::to_string(i),
-                                       tensors[each.parameters.front()].device());
+    each.bucket = buckets_.add(std::move(ids), agreement_, "bucket " + std::to_string(i),
+                               tensors[each.parameters.front()].device());
     each.bucket->set_mean_factor(sums() ? static_cast<double>(group_->getSize()) : 1.0);
   }
-  context_.side_values.flags.lay_out(layout.num_flags(), group_->getSize());
+  flags_.lay_out(layout.num_flags(), group_->getSize());
   buckets_.set_newest_to_all();
-  context_.layout = std::move(layout);
+  layout_ = std::move(layout);
 }
 
 void Synchronizer::forget_layout_if_changed(const std::vector<Gradient>& gradients) {
-  if (!context_.layout.is_made()) {
+  if (!layout_.is_made()) {
     return;
   }
   std::string change;
   for (size_t index = 0; index < gradients.size() && change.empty(); ++index) {
-    change = context_.layout.change(index, gradients[index].tensor(), gradients[index].parameter().name);
+    change = layout_.change(index, gradients[index].tensor(), gradients[index].parameter().name);
   }
   if (!change.empty()) {
     buckets_.save_and_forget();
-    context_.layout = Layout();
+    layout_ = Layout();
     agree_anew(std::move(change));
   }
 }
 
 // It must not depend on which gradient got ready first, because the order in which a CPU's and a GPU's parameters get
 // ready differs from rank to rank, and each device may have a backend of its own.
-c10::Device Synchronizer::device_to_agree_on() const { return context_.parameters.back().lock().device(); }
+c10::Device Synchronizer::device_to_agree_on() const { return parameters_.back().lock().device(); }
 
 void Synchronizer::agree(bool init_sync) {
-  Agreement& agreement = *context_.agreement;
+  Agreement& agreement = *agreement_;
   std::ostringstream text;
   text << (agreement.number < 0 ? "a new engine" : c10::str("engine ", agreement.number)) << "\ninit_sync "
        << (init_sync ? "True" : "False") << "\nbucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20)
-       << (is_revocable() ? "\nfastsync.Elastic True" : "") << "\nop " << word_for(context_.op)
-       << (context_.weight.is_on() ? ", weighted\n" : "\n") << context_.buffers.description() << optimizer_ << states_;
-  for (const Parameter& parameter : context_.parameters) {
+       << (is_revocable() ? "\nfastsync.Elastic True" : "") << "\nop " << word_for(op_)
+       << (weight_.is_on() ? ", weighted\n" : "\n") << side_values_.description() << optimizer_ << states_;
+  for (const Parameter& parameter : parameters_) {
     text << parameter.description(parameter.lock());
   }
-  text << context_.side_values.named.newcomers();
   const int64_t step = step_ ? step_->number() : this->step();
   EngineState::agree(agreement, "agreement", compressions_, step, text.str(), device_to_agree_on());
-  context_.side_values.named.make_slots();
+  named_.make_slots();
   if (!step_) {
     liveness_->note_rest();
   }

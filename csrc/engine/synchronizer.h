@@ -13,14 +13,24 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "engine/backward.h"
 #include "engine/engine_state.h"
+#include "engine/gradient_flags.h"
 #include "engine/gradient_hook.h"
+#include "engine/layout.h"
+#include "engine/model_buffers.h"
+#include "engine/named_values.h"
+#include "engine/parameter.h"
+#include "engine/shards.h"
+#include "engine/side_values.h"
+#include "engine/signal.h"
+#include "engine/stamps.h"
 #include "engine/step.h"
+#include "engine/used_parameters.h"
+#include "engine/weight.h"
 
 namespace fastsync {
 
@@ -54,7 +64,7 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   void end_interrupted() override;
 
   // Notes that an optimizer has updated the parameters. Any thread may call it.
-  void note_update() { context_.agreement->step_check.note_update(); }
+  void note_update() { agreement_->step_check.note_update(); }
 
   // ---- between steps; the methods from here on are not thread-safe ----
 
@@ -68,7 +78,7 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   // Has the next step average a float32 tensor. It replaces an earlier one of that name.
   void piggyback(const std::string& name, const at::Tensor& value);
   // The means of the tensors that were piggybacked on the newest step.
-  const NamedValues::Tensors& piggybacked() { return context_.means; }
+  const NamedValues::Tensors& piggybacked() { return named_.means(); }
 
   // Sets the weight of this rank's gradients from the next step on. The first call has to come before the same step on
   // all ranks. Throws c10::Error if the step has gradients already, because another weight may be meant for them.
@@ -78,9 +88,9 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   // what they share at the end, and has to be equal on all.
   void set_joining(bool is_joining, std::string states);
   // Notes that this rank has run out.
-  void run_out() { context_.weight.set_active(false); }
-  // The number of ranks that had not run out in the newest step; nan if one has failed. Waits for the device.
-  double num_active();
+  void run_out() { weight_.set_active(false); }
+  // See Weight::num_active.
+  double num_active() { return weight_.num_active(); }
 
   // From now on steps may be taken back, and each rank adds a signal to each step.
   void make_revocable();
@@ -88,16 +98,19 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   int64_t set_signal(float signal);
   // The sum of the newest step's signals; nan if a rank has failed in that step. Unset if there was no step since
   // set_signal.
-  std::optional<double> signals() const { return context_.signals; }
+  std::optional<double> signals() const { return signal_.sum(); }
 
-  void set_buffers(ModelBuffers buffers) { context_.buffers = std::move(buffers); }
+  void set_buffers(ModelBuffers::Calls calls) { buffers_.set(std::move(calls)); }
   // Lets the ranks have the same gradients in the first step.
-  void expect_same_data() { context_.expects_same_data = true; }
+  void expect_same_data() { stamps_.expect_same_data(); }
 
   // Whether the gradients are still those that the newest step left.
   bool gradients_are_unchanged();
   // The parameters whose gradients hold something that only this rank has, of a backward after the newest step.
   std::vector<at::Tensor> with_own_gradients();
+
+  // How often each parameter's gradient was written to since the newest step, see Snapshot::num_writes.
+  std::vector<int64_t> num_writes();
 
   // Takes over the state of the gradients from another engine of the same parameters.
   void take_over(Synchronizer& other);
@@ -110,29 +123,14 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   void set_shards_apart();
   // The description of what ranks do with their shards, which has to be equal on all of them. Empty without shards.
   void set_optimizer(std::string description);
-  // A piece of a parameter's means: the parameter's index, the piece's first value, and the means.
-  using Piece = std::tuple<size_t, int64_t, at::Tensor>;
-  // This rank's pieces. They stay in the same memory from step to step, until their number is another.
-  std::vector<Piece> pieces();
-  int64_t pieces_number();
-  // Which values each rank has: a parameter's index, the first value, and how many. By bucket, and by rank.
-  using Place = std::tuple<size_t, int64_t, int64_t>;
-  std::vector<std::vector<std::vector<Place>>> places();
-  // Which parameters have means of the newest step, by parameter.
-  std::vector<bool> have_means() { return context_.have_means; }
-  // How often each parameter's gradient was written to since the newest step, see Snapshot::num_writes.
-  std::vector<int64_t> num_writes();
-  // Whether each parameter's gradient has other values than the newest step has left, by Note [Sampled gradients].
-  std::vector<bool> have_other_values();
-  // Waits until all ranks are here. Returns the numbers that each of them gives, by rank. `what` is for errors.
-  std::vector<std::vector<double>> compare(const std::vector<double>& numbers, const std::string& what);
-  // Waits until all ranks have come here.
-  void meet();
+  Shards& shards() { return shards_; }
 
   // Tells whether it is the first of its sequences, see Note [Order of engines].
   void set_first(bool is_first) { is_first_ = is_first; }
 
  private:
+  friend class Step;  // works on what lasts
+
   void before_gradient(size_t index);
   void on_gradient(size_t index, const at::Tensor& parameter, bool is_gone);
   void take_hooks_off();
@@ -152,24 +150,38 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
   void abandon();
   std::unique_ptr<Step> end();
 
-  bool sums() const { return context_.op == Op::kSum; }
-  bool have_agreed() const { return EngineState::have_agreed(*context_.agreement, compressions_); }
+  bool sums() const { return op_ == Op::kSum; }
+  bool have_agreed() const { return EngineState::have_agreed(*agreement_, compressions_); }
   c10::Device device_to_agree_on() const;
   void agree_and_lay_out();
   void lay_out();
   void forget_layout_if_changed(const std::vector<Gradient>& gradients);
 
   const int64_t bucket_cap_bytes_;
-  StepContext context_;
+  const Op op_;
+  const std::shared_ptr<Agreement> agreement_;  // on all buckets
+  std::vector<Parameter> parameters_;
+  Layout layout_;  // made in the first step
+
+  Weight weight_;
+  GradientFlags flags_;
+  Signal signal_{*liveness_};
+  UsedParameters used_parameters_{flags_, /*is_on=*/op_ == Op::kMeanOfUsed};
+  ModelBuffers buffers_;
+  NamedValues named_;
+  Shards shards_{*this, parameters_, layout_, flags_};
+  Stamps stamps_{*this, agreement_};
+  SideValues side_values_{{&flags_, &signal_, &shards_, &used_parameters_, &buffers_, &named_, &weight_, &stamps_}};
+
   std::string optimizer_;                   // what the ranks do with shards; empty without
   std::string states_;                      // what the ranks share at the end of join(); empty outside
   int64_t weighted_step_ = -1;              // the step that the weight was set for
   std::unique_ptr<Step> step_;              // the step under way; null if there is none
   std::atomic<bool> is_under_way_ = false;  // whether there is a step, for other threads
 
-  const bool is_on_cpu_;                      // whether all its parameters are
-  std::atomic<bool> is_first_ = false;        // whether it is the first of its sequences
-  Backward backward_;                         // the owner of the step under way
+  const bool is_on_cpu_;                              // whether all its parameters are
+  std::atomic<bool> is_first_ = false;                // whether it is the first of its sequences
+  Backward backward_;                                 // the owner of the step under way
   std::vector<std::shared_ptr<GradientHook>> hooks_;  // one for each parameter, while attached
   bool overlaps_ = false;                             // whether hooks send gradients while backward goes on
   bool is_enabled_ = true;

@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 
+#include "engine/passenger.h"
 #include "transport/progress_thread.h"
 #include "transport/team.h"
 
@@ -19,8 +20,8 @@ namespace fastsync {
 
 constexpr auto kAddingWeights = "adding up the ranks' weights";  // what errors say
 
-// This rank's weight, from one step to the next.
-class Weight {
+// This rank's weight, from one step to the next. As a passenger it learns which ranks have run out.
+class Weight final : public Passenger {
  public:
   bool is_on() const { return value_.has_value() || is_joining_; }
   bool is_set() const { return value_.has_value(); }
@@ -37,7 +38,17 @@ class Weight {
 
   double value() const { return is_active_ ? value_.value_or(1.0) : 0.0; }
 
+  void take(const Sums& /*sums*/, const Journey& journey) override {
+    if (!journey.has_failed && journey.active.defined()) {
+      active_ = journey.active;
+    }
+  }
+  // The number of ranks that had not run out in the newest step with weights; nan if one has failed. Waits for the
+  // device.
+  double num_active() const { return active_.sum().item<double>(); }
+
  private:
+  at::Tensor active_;
   std::optional<double> value_;
   bool is_joining_ = false;
   bool is_active_ = true;

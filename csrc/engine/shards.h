@@ -1,0 +1,80 @@
+// Shards of the means, which ranks keep in place of whole gradients.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "engine/engine_state.h"
+#include "engine/gradient.h"
+#include "engine/gradient_flags.h"
+#include "engine/layout.h"
+#include "transport/meeting.h"
+
+namespace fastsync {
+
+// Note [Shards]
+//   With shard_optimizer each rank keeps the means of its own shards, and steps these. `.grad` stays this rank's
+//   own. Ranks end a sync by telling each other the statistics of their shards: so each rank knows the norm, whether a
+//   mean is not finite, and which scale fp16 has next. A GradScaler looks at `.grad` alone. So if a mean is not finite,
+//   each rank makes a gradient of its own nan, and all scalers skip the same step.
+
+class Shards final : public Passenger {
+ public:
+  // All that it is given must outlive it. The flags must come before it in the list of passengers.
+  Shards(EngineState& engine, const std::vector<Parameter>& parameters, const Layout& layout, GradientFlags& flags)
+      : engine_(engine), parameters_(parameters), layout_(layout), flags_(flags) {}
+
+  // Has ranks keep shards from the first step on. They meet there.
+  void set_meeting(std::shared_ptr<Meeting> meeting) { meeting_ = std::move(meeting); }
+  bool are_kept() const { return meeting_ != nullptr; }
+  bool share_memory() const { return meeting_->shares_memory(); }
+
+  // ---- between steps ----
+
+  // A piece of a parameter's means: the parameter's index, the piece's first value, and the means.
+  using Piece = std::tuple<size_t, int64_t, at::Tensor>;
+  // This rank's pieces. They stay in the same memory from step to step, until their number is another.
+  std::vector<Piece> pieces();
+  int64_t pieces_number();
+  // Which values each rank has: a parameter's index, the first value, and how many. By bucket, and by rank.
+  using Place = std::tuple<size_t, int64_t, int64_t>;
+  std::vector<std::vector<std::vector<Place>>> places();
+  // Which parameters have means of the newest step, by parameter.
+  std::vector<bool> have_means() { return have_means_; }
+  // Whether each parameter's gradient has other values than the newest step has left, by Note [Sampled gradients].
+  std::vector<bool> have_other_values();
+  // Waits until all ranks are here. Returns the numbers that each of them gives, by rank. `what` is for errors.
+  std::vector<std::vector<double>> compare(const std::vector<double>& numbers, const std::string& what);
+  // Waits until all ranks have come here.
+  void meet();
+
+  // ---- in a step ----
+
+  void begin(const Journey& /*journey*/) override { has_told_stats_ = false; }
+  // Has the ranks tell each other the statistics of their shards.
+  void check(const Sums& sums, const Journey& journey) override;
+  void leave_behind() override;
+  // Leaves the gradients what they are, unless a mean is not finite.
+  void keep(std::vector<Gradient>& gradients) const;
+
+ private:
+  void find_means();
+  void tell_stats(bool has_failed);
+  void hear_stats();
+
+  EngineState& engine_;
+  const std::vector<Parameter>& parameters_;
+  const Layout& layout_;
+  GradientFlags& flags_;
+  std::shared_ptr<Meeting> meeting_;  // null unless shards are kept
+  std::vector<bool> have_means_;
+  bool has_told_stats_ = false;
+};
+
+}  // namespace fastsync
