@@ -236,20 +236,12 @@ void HookState::send_weight(Bucket& bucket) {
 //   all parameters, because DDP also sends those that a backward does not reach. Later ones do not look: inside
 //   no_sync() gradients are meant to add up.
 void HookState::watch_sums(const std::shared_ptr<HookState>& self, const std::vector<at::Tensor>& parameters) {
-  for (const at::Tensor& parameter : parameters) {
-    GradientHook::Calls calls;
-    calls.before = [weak = std::weak_ptr(self)] {
-      if (const auto state = weak.lock()) {
-        state->check_sums();
-      }
-    };
-    calls.after = [](const at::Tensor& /*parameter*/, bool /*is_gone*/) {};
-    calls.must_run = false;
-    self->sum_hooks_.push_back(GradientHook::put_on(parameter, std::move(calls)));
+  for (size_t index = 0; index < parameters.size(); ++index) {
+    self->sum_hooks_.push_back(GradientHook::put_on(parameters[index], index, self, /*must_run=*/false));
   }
 }
 
-void HookState::check_sums() {
+void HookState::before_gradient(size_t /*index*/) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (has_checked_sums_) {
     return;

@@ -23,7 +23,7 @@ namespace fastsync {
 
 // The state of a DDP hook. It finds the buckets of a model again from step to step. Thread-safe. If several models
 // share a state, the statistics are those of the newest step of any of them.
-class HookState : public EngineState, public std::enable_shared_from_this<HookState> {
+class HookState : public EngineState, public GradientListener, public std::enable_shared_from_this<HookState> {
  public:
   // With `sums`, buckets become the sum over the ranks and not the mean.
   HookState(c10::intrusive_ptr<c10d::ProcessGroup> group, bool sums)
@@ -66,7 +66,7 @@ class HookState : public EngineState, public std::enable_shared_from_this<HookSt
                       bool is_last);
   void post_waiting(c10::Device device);
   void send_weight(Bucket& bucket);
-  void check_sums();
+  void before_gradient(size_t index) override;
   void note_gradients();
   std::shared_ptr<BucketWork> send(Bucket& bucket, c10d::GradBucket& grad_bucket, const Compression& compression);
   at::Tensor stamp(Bucket& bucket, c10d::GradBucket& grad_bucket);

@@ -18,7 +18,7 @@ struct GradientHook::Hook : Interface {
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
     const auto self = owner.lock();
-    TORCH_CHECK(self && !self->calls_.must_run,
+    TORCH_CHECK(self && !self->must_run_,
                 "fastsync.attach: compiled autograd does not run the hooks that send gradients; use "
                 "attach(overlap=False) and call synchronize() after backward()");
   }
@@ -89,8 +89,9 @@ struct GradientHook::PostAccumulateHook : Hook<torch::autograd::PostAccumulateGr
   }
 };
 
-std::shared_ptr<GradientHook> GradientHook::put_on(const at::Tensor& parameter, Calls calls) {
-  const std::shared_ptr<GradientHook> self(new GradientHook(parameter, std::move(calls)));
+std::shared_ptr<GradientHook> GradientHook::put_on(const at::Tensor& parameter, size_t index,
+                                                   std::weak_ptr<GradientListener> listener, bool must_run) {
+  const std::shared_ptr<GradientHook> self(new GradientHook(parameter, index, std::move(listener), must_run));
   const bool is_frozen = !parameter.requires_grad();
   if (is_frozen) {
     parameter.set_requires_grad(true);  // because only then does it take hooks; it keeps them afterwards
@@ -132,8 +133,8 @@ void GradientHook::before() {
     const std::lock_guard<std::mutex> lock(mutex_);
     put_post_hook(*accumulator);
   }
-  if (calls_.before && will_run(*accumulator)) {
-    calls_.before();
+  if (const auto listener = listener_.lock(); listener && will_run(*accumulator)) {
+    listener->before_gradient(index_);
   }
 }
 
@@ -147,7 +148,9 @@ void GradientHook::after(bool was_given) {
       std::swap(released, accumulator_);
     }
   }
-  calls_.after(parameter_, was_given && !grad_of(parameter_).defined());
+  if (const auto listener = listener_.lock()) {
+    listener->after_gradient(index_, parameter_, was_given && !grad_of(parameter_).defined());
+  }
 }
 
 void GradientHook::on_pre_hook_destroyed() {

@@ -1,4 +1,4 @@
-// A GradientHook makes calls before and after the gradient of one parameter is accumulated, by hooks of Autograd.
+// A GradientHook tells an engine before and after the gradient of one parameter is accumulated, by hooks of Autograd.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
-#include <functional>
+#include <cstddef>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -27,20 +27,23 @@ namespace fastsync {
 //   parameter's post-accumulate hook, unless the user has one. It runs with any accumulator, even with one that the
 //   parameter gets later. After that gradient the pre-hook is put on again.
 
+// An engine that gradient hooks tell. The index is the parameter's.
+class GradientListener {
+ public:
+  virtual ~GradientListener() = default;
+  // A gradient is about to be accumulated.
+  virtual void before_gradient(size_t /*index*/) {}
+  // It has been accumulated. is_gone tells whether .grad is undefined again by then.
+  virtual void after_gradient(size_t /*index*/, const at::Tensor& /*parameter*/, bool /*is_gone*/) {}
+};
+
 // The hooks are on the parameter from put_on until this object is destroyed. The parameter lives as long. Thread-safe.
 class GradientHook : public std::enable_shared_from_this<GradientHook> {
  public:
-  struct Calls {
-    // The call before a gradient is accumulated; may be null.
-    std::function<void()> before = nullptr;
-    // The call after a gradient has been accumulated. is_gone tells whether .grad is undefined again by then.
-    std::function<void(const at::Tensor& parameter, bool is_gone)> after;
-    // Whether to refuse compiled autograd, which would make none of these calls.
-    bool must_run = true;
-  };
-
-  // A frozen parameter gets the hooks too, because it may be unfrozen later.
-  static std::shared_ptr<GradientHook> put_on(const at::Tensor& parameter, Calls calls);
+  // A frozen parameter gets the hooks too, because it may be unfrozen later. With must_run they refuse compiled
+  // autograd, which would call none of them.
+  static std::shared_ptr<GradientHook> put_on(const at::Tensor& parameter, size_t index,
+                                              std::weak_ptr<GradientListener> listener, bool must_run);
   ~GradientHook();
   GradientHook(const GradientHook&) = delete;
   GradientHook& operator=(const GradientHook&) = delete;
@@ -60,7 +63,8 @@ class GradientHook : public std::enable_shared_from_this<GradientHook> {
   struct PostHook;
   struct PostAccumulateHook;
 
-  GradientHook(const at::Tensor& parameter, Calls calls) : parameter_(parameter), calls_(std::move(calls)) {}
+  GradientHook(const at::Tensor& parameter, size_t index, std::weak_ptr<GradientListener> listener, bool must_run)
+      : parameter_(parameter), index_(index), listener_(std::move(listener)), must_run_(must_run) {}
 
   void before();
   void after(bool was_given);
@@ -69,7 +73,9 @@ class GradientHook : public std::enable_shared_from_this<GradientHook> {
   void put_post_hook(torch::autograd::Node& accumulator);
 
   const at::Tensor parameter_;
-  const Calls calls_;
+  const size_t index_;
+  const std::weak_ptr<GradientListener> listener_;
+  const bool must_run_;
 
   // No thread holds it while it destroys an accumulator. That may destroy Python hooks, which waits for the GIL.
   // Meanwhile a thread that holds the GIL may register a hook, and wait for this mutex.

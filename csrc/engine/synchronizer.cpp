@@ -57,26 +57,11 @@ void Synchronizer::attach(const std::vector<at::Tensor>& parameters, bool overla
     return;  // hooks would have nothing to tell
   }
   for (size_t index = 0; index < parameters.size(); ++index) {
-    GradientHook::Calls calls;
-    if (sums()) {
-      calls.before = [weak = weak_from_this(), index] {
-        if (const auto self = weak.lock()) {
-          self->before_gradient(index);
-        }
-      };
-    }
-    calls.after = [weak = weak_from_this(), index](const at::Tensor& parameter, bool is_gone) {
-      if (const auto self = weak.lock()) {
-        self->on_gradient(index, parameter, is_gone);
-      }
-    };
-    calls.must_run = overlap;
-    hooks_.push_back(GradientHook::put_on(parameters[index], std::move(calls)));
+    hooks_.push_back(GradientHook::put_on(parameters[index], index, weak_from_this(), /*must_run=*/overlap));
   }
-  if (!overlap) {
-    return;
+  if (overlap) {
+    AttachedEngines::all().add(*this, parameters);
   }
-  AttachedEngines::all().add(*this, parameters);
 }
 
 void Synchronizer::take_hooks_off() {
@@ -118,12 +103,15 @@ void Synchronizer::wait_for_backward(const char* caller) const {
 // ---- backward -----------------------------------------------------------------------------------------------------
 
 void Synchronizer::before_gradient(size_t index) {
+  if (!sums()) {
+    return;
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
   parameters_[index].put_sum_aside();
 }
 
-void Synchronizer::on_gradient(size_t index, const at::Tensor& tensor, bool is_gone) {
+void Synchronizer::after_gradient(size_t index, const at::Tensor& tensor, bool is_gone) {
   const bool is_entered = backward_.is_entered();
   if (!is_entered && backward_.is_interrupted()) {
     check_not_forked(kInChild);

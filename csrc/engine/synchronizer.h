@@ -38,7 +38,7 @@ namespace fastsync {
 //
 // Must be owned by a shared_ptr. It holds its lock even while it waits for other ranks. Only one thread at a time may
 // run backwards of its parameters.
-class Synchronizer : public EngineState, public std::enable_shared_from_this<Synchronizer> {
+class Synchronizer : public EngineState, public GradientListener, public std::enable_shared_from_this<Synchronizer> {
  public:
   // The names, one for each parameter, are for errors. `sparse` has the names of the parameters whose gradients are
   // sparse, which go with the mean over all ranks alone.
@@ -131,8 +131,8 @@ class Synchronizer : public EngineState, public std::enable_shared_from_this<Syn
  private:
   friend class Step;  // works on what lasts
 
-  void before_gradient(size_t index);
-  void on_gradient(size_t index, const at::Tensor& parameter, bool is_gone);
+  void before_gradient(size_t index) override;
+  void after_gradient(size_t index, const at::Tensor& parameter, bool is_gone) override;
   void take_hooks_off();
   void wait_for_backward(const char* caller) const;
   void end_backwards(const char* caller);
