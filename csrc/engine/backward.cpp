@@ -45,7 +45,7 @@ int current_graph_task() { return torch::autograd::get_current_graph_task_id(); 
 // Notices whether a graph task has ended or failed. The callbacks at the task's end keep it alive. All engines that
 // have entered the task share it.
 struct Backward::GraphTask {
-  explicit GraphTask(void (*give_up)()) : give_up(give_up) {}
+  explicit GraphTask(void (*on_failure)()) : on_failure(on_failure) {}
 
   // If the graph task has failed, this runs as soon as its backward raises.
   ~GraphTask() {
@@ -58,29 +58,29 @@ struct Backward::GraphTask {
     }
   }
 
-  // Gives up. If there is an outer backward, that one gives up when it ends.
+  // Calls on_failure. If there is an outer backward, that one does so when it ends.
   void fail() const {
     if (const int outer = current_graph_task(); outer != kNoGraphTask) {
-      torch::autograd::Engine::get_default_engine().queue_callback([task = of(outer, give_up)] {});
+      torch::autograd::Engine::get_default_engine().queue_callback([task = of(outer, on_failure)] {});
     } else {
-      give_up();
+      on_failure();
     }
   }
 
-  static std::shared_ptr<GraphTask> of(int id, void (*give_up)()) {
+  static std::shared_ptr<GraphTask> of(int id, void (*on_failure)()) {
     static std::mutex mutex;
     static auto& by_id = *new std::map<int, std::weak_ptr<GraphTask>>();
     const std::lock_guard<std::mutex> lock(mutex);
     std::erase_if(by_id, [](const auto& entry) { return entry.second.expired(); });
     auto task = by_id[id].lock();
     if (!task) {
-      task = std::make_shared<GraphTask>(give_up);
+      task = std::make_shared<GraphTask>(on_failure);
       by_id[id] = task;
     }
     return task;
   }
 
-  void (*const give_up)();
+  void (*const on_failure)();
   bool has_ended = false;
 };
 
@@ -89,12 +89,12 @@ void Backward::enter(const std::shared_ptr<Backward>& self) {
     return;
   }
   const int id = current_graph_task();
-  const auto task = GraphTask::of(id, self->give_up_);
+  const auto task = GraphTask::of(id, self->on_failure_);
   // The callback keeps the engine, so that its last owner does not go away inside one of its hooks.
   torch::autograd::Engine::get_default_engine().queue_callback([self, id, task] {
     task->has_ended = true;
     if (self->ends_with(id) && !hand_to_outer(self)) {
-      self->end_(id);
+      self->on_end_(id);
     }
   });
   self->set_owner(task, id);

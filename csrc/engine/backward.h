@@ -16,7 +16,7 @@ int current_graph_task();
 
 // Note [Who ends a sync]
 //   A sync that is under way has an owner, which will end it. There are three kinds of owners:
-//     graph task   It runs a backward, and a callback of it calls `end` when the backward has ended. If the backward
+//     graph task   It runs a backward, and a callback of it calls `on_end` when the backward has ended. If the backward
 //                  fails, Autograd destroys that callback without calling it.
 //     node         A backward has ended inside this node of an outer one, as in a reentrant checkpoint. More gradients
 //                  may come from the outer one. So the node owns the sync until the nodes after it run, which make the
@@ -24,16 +24,16 @@ int current_graph_task();
 //     caller       It ends the sync itself, outside of any backward.
 //   An owner that goes away before the sync has ended leaves it interrupted.
 //
-//   If a backward fails, `give_up` is called once for all engines that have entered it. If it ran inside another
-//   backward, `give_up` is called only when that one ends.
+//   If a backward fails, `on_failure` is called once for all engines that have entered it. If it ran inside another
+//   backward, `on_failure` is called only when that one ends.
 
 // Knows the owner of one engine's sync, see Note [Who ends a sync]. Any thread may ask it.
 class Backward {
  public:
-  // is_under_way tells whether a sync has begun and not ended. Any thread calls it. `end` gets the graph task that has
-  // ended.
-  Backward(std::function<bool()> is_under_way, void (*end)(int), void (*give_up)())
-      : is_under_way_(std::move(is_under_way)), end_(end), give_up_(give_up) {}
+  // is_under_way tells whether a sync has begun and not ended. Any thread calls it. `on_end` gets the graph task that
+  // has ended.
+  Backward(std::function<bool()> is_under_way, void (*on_end)(int), void (*on_failure)())
+      : is_under_way_(std::move(is_under_way)), on_end_(on_end), on_failure_(on_failure) {}
 
   // Makes the current graph task the owner. Call it before a sync begins, and before a sync goes on, unless is_entered.
   static void enter(const std::shared_ptr<Backward>& self);
@@ -58,8 +58,8 @@ class Backward {
   void set_owner(const std::shared_ptr<void>& owner, int graph_task);
 
   const std::function<bool()> is_under_way_;
-  void (*const end_)(int);
-  void (*const give_up_)();
+  void (*const on_end_)(int);
+  void (*const on_failure_)();
 
   // No thread holds it while it waits. Threads of several engines ask each other's Backward for the owner. If one of
   // them waited for other ranks meanwhile, ranks whose threads come in different orders would wait for each other.

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/buckets.h"
+#include "engine/bucket_registry.h"
 #include "engine/weight_check.h"
 
 namespace fastsync {
@@ -97,7 +97,7 @@ class EngineState {
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
   Liveness& liveness() { return *liveness_; }
-  Buckets& buckets() { return buckets_; }
+  BucketRegistry& buckets() { return buckets_; }
   ProgressThread& progress() { return progress_; }
 
   // Throws c10::Error in a forked child. The error tells the way out.
@@ -143,7 +143,7 @@ class EngineState {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<Liveness> liveness_;
   std::shared_ptr<const CompressionTable> compressions_;
-  Buckets buckets_;
+  BucketRegistry buckets_;
   ProgressThread progress_;
   bool needs_stats_ = true;
 

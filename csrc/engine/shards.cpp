@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "engine/sample.h"
+#include "engine/unseen_writes.h"
 
 namespace fastsync {
 

@@ -1,4 +1,4 @@
-#include "engine/buckets.h"
+#include "engine/bucket_registry.h"
 
 #include <ATen/ATen.h>
 
@@ -8,8 +8,8 @@
 
 namespace fastsync {
 
-std::shared_ptr<Bucket> Buckets::find_or_add(const std::vector<at::Tensor>& parameters, const std::string& name,
-                                             c10::Device device) {
+std::shared_ptr<Bucket> BucketRegistry::find_or_add(const std::vector<at::Tensor>& parameters, const std::string& name,
+                                                    c10::Device device) {
   const auto same = [](const ParameterId& id, const at::Tensor& parameter) {
     return id._unsafe_get_target() == parameter.unsafeGetTensorImpl();
   };
@@ -32,15 +32,15 @@ std::shared_ptr<Bucket> Buckets::find_or_add(const std::vector<at::Tensor>& para
   return add(std::move(ids), std::make_shared<Agreement>(*group_, name), name, device);
 }
 
-std::shared_ptr<Bucket> Buckets::add(std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement,
-                                     const std::string& name, c10::Device device) {
+std::shared_ptr<Bucket> BucketRegistry::add(std::vector<ParameterId> parameters, std::shared_ptr<Agreement> agreement,
+                                            const std::string& name, c10::Device device) {
   auto bucket = std::make_shared<Bucket>(group_, name, device, liveness_, std::move(parameters), std::move(agreement));
   begin_with_saved(*bucket);
   all_.push_back(bucket);
   return bucket;
 }
 
-void Buckets::forget(const std::function<bool(const Bucket&)>& which) {
+void BucketRegistry::forget(const std::function<bool(const Bucket&)>& which) {
   const auto is_forgotten = [&](const auto& bucket) { return which(*bucket); };
   std::erase_if(newest_, is_forgotten);
   times_.collect();
@@ -56,14 +56,14 @@ void Buckets::forget(const std::function<bool(const Bucket&)>& which) {
   });
 }
 
-void Buckets::save_and_forget() {
+void BucketRegistry::save_and_forget() {
   for (const auto& bucket : all_) {
     saved_.record_scale(bucket->parameters, bucket->scale());
   }
   forget([](const Bucket& /*bucket*/) { return true; });
 }
 
-std::vector<SavedState::Row> Buckets::saved() const {
+std::vector<SavedState::Row> BucketRegistry::saved() const {
   SavedState newest = saved_;  // still holds for parameters that no bucket has synchronised yet
   for (const auto& bucket : all_) {
     newest.record_scale(bucket->parameters, bucket->scale());
@@ -73,14 +73,14 @@ std::vector<SavedState::Row> Buckets::saved() const {
   return newest.rows();
 }
 
-void Buckets::set_saved(const std::vector<SavedState::Row>& rows) {
+void BucketRegistry::set_saved(const std::vector<SavedState::Row>& rows) {
   saved_ = SavedState(rows);
   for (const auto& bucket : all_) {
     begin_with_saved(*bucket);
   }
 }
 
-void Buckets::forget_equal_state(const Agreement& agreement) {
+void BucketRegistry::forget_equal_state(const Agreement& agreement) {
   for (const auto& bucket : all_) {
     if (bucket->agreement.get() == &agreement) {
       bucket->forget_equal_state();
@@ -89,13 +89,13 @@ void Buckets::forget_equal_state(const Agreement& agreement) {
   saved_.forget_equal_state();
 }
 
-void Buckets::begin_with_saved(Bucket& bucket) {
+void BucketRegistry::begin_with_saved(Bucket& bucket) {
   bucket.set_scale(saved_.smallest_scale(bucket.parameters, bucket.device()));
   bucket.feedback().set_residuals(saved_.take_residuals(bucket.parameters, bucket.device()));
   bucket.set_factors(saved_.take_factors(bucket.parameters, bucket.device()));
 }
 
-at::Tensor Buckets::grad_stats() const {
+at::Tensor BucketRegistry::grad_stats() const {
   TORCH_CHECK(!newest_.empty(), "fastsync: no gradients have been synchronised yet; statistics come with a backward()");
   std::vector<at::Tensor> rows;
   for (const auto& bucket : newest_) {
@@ -104,7 +104,7 @@ at::Tensor Buckets::grad_stats() const {
   return rows.size() == 1 ? rows.front().clone() : at::stack(rows).sum(0);
 }
 
-SyncTotals Buckets::totals() {
+SyncTotals BucketRegistry::totals() {
   times_.end_step();  // because under fully_shard nothing else may end it
   times_.collect();
   SyncTotals totals;

@@ -1,4 +1,5 @@
-// Buckets holds the buckets of an engine, the state of buckets that the engine no longer has, and the costs of steps.
+// A BucketRegistry holds the buckets of an engine, the state of buckets that the engine no longer has, and the costs of
+// steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,9 +18,9 @@
 
 namespace fastsync {
 
-class Buckets {
+class BucketRegistry {
  public:
-  Buckets(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<Liveness> liveness)
+  BucketRegistry(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<Liveness> liveness)
       : group_(std::move(group)), liveness_(std::move(liveness)) {}
 
   const std::vector<std::shared_ptr<Bucket>>& all() const { return all_; }

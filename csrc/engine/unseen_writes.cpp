@@ -1,4 +1,4 @@
-#include "engine/sample.h"
+#include "engine/unseen_writes.h"
 
 #include <ATen/ATen.h>
 
