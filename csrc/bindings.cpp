@@ -22,9 +22,9 @@
 #include "backend/host_backend.h"
 #include "engine/bucket.h"
 #include "engine/ddp_hook.h"
-#include "engine/elastic_step.h"
 #include "engine/optimizer_calls.h"
 #include "engine/parameter_gather.h"
+#include "engine/random_state.h"
 #include "engine/ranks_differ.h"
 #include "engine/sharded.h"
 #include "engine/synchronizer.h"
@@ -48,7 +48,6 @@ using fastsync::BucketTotals;
 using fastsync::Compression;
 using fastsync::CompressionTable;
 using fastsync::DType;
-using fastsync::ElasticStep;
 using fastsync::EngineState;
 using fastsync::GatherWork;
 using fastsync::HookPlace;
@@ -57,6 +56,7 @@ using fastsync::HostBackend;
 using fastsync::NoSharedTensors;
 using fastsync::Op;
 using fastsync::ParameterGather;
+using fastsync::RandomState;
 using fastsync::RanksDifferError;
 using fastsync::ShardedState;
 using fastsync::Shards;
@@ -233,44 +233,6 @@ auto with_shards(Result (Shards::*method)(Args...)) {
   };
 }
 
-// The methods of fastsync.elastic.elastic.Step that each step calls. They call Python to list buffers, and after a
-// failure.
-py::object enter_step(py::object self) {
-  ElasticStep& step = self.cast<ElasticStep&>();
-  std::vector<at::Tensor> buffers;
-  if (step.has_buffers) {
-    buffers = self.attr("_keep_buffers")().cast<std::vector<at::Tensor>>();
-  }
-  {
-    const PythonWarnings warnings;
-    const py::gil_scoped_release no_gil;
-    step.enter(std::move(buffers));
-  }
-  return self;
-}
-
-bool exit_step(const py::object& self, py::handle /*kind*/, const py::object& error, py::handle /*traceback*/) {
-  ElasticStep& step = self.cast<ElasticStep&>();
-  if (error.is_none()) {
-    const py::gil_scoped_release no_gil;
-    if (step.finish()) {
-      return true;
-    }
-  }
-  return self.attr("_fail")(error).cast<bool>();
-}
-
-void before_optimizer(const py::object& self, py::handle /*optimizer*/, py::handle /*args*/, py::handle /*kwargs*/) {
-  ElasticStep& step = self.cast<ElasticStep&>();
-  const bool is_refused = [&] {
-    const py::gil_scoped_release no_gil;
-    return !step.may_step();
-  }();
-  if (is_refused) {
-    self.attr("_refuse_optimizer")();
-  }
-}
-
 // Gloo's class is Python's alone: torch's packages lack its headers.
 c10::intrusive_ptr<c10d::Backend> make_gloo(const HostBackend::StorePtr& store, int rank, int size,
                                             std::chrono::milliseconds timeout) {
@@ -431,36 +393,10 @@ PYBIND11_MODULE(_C, m) {
       .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil)
       .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);
 
-  py::class_<ElasticStep>(m, "ElasticStep")
+  py::class_<RandomState>(m, "RandomState")
       .def(py::init<>())
-      .def_readwrite("engine", &ElasticStep::engine)
-      .def_readwrite("has_buffers", &ElasticStep::has_buffers)
-      .def_readonly("index", &ElasticStep::index)
-      .def_property(
-          "num_finished", [](const ElasticStep& step) { return step.num_finished.load(); },
-          [](ElasticStep& step, int64_t num_finished) { step.num_finished = num_finished; })
-      .def_readonly("engine_step", &ElasticStep::engine_step)
-      .def_readwrite("is_in_loop", &ElasticStep::is_in_loop)
-      .def_readonly("was_entered", &ElasticStep::was_entered)
-      .def_property_readonly("is_smooth", &ElasticStep::is_smooth)
-      .def("goes_on", &ElasticStep::goes_on, py::arg("num_steps"))
-      .def_property(
-          "is_inside", [](const ElasticStep& step) { return step.is_inside.load(); },
-          [](ElasticStep& step, bool is_inside) { step.is_inside = is_inside; })
-      .def_readonly("has_stepped", &ElasticStep::has_stepped)
-      .def_readonly("has_idled", &ElasticStep::has_idled)
-      .def_property(
-          "wants_change", [](const ElasticStep& step) { return step.wants_change.load(); },
-          [](ElasticStep& step, bool wants_change) { step.wants_change = wants_change; })
-      .def_readwrite("must_agree", &ElasticStep::must_agree)
-      .def("signals", &ElasticStep::signals, no_gil)
-      .def("put_back", [](ElasticStep& step) { step.before.put_back(); })
-      .def("__enter__", &enter_step)
-      .def("__exit__", &exit_step)
-      .def("before_optimizer", &before_optimizer)
-      .def("after_optimizer", [](ElasticStep& step, py::handle, py::handle, py::handle) {
-        step.has_stepped = step.is_inside;  // one outside of a block is not ours
-      });
+      .def("keep", &RandomState::keep)
+      .def("put_back", &RandomState::put_back);
 
   py::class_<ShardedState, EngineState, std::shared_ptr<ShardedState>>(m, "ShardedState")
       .def(py::init(&make_shared<ShardedState, Group>), py::arg("process_group"))

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from itertools import chain, repeat
+from math import isnan, nan
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -31,7 +34,7 @@ from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.outer_in_use import check_no_outer
 from ..sync.sync_weights import replace_inference_buffers
 from ..sync.training_state import TrainingState
-from .kept_states import KeptStates
+from .kept_states import KeptStates, copy_of_tensor
 from .loop import MOST_FAILURES, MembershipLoop
 from .membership import Membership, another_connection
 from .peer_watch import host_and_port
@@ -296,7 +299,7 @@ class Elastic:
                         "out, and the others go on without it; let the error end this process, and start it again to "
                         "join them"
                     )
-                if step.is_smooth:
+                if step.was_entered and not step.must_agree:
                     continue
                 if not step.was_entered:
                     raise RuntimeError("fastsync.Elastic: a step was not entered; write `with step:` around its code")
@@ -492,18 +495,55 @@ def check_no_elastic(weights: Iterable[Tensor], argument: str, kind: str) -> Non
         )
 
 
-class Step(_C.ElasticStep):
+class Step:
     """One step of a training, as a context. See ``Elastic``. ``index`` is its number, from 0."""
 
+    index = 0
+
     def __init__(self, elastic: Elastic) -> None:
-        super().__init__()
         self._elastic = elastic
         self.engine = elastic._sync._engine
+        self.engine_step = 0  # the engine's number of this step
+        self.num_finished = 0
+        self.is_in_loop = self.was_entered = self.is_inside = False
+        self.has_stepped = False  # whether the optimizer has
+        self.has_idled = False  # whether the newest step has ended without an error, and without the optimizer's step
+        self.must_agree = False  # whether the ranks agree on the members before the next step
+        self.wants_change = False  # whether a new rank waits; this rank's signal tells it to the others
+        self._random = _C.RandomState()
         self._with_buffers = [module for module in elastic._model.modules() if own_buffers(module)]
         self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
-        self.has_buffers = bool(self._with_buffers)
+        self._copies: list[Tensor] = []  # of their values
         self._optimizers: list[Optimizer] = []
         self._idle: set[Optimizer] = set()  # those that have not stepped in the newest step in which another has
+
+    def goes_on(self, num_steps: int) -> bool:
+        """Whether there is another step. If so, ``index`` is its number."""
+        if self.num_finished >= num_steps:
+            return False
+        self.index, self.was_entered = self.num_finished, False
+        return True
+
+    def __enter__(self) -> Self:
+        self.was_entered = self.is_inside = True
+        self.has_stepped = self.has_idled = False
+        self._random.keep()
+        if self._with_buffers:
+            self._keep_buffers()
+        self.engine_step = self.engine.set_signal(float(self.wants_change))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        wishes = (self.engine.signals() or 0.0) if error is None else nan
+        if isnan(wishes):
+            return self._elastic._fail(error)
+        self.is_inside = False
+        self.has_idled = not self.has_stepped
+        self.must_agree = wishes > 0
+        self.num_finished += 1
+        return True
 
     def watch(self, optimizers: list[Optimizer]) -> None:
         """Lets these optimizers step in each block, each of them once."""
@@ -512,38 +552,51 @@ class Step(_C.ElasticStep):
             each.register_step_pre_hook(self.before_optimizer if len(optimizers) == 1 else self._before_one)
             each.register_step_post_hook(self.after_optimizer if len(optimizers) == 1 else self._after_one)
 
+    def before_optimizer(self, *arguments: object) -> None:
+        """Refuses the optimizer's step where it could not be taken back, or has no averages."""
+        wishes = self.engine.signals() if self.is_inside and not self.has_stepped else None
+        if (wishes is None or isnan(wishes)) and (self.is_inside or self.is_in_loop):
+            self._refuse_optimizer(wishes)
+
+    def after_optimizer(self, *arguments: object) -> None:
+        self.has_stepped = self.is_inside  # one outside of a block is not ours
+
     def _before_one(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not (self.is_inside and self.has_stepped):
-            self.before_optimizer(optimizer, *arguments)
+            self.before_optimizer()
         elif optimizer not in self._idle:
-            self._refuse_optimizer()
+            self._refuse_optimizer(None)
 
     def _after_one(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self.has_stepped:
             self._idle = {*self._optimizers}
         self._idle.discard(optimizer)
-        self.after_optimizer(optimizer, *arguments)
+        self.after_optimizer()
 
     @property
     def is_half_done(self) -> bool:
         """Whether some of several optimizers have stepped, and others have not."""
         return self.has_stepped and bool(self._idle)
 
-    def _keep_buffers(self) -> list[Tensor]:
+    def _keep_buffers(self) -> None:
         replace_inference_buffers(self._with_buffers)
         self._buffers = [own_buffers(module).copy() for module in self._with_buffers]
+        with torch.no_grad():
+            self._copies = [*map(copy_of_tensor, self._tensors(), chain(self._copies, repeat(None)))]
+
+    def _tensors(self) -> list[Tensor]:
         return [buffer for each in self._buffers for buffer in each.values() if buffer is not None]
 
+    @torch.no_grad()
     def put_back(self) -> None:
         """Puts back buffers, and the random state."""
-        super().put_back()
-        for module, buffers in zip(self._with_buffers, self._buffers, strict=True):
+        self._random.put_back()
+        for buffer, kept in zip(self._tensors(), self._copies, strict=True):
+            buffer.copy_(kept)
+        for module, buffers in zip(self._with_buffers, self._buffers, strict=False):  # none before the first step
             own_buffers(module).update(buffers)  # a forward may have put others there
 
-    def _fail(self, error: BaseException | None) -> bool:
-        return self._elastic._fail(error)
-
-    def _refuse_optimizer(self) -> None:
+    def _refuse_optimizer(self, wishes: float | None) -> None:
         if not self.is_inside:
             raise ValueError(
                 "fastsync.Elastic: the optimizer stepped outside the block of a step, where a step that has failed "
@@ -554,7 +607,7 @@ class Step(_C.ElasticStep):
                 "fastsync.Elastic: the optimizer steps twice in one step, which could not be taken back; give each of "
                 "its steps a block of its own"
             )
-        if self.signals() is None:
+        if wishes is None:
             raise ValueError(
                 "fastsync.Elastic: the optimizer was about to step, and no backward of this block has averaged "
                 "gradients; put the backward into the block, and let its errors leave the block"

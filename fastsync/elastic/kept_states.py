@@ -64,7 +64,7 @@ def _copy(state: Any, memory: list[Tensor]) -> Any:
 
     def copied(value: Any) -> Any:
         if isinstance(value, Tensor):
-            memory.append(_copy_of_tensor(value.detach(), next(earlier, None)))
+            memory.append(copy_of_tensor(value.detach(), next(earlier, None)))
             return memory[-1]
         return value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
 
@@ -74,7 +74,7 @@ def _copy(state: Any, memory: list[Tensor]) -> Any:
 _IMMUTABLE = (bool, int, float, str, bytes, type(None))
 
 
-def _copy_of_tensor(tensor: Tensor, memory: Tensor | None) -> Tensor:
+def copy_of_tensor(tensor: Tensor, memory: Tensor | None) -> Tensor:
     fits = memory is not None and (memory.shape, memory.dtype, memory.device) == (
         tensor.shape, tensor.dtype, tensor.device,
     )  # fmt: skip

@@ -901,8 +901,11 @@ def test_what_a_step_changes_is_put_back(alone: Training, num_drawn: int) -> Non
     elastic = Elastic(alone.model, alone.optimizer, alone.sync, state=[alone.scheduler])
     steps = elastic.steps(1)
     step = next(steps)
-    step._with_buffers, step._keep_buffers = [], lambda: [*buffers]
+    holder = nn.Module()
+    step._with_buffers = [holder]
     for _ in range(2):  # the second time in the memory of the first
+        for i, each in enumerate(buffers):
+            holder.register_buffer(str(i), each)
         expected, state = [each.clone() for each in buffers], torch.get_rng_state()
         step.__enter__()
         torch.randn(1), torch.randn(1, dtype=torch.float64), torch.rand(700)
