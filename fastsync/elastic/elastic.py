@@ -14,7 +14,7 @@ from datetime import timedelta
 from itertools import chain, repeat
 from math import isnan, nan
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -524,7 +524,7 @@ class Step:
         self.index, self.was_entered = self.num_finished, False
         return True
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Step:
         self.was_entered = self.is_inside = True
         self.has_stepped = self.has_idled = False
         self._random.keep()
