@@ -143,22 +143,13 @@ std::atomic<bool>& takes_aten_everywhere() {
   return takes_aten;
 }
 
-// Runs the device's own pass, or the pass by PyTorch's operators.
+// Returns the device's own passes, or null if those by PyTorch's operators run.
+const Passes* passes_on(c10::Device device) { return takes_aten_everywhere() ? nullptr : fused_passes(device.type()); }
+
 template <class Args>
-void run(void (*Passes::*fused)(const Args&, const Scratch&, void*), void (*generic)(const Args&, c10::Device),
-         const Args& args, c10::Device device, [[maybe_unused]] Workspace* workspace = nullptr) {
-  const c10::DeviceGuard guard(device);
-  const Passes* const passes = takes_aten_everywhere() ? nullptr : fused_passes(device.type());
-  if (passes == nullptr) {
-    return generic(args, device);
-  }
-  void* const stream = current_stream(device);
-  Scratch scratch;
-  if constexpr (requires { args.segments; }) {
-    scratch = workspace->prepare(*passes, {args.segments, static_cast<size_t>(args.num_segments)}, args.grad_dtype,
-                                 args.wire_dtype, stream);
-  }
-  (passes->*fused)(args, scratch, stream);
+Scratch scratch_for(const Args& args, const Passes& passes, Workspace& workspace, void* stream) {
+  return workspace.prepare(passes, {args.segments, static_cast<size_t>(args.num_segments)}, args.grad_dtype,
+                           args.wire_dtype, stream);
 }
 
 }  // namespace
@@ -177,13 +168,32 @@ std::string kernels_on(c10::DeviceType type) {
 void use_kernels(const std::string& name) { takes_aten_everywhere() = is_aten(name); }
 
 void run_pack(const PackArgs& args, c10::Device device, Workspace& workspace) {
-  run(&Passes::pack, &aten::pack, args, device, &workspace);
+  const c10::DeviceGuard guard(device);
+  if (const Passes* const passes = passes_on(device)) {
+    void* const stream = current_stream(device);
+    passes->pack(args, scratch_for(args, *passes, workspace, stream), stream);
+  } else {
+    aten::pack(args, device);
+  }
 }
 
 void run_unpack(const UnpackArgs& args, c10::Device device, Workspace& workspace) {
-  run(&Passes::unpack, &aten::unpack, args, device, &workspace);
+  const c10::DeviceGuard guard(device);
+  if (const Passes* const passes = passes_on(device)) {
+    void* const stream = current_stream(device);
+    passes->unpack(args, scratch_for(args, *passes, workspace, stream), stream);
+  } else {
+    aten::unpack(args, device);
+  }
 }
 
-void run_reduce(const ReduceArgs& args, c10::Device device) { run(&Passes::reduce, &aten::reduce, args, device); }
+void run_reduce(const ReduceArgs& args, c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  if (const Passes* const passes = passes_on(device)) {
+    passes->reduce(args, Scratch(), current_stream(device));
+  } else {
+    aten::reduce(args, device);
+  }
+}
 
 }  // namespace fastsync

@@ -63,27 +63,30 @@ void FlatGradients::unpack_to_nowhere() {
 }
 
 void FlatGradients::pack(const std::vector<Range>& ranges, DType dtype, void* wire, Position position) const {
-  pack(cut(segments, ranges, grad_dtype), dtype, wire, position, /*gap_alignment=*/1);
+  RECORD_FUNCTION("fastsync::pack", {});
+  const std::vector<Segment> from = cut(segments, ranges, grad_dtype);
+  run_pack(pack_args(from, dtype, wire, position, /*gap_alignment=*/1), device, *workspace);
 }
 
-void FlatGradients::pack_all(void* wire) const { pack(segments, wire_dtype, wire, Position(), alignment); }
-
-void FlatGradients::pack(const std::vector<Segment>& from, DType dtype, void* wire, Position position,
-                         int64_t gap_alignment) const {
+void FlatGradients::pack_all(void* wire) const {
   RECORD_FUNCTION("fastsync::pack", {});
-  run_pack({.segments = from.data(),
-            .num_segments = static_cast<int64_t>(from.size()),
-            .grad_dtype = grad_dtype,
-            .wire_dtype = dtype,
-            .wire = wire,
-            .multiplier = multiplier,
-            .limit = limit,
-            .bucket_scale = data_or_null(scale),
-            .stats = stats.data_ptr<double>(),
-            .position = position,
-            .weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr,
-            .gap_alignment = gap_alignment},
-           device, *workspace);
+  run_pack(pack_args(segments, wire_dtype, wire, Position(), alignment), device, *workspace);
+}
+
+PackArgs FlatGradients::pack_args(const std::vector<Segment>& from, DType dtype, void* wire, Position position,
+                                  int64_t gap_alignment) const {
+  return {.segments = from.data(),
+          .num_segments = static_cast<int64_t>(from.size()),
+          .grad_dtype = grad_dtype,
+          .wire_dtype = dtype,
+          .wire = wire,
+          .multiplier = multiplier,
+          .limit = limit,
+          .bucket_scale = data_or_null(scale),
+          .stats = stats.data_ptr<double>(),
+          .position = position,
+          .weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr,
+          .gap_alignment = gap_alignment};
 }
 
 void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride,

@@ -75,7 +75,8 @@ struct FlatGradients {
                          double factor) const;
 
  private:
-  void pack(const std::vector<Segment>& from, DType dtype, void* wire, Position position, int64_t gap_alignment) const;
+  PackArgs pack_args(const std::vector<Segment>& from, DType dtype, void* wire, Position position,
+                     int64_t gap_alignment) const;
 };
 
 }  // namespace fastsync
