@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
@@ -253,6 +254,7 @@ at::Tensor Step::side_values_to_send(c10::Device device, at::TensorList grads, c
 
 void Step::receive() {
   TORCH_INTERNAL_ASSERT(!is_collecting_);
+  const auto in_any_case = c10::make_scope_exit([this] { engine_.liveness().note_rest(); });
   for (const auto& work : works_) {
     if (has_failed()) {
       work->discard();

@@ -1,7 +1,6 @@
 #include "engine/synchronizer.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <chrono>
@@ -174,7 +173,7 @@ void Synchronizer::finalize_backward(int graph_task) {
       }
     }
   });
-  for_each([](Synchronizer& engine) { engine.receive(); });
+  for_each([](Synchronizer& engine) { engine.end()->receive(); });
   if (error) {
     std::rethrow_exception(error);
   }
@@ -245,7 +244,7 @@ void Synchronizer::synchronize() {
     }
     throw;
   }
-  receive();
+  end()->receive();
 }
 
 // ---- between steps --------------------------------------------------------------------------------------------------
@@ -388,12 +387,6 @@ void Synchronizer::fail_and_send_rest() {
   step_->leave_behind();
 }
 
-void Synchronizer::receive() {
-  const auto step = end();  // other threads wait for the lock from now on
-  const auto rest = c10::make_scope_exit([this] { liveness_->note_rest(); });
-  step->receive();
-}
-
 void Synchronizer::abandon() {
   try {
     fail_and_send_rest();
@@ -404,9 +397,10 @@ void Synchronizer::abandon() {
     }
     throw;
   }
-  receive();
+  end()->receive();
 }
 
+// Other threads no longer take the step for one that is under way, and wait for the lock.
 std::unique_ptr<Step> Synchronizer::end() {
   is_under_way_ = false;
   return std::move(step_);

@@ -146,7 +146,6 @@ class Synchronizer : public EngineState, public GradientListener, public std::en
   void begin();
   void send_rest();
   void fail_and_send_rest();
-  void receive();
   void abandon();
   std::unique_ptr<Step> end();
 

@@ -109,7 +109,7 @@ namespace {
 std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& all_passes() {
   static std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> all = [] {
     decltype(all) built;
-    built[static_cast<size_t>(c10::kCPU)] = {&cpu::pack, &cpu::unpack, &cpu::reduce};
+    built[static_cast<size_t>(c10::kCPU)] = cpu::passes();
 #ifdef FASTSYNC_WITH_CUDA
     built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::reduce, &cuda::chunk_size,
                                               &cuda::upload};

@@ -47,17 +47,6 @@ at::Tensor to_device(const std::vector<float>& values, c10::Device device);
 // Returns the tensor's values if the host can read them without waiting, else null.
 const double* readable(const at::Tensor& tensor);
 
-// The passes of a backend, as pack_unpack.h describes them. `stream` is the native handle of the stream that they run
-// on.
-struct Passes {
-  void (*pack)(const PackArgs&, const Scratch&, void* stream);
-  void (*unpack)(const UnpackArgs&, const Scratch&, void* stream);
-  void (*reduce)(const ReduceArgs&, const Scratch&, void* stream);
-  // See cuda::chunk_size and cuda::upload; null if the backend wants no chunks on the device.
-  int64_t (*chunk_size)(int64_t num_segments, DType grad, DType wire) = nullptr;
-  void (*upload)(const Segment* chunks, int64_t num_chunks, Segment* to, void* stream) = nullptr;
-};
-
 // Sets the passes for a device that is neither a CPU nor CUDA.
 void register_passes(c10::DeviceType type, const Passes& passes);
 // Returns the passes that were built or registered for the device, or null.

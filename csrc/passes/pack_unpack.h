@@ -233,11 +233,21 @@ struct Scratch {
   int64_t num_chunks = 0;
 };
 
+// The passes of a backend. `stream` is the native handle of the stream that they run
+// on.
+struct Passes {
+  void (*pack)(const PackArgs&, const Scratch&, void* stream);
+  void (*unpack)(const UnpackArgs&, const Scratch&, void* stream);
+  void (*reduce)(const ReduceArgs&, const Scratch&, void* stream);
+  // See cuda::chunk_size and cuda::upload; null if the backend wants no chunks on the device.
+  int64_t (*chunk_size)(int64_t num_segments, DType grad, DType wire) = nullptr;
+  void (*upload)(const Segment* chunks, int64_t num_chunks, Segment* to, void* stream) = nullptr;
+};
+
 // The passes of our two backends. Only CUDA takes scratch memory and a stream, which is a cudaStream_t.
 namespace cpu {
-void pack(const PackArgs& args, const Scratch& scratch, void* stream);
-void unpack(const UnpackArgs& args, const Scratch& scratch, void* stream);
-void reduce(const ReduceArgs& args, const Scratch& scratch, void* stream);
+// Those of the best instruction set that the machine has.
+Passes passes();
 }  // namespace cpu
 
 namespace cuda {

@@ -11,14 +11,14 @@
 
 namespace fastsync::cpu {
 namespace any {
-void pack(const PackArgs& args);
-void unpack(const UnpackArgs& args);
-void reduce(const ReduceArgs& args);
+void pack(const PackArgs& args, const Scratch& /*scratch*/, void* /*stream*/);
+void unpack(const UnpackArgs& args, const Scratch& /*scratch*/, void* /*stream*/);
+void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/);
 }  // namespace any
 
 namespace avx2 {
-void pack(const PackArgs& args);
-void unpack(const UnpackArgs& args);
-void reduce(const ReduceArgs& args);
+void pack(const PackArgs& args, const Scratch& /*scratch*/, void* /*stream*/);
+void unpack(const UnpackArgs& args, const Scratch& /*scratch*/, void* /*stream*/);
+void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/);
 }  // namespace avx2
 }  // namespace fastsync::cpu

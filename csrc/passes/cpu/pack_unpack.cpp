@@ -29,13 +29,7 @@ bool has_f16c() {
 }
 
 // ATEN_CPU_CAPABILITY=default turns vector instructions off here, as it does in torch.
-bool has_avx2() {
-  static const bool has = __builtin_cpu_supports("avx2") && has_f16c() && at::get_cpu_capability() != "DEFAULT";
-  return has;
-}
-#define FASTSYNC_BEST(pass) (has_avx2() ? avx2::pass : any::pass)
-#else
-#define FASTSYNC_BEST(pass) any::pass
+bool has_avx2() { return __builtin_cpu_supports("avx2") && has_f16c() && at::get_cpu_capability() != "DEFAULT"; }
 #endif
 
 }  // namespace
@@ -65,10 +59,13 @@ Tally for_each_chunk(const Segment* segments, int64_t num_segments, c10::functio
   return total;
 }
 
-void pack(const PackArgs& args, const Scratch& /*scratch*/, void* /*stream*/) { FASTSYNC_BEST(pack(args)); }
-
-void unpack(const UnpackArgs& args, const Scratch& /*scratch*/, void* /*stream*/) { FASTSYNC_BEST(unpack(args)); }
-
-void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/) { FASTSYNC_BEST(reduce(args)); }
+Passes passes() {
+#if FASTSYNC_HAS_AVX2
+  if (has_avx2()) {
+    return {&avx2::pack, &avx2::unpack, &avx2::reduce};
+  }
+#endif
+  return {&any::pack, &any::unpack, &any::reduce};
+}
 
 }  // namespace fastsync::cpu

@@ -55,17 +55,17 @@ void reduce_typed(const ReduceArgs& args) {
 
 }  // namespace
 
-void pack(const PackArgs& args) {
+void pack(const PackArgs& args, const Scratch& /*scratch*/, void* /*stream*/) {
   dispatch_wire(args.grad_dtype, args.wire_dtype,
                 [&](auto grad, auto wire) { pack_typed<decltype(grad), decltype(wire)>(args); });
 }
 
-void unpack(const UnpackArgs& args) {
+void unpack(const UnpackArgs& args, const Scratch& /*scratch*/, void* /*stream*/) {
   dispatch_wire(args.grad_dtype, args.wire_dtype,
                 [&](auto grad, auto wire) { unpack_typed<decltype(grad), decltype(wire)>(args); });
 }
 
-void reduce(const ReduceArgs& args) {
+void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/) {
   dispatch_reduce(args.grad_dtype, args.wire_dtype, args.out_dtype, [&](auto compute, auto wire, auto out) {
     reduce_typed<decltype(compute), decltype(wire), decltype(out)>(args);
   });
