@@ -4,10 +4,10 @@
 
 namespace fastsync {
 
-void GradientFlags::check(const Sums& sums, const Journey& journey) {
+void GradientFlags::check(const Sums& sums, const StepInfo& step) {
   sums_ = sums;
   num_waits_ = counts_.defined() ? num_waits_ + 1 : 0;
-  is_captured_ = journey.is_captured;
+  is_captured_ = step.is_captured;
   if (!is_captured_) {
     counts_.reset();
   }

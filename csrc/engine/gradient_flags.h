@@ -23,20 +23,18 @@ class GradientFlags final : public Passenger {
   // ---- before a sync ----
 
   // No parameter has a gradient at first.
-  void begin(const Journey& /*journey*/) override { flags_.assign(flags_.size(), none_); }
+  void begin(const StepInfo& /*step*/) override { flags_.assign(flags_.size(), none_); }
   void set(size_t flag, bool is_new, bool exists) { flags_[flag] = is_new ? 1.0F : (exists ? 0.0F : none_); }
-  void add_numbers(std::vector<float>& numbers, const Journey& /*journey*/) override {
+  void add_numbers(std::vector<float>& numbers, const StepInfo& /*step*/) override {
     numbers.insert(numbers.end(), flags_.begin(), flags_.end());
   }
 
-  // This rank's flags on the device; needs the numbers of the journey.
-  at::Tensor own(const Journey& journey) const {
-    return journey.numbers.narrow(0, 0, static_cast<int64_t>(flags_.size()));
-  }
+  // This rank's flags on the device; needs StepInfo::numbers.
+  at::Tensor own(const StepInfo& step) const { return step.numbers.narrow(0, 0, static_cast<int64_t>(flags_.size())); }
 
   // ---- after it ----
 
-  void check(const Sums& sums, const Journey& journey) override;
+  void check(const Sums& sums, const StepInfo& step) override;
   // The sums over the ranks, by flag.
   at::Tensor sums() const { return sums_.tensor(); }
   // Whether some rank has a new gradient. If this rank has none, only the sums can tell: then the host reads them, once

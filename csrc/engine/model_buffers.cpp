@@ -20,23 +20,23 @@ bool ModelBuffers::have_changed() {
   return description_ != before;
 }
 
-void ModelBuffers::add_tensors(std::vector<at::Tensor>& tensors, const Journey& journey) {
+void ModelBuffers::add_tensors(std::vector<at::Tensor>& tensors, const StepInfo& step) {
   if (!calls_.values) {
     return;
   }
-  const auto is_bool = at::TensorOptions().dtype(at::kBool).device(journey.device);
-  const at::Tensor is_first = journey.active.defined() ? (journey.active.argmax() == journey.rank).to(journey.device)
-                                                       : at::full({}, journey.rank == 0, is_bool);
+  const auto is_bool = at::TensorOptions().dtype(at::kBool).device(step.device);
+  const at::Tensor is_first = step.active.defined() ? (step.active.argmax() == step.rank).to(step.device)
+                                                    : at::full({}, step.rank == 0, is_bool);
   const at::Tensor values = calls_.values(is_first);
-  if (journey.has_failed) {
+  if (step.has_failed) {
     tensors.push_back(at::full_like(values, std::numeric_limits<double>::quiet_NaN()));
   } else {
-    tensors.push_back(journey.is_active ? values : at::zeros_like(values));
+    tensors.push_back(step.is_active ? values : at::zeros_like(values));
   }
 }
 
-void ModelBuffers::take(const Sums& sums, const Journey& journey) {
-  if (calls_.arrive && !journey.has_failed) {
+void ModelBuffers::take(const Sums& sums, const StepInfo& step) {
+  if (calls_.arrive && !step.has_failed) {
     calls_.arrive(sums.tensor());
   }
 }

@@ -30,8 +30,8 @@ class ModelBuffers final : public Passenger {
   // Of the newest look at the buffers.
   std::string description() const override { return description_; }
   bool waits_for_end() const override { return calls_.values != nullptr; }
-  void add_tensors(std::vector<at::Tensor>& tensors, const Journey& journey) override;
-  void take(const Sums& sums, const Journey& journey) override;
+  void add_tensors(std::vector<at::Tensor>& tensors, const StepInfo& step) override;
+  void take(const Sums& sums, const StepInfo& step) override;
 
  private:
   Calls calls_;

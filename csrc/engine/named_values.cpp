@@ -53,22 +53,22 @@ at::Tensor NamedValues::slots_of(const std::string& name, at::IntArrayRef shape,
   return sent->second.to(device, /*non_blocking=*/true).view({-1});
 }
 
-void NamedValues::add_tensors(std::vector<at::Tensor>& tensors, const Journey& journey) {
-  sent_ = journey.has_failed ? Tensors() : std::exchange(waiting_, {});
+void NamedValues::add_tensors(std::vector<at::Tensor>& tensors, const StepInfo& step) {
+  sent_ = step.has_failed ? Tensors() : std::exchange(waiting_, {});
   for (const auto& [name, shape] : slots_) {
-    tensors.push_back(slots_of(name, shape, journey.is_active || journey.has_failed, journey.device));
+    tensors.push_back(slots_of(name, shape, step.is_active || step.has_failed, step.device));
   }
 }
 
-void NamedValues::take(const Sums& sums, const Journey& journey) {
-  if (journey.has_failed) {
+void NamedValues::take(const Sums& sums, const StepInfo& step) {
+  if (step.has_failed) {
     return;
   }
   means_.clear();
   if (sums.numel == 0) {
     return;
   }
-  const at::Tensor means = journey.mean_of(sums.tensor());
+  const at::Tensor means = step.mean_of(sums.tensor());
   int64_t offset = 0;
   for (const auto& [name, shape] : slots_) {
     const int64_t numel = c10::multiply_integers(shape);

@@ -29,8 +29,8 @@ class NamedValues final : public Passenger {
 
   // A rank that has failed leaves all slots empty. Throws c10::ValueError if a CUDA graph is captured that would repeat
   // one value in each replay.
-  void add_tensors(std::vector<at::Tensor>& tensors, const Journey& journey) override;
-  void take(const Sums& sums, const Journey& journey) override;
+  void add_tensors(std::vector<at::Tensor>& tensors, const StepInfo& step) override;
+  void take(const Sums& sums, const StepInfo& step) override;
   // The means of the newest step, under the names that this rank has sent.
   const Tensors& means() const { return means_; }
 

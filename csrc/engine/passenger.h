@@ -11,8 +11,8 @@
 namespace fastsync {
 
 // What a passenger may know of the step that it travels with.
-struct Journey {
-  int64_t step;
+struct StepInfo {
+  int64_t number;
   int64_t rank;
   int64_t num_ranks;
   bool is_weighted = false;  // whether ranks have weights
@@ -53,20 +53,20 @@ class Passenger {
   virtual bool waits_for_end() const { return false; }
 
   // A step begins.
-  virtual void begin(const Journey& /*journey*/) {}
+  virtual void begin(const StepInfo& /*step*/) {}
   // What it adds to the row, of the same length on all ranks: either numbers of the host, which are copied to the
   // device only when they change, or flat float32 tensors on the device.
-  virtual void add_numbers(std::vector<float>& /*numbers*/, const Journey& /*journey*/) {}
-  virtual void add_tensors(std::vector<at::Tensor>& /*tensors*/, const Journey& /*journey*/) {}
+  virtual void add_numbers(std::vector<float>& /*numbers*/, const StepInfo& /*step*/) {}
+  virtual void add_tensors(std::vector<at::Tensor>& /*tensors*/, const StepInfo& /*step*/) {}
 
   // The step has failed on this rank. What is still sent and comes is for the sake of other ranks.
   virtual void fail() {}
   // After a failure, when all is sent: it does what other ranks wait for.
   virtual void leave_behind() {}
   // The sums have come, before gradients take their means. It throws if they must not.
-  virtual void check(const Sums& /*sums*/, const Journey& /*journey*/) {}
+  virtual void check(const Sums& /*sums*/, const StepInfo& /*step*/) {}
   // The gradients have taken their means, unless the step has failed.
-  virtual void take(const Sums& /*sums*/, const Journey& /*journey*/) {}
+  virtual void take(const Sums& /*sums*/, const StepInfo& /*step*/) {}
 };
 
 }  // namespace fastsync

@@ -73,14 +73,14 @@ std::vector<std::vector<double>> Shards::compare(const std::vector<double>& numb
 
 // ---- in a step ------------------------------------------------------------------------------------------------------
 
-void Shards::check(const Sums& /*sums*/, const Journey& journey) {
+void Shards::check(const Sums& /*sums*/, const StepInfo& step) {
   if (!are_kept()) {
     return;
   }
-  if (!journey.has_failed) {
+  if (!step.has_failed) {
     find_means();
   }
-  tell_stats(journey.has_failed);
+  tell_stats(step.has_failed);
   hear_stats();
 }
 

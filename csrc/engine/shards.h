@@ -56,9 +56,9 @@ class Shards final : public Passenger {
 
   // ---- in a step ----
 
-  void begin(const Journey& /*journey*/) override { has_told_stats_ = false; }
+  void begin(const StepInfo& /*step*/) override { has_told_stats_ = false; }
   // Has the ranks tell each other the statistics of their shards.
-  void check(const Sums& sums, const Journey& journey) override;
+  void check(const Sums& sums, const StepInfo& step) override;
   void leave_behind() override;
   // Leaves the gradients what they are, unless a mean is not finite.
   void keep(std::vector<Gradient>& gradients) const;

@@ -11,46 +11,46 @@ namespace fastsync {
 
 SideValues::SideValues(const std::vector<Passenger*>& passengers) {
   for (Passenger* const passenger : passengers) {
-    seats_.push_back({passenger});
+    entries_.push_back({passenger});
   }
 }
 
 std::string SideValues::description() const {
   std::string lines;
-  for (const Seat& seat : seats_) {
-    lines += seat.passenger->description();
+  for (const Entry& entry : entries_) {
+    lines += entry.passenger->description();
   }
   return lines;
 }
 
 bool SideValues::wait_for_end() const {
-  return std::ranges::any_of(seats_, [](const Seat& seat) { return seat.passenger->waits_for_end(); });
+  return std::ranges::any_of(entries_, [](const Entry& entry) { return entry.passenger->waits_for_end(); });
 }
 
-void SideValues::begin(const Journey& journey) {
-  for (const Seat& seat : seats_) {
-    seat.passenger->begin(journey);
+void SideValues::begin(const StepInfo& step) {
+  for (const Entry& entry : entries_) {
+    entry.passenger->begin(step);
   }
 }
 
-at::Tensor SideValues::to_send(Journey& journey) {
+at::Tensor SideValues::to_send(StepInfo& step) {
   std::vector<float> numbers;
-  for (Seat& seat : seats_) {
+  for (Entry& entry : entries_) {
     const auto begin = static_cast<int64_t>(numbers.size());
-    seat.passenger->add_numbers(numbers, journey);
-    seat.sums = {{}, begin, std::ssize(numbers) - begin};
+    entry.passenger->add_numbers(numbers, step);
+    entry.sums = {{}, begin, std::ssize(numbers) - begin};
   }
   int64_t end = std::ssize(numbers);
-  journey.numbers = on_device(std::move(numbers), journey.device);
-  std::vector<at::Tensor> all{journey.numbers};
-  for (Seat& seat : seats_) {
+  step.numbers = on_device(std::move(numbers), step.device);
+  std::vector<at::Tensor> all{step.numbers};
+  for (Entry& entry : entries_) {
     const size_t first = all.size();
-    seat.passenger->add_tensors(all, journey);
+    entry.passenger->add_tensors(all, step);
     if (all.size() > first) {
-      seat.sums.begin = end;
+      entry.sums.begin = end;
       std::for_each(all.begin() + static_cast<std::ptrdiff_t>(first), all.end(),
                     [&](const at::Tensor& each) { end += each.numel(); });
-      seat.sums.numel = end - seat.sums.begin;
+      entry.sums.numel = end - entry.sums.begin;
     }
   }
   return all.size() == 1 ? all.front() : at::cat(all);
@@ -71,27 +71,27 @@ at::Tensor SideValues::on_device(std::vector<float> numbers, c10::Device device)
 }
 
 void SideValues::fail() {
-  for (const Seat& seat : seats_) {
-    seat.passenger->fail();
+  for (const Entry& entry : entries_) {
+    entry.passenger->fail();
   }
 }
 
 void SideValues::leave_behind() {
-  for (const Seat& seat : seats_) {
-    seat.passenger->leave_behind();
+  for (const Entry& entry : entries_) {
+    entry.passenger->leave_behind();
   }
 }
 
-void SideValues::check(const at::Tensor& sums, const Journey& journey) {
-  for (Seat& seat : seats_) {
-    seat.sums.row = sums;
-    seat.passenger->check(seat.sums, journey);
+void SideValues::check(const at::Tensor& sums, const StepInfo& step) {
+  for (Entry& entry : entries_) {
+    entry.sums.row = sums;
+    entry.passenger->check(entry.sums, step);
   }
 }
 
-void SideValues::take(const Journey& journey) {
-  for (const Seat& seat : seats_) {
-    seat.passenger->take(seat.sums, journey);
+void SideValues::take(const StepInfo& step) {
+  for (const Entry& entry : entries_) {
+    entry.passenger->take(entry.sums, step);
   }
 }
 

@@ -19,24 +19,24 @@ class SideValues {
 
   std::string description() const;
   bool wait_for_end() const;
-  void begin(const Journey& journey);
+  void begin(const StepInfo& step);
   // Returns the row. First come the numbers of all passengers.
-  at::Tensor to_send(Journey& journey);
+  at::Tensor to_send(StepInfo& step);
   void fail();
   void leave_behind();
   // Takes the row of sums. Throws what a passenger throws.
-  void check(const at::Tensor& sums, const Journey& journey);
-  void take(const Journey& journey);
+  void check(const at::Tensor& sums, const StepInfo& step);
+  void take(const StepInfo& step);
 
  private:
-  struct Seat {
+  struct Entry {
     Passenger* passenger;
     Sums sums = {};  // of the newest step
   };
 
   at::Tensor on_device(std::vector<float> numbers, c10::Device device);
 
-  std::vector<Seat> seats_;
+  std::vector<Entry> entries_;
   std::vector<float> numbers_;  // what numbers_on_device_ holds
   at::Tensor numbers_on_device_;
 };

@@ -26,16 +26,16 @@ class Signal final : public Passenger {
   // The sum of the newest step's signals; nan if a rank has failed in that step. Unset if there was no step since set.
   std::optional<double> sum() const { return sum_; }
 
-  void add_numbers(std::vector<float>& numbers, const Journey& journey) override {
+  void add_numbers(std::vector<float>& numbers, const StepInfo& step) override {
     if (own_) {
-      numbers.push_back(journey.has_failed ? std::numeric_limits<float>::quiet_NaN() : *own_);
+      numbers.push_back(step.has_failed ? std::numeric_limits<float>::quiet_NaN() : *own_);
     }
   }
   void fail() override { sum_ = std::numeric_limits<double>::quiet_NaN(); }
   // A rank that has failed sends nan, in place of gradients too. If steps may be taken back, nobody sees those. Waits
   // for the device.
-  void check(const Sums& sums, const Journey& journey) override {
-    if (!own_ || journey.has_failed) {
+  void check(const Sums& sums, const StepInfo& step) override {
+    if (!own_ || step.has_failed) {
       return;
     }
     // Without torch's operations it takes a nanosecond, in place of microseconds.
@@ -43,7 +43,7 @@ class Signal final : public Passenger {
                                                          : sums.row[sums.begin].item<double>();
     if (std::isnan(*sum_)) {
       liveness_.note_failure();
-      TORCH_CHECK(false, "fastsync: another rank has failed in step ", journey.step);
+      TORCH_CHECK(false, "fastsync: another rank has failed in step ", step.number);
     }
   }
 

@@ -20,19 +20,19 @@ class Stamps final : public Passenger {
   // Lets the ranks have the same gradients in the first step.
   void expect_same_data() { expects_same_data_ = true; }
 
-  void begin(const Journey& journey) override { step_check().begin_step(journey.step, journey.is_active); }
+  void begin(const StepInfo& step) override { step_check().begin_step(step.number, step.is_active); }
   // Without a new stamp the one before is sent again, so that what is sent does not change.
-  void add_numbers(std::vector<float>& numbers, const Journey& journey) override {
-    const bool compares_data = engine_.num_steps() == 1 && !journey.is_weighted && !expects_same_data_;
-    auto stamp = step_check().stamp(agreement_->number, journey.device,
-                                    compares_data ? journey.grads : at::TensorList(), engine_.weight_check().get());
+  void add_numbers(std::vector<float>& numbers, const StepInfo& step) override {
+    const bool compares_data = engine_.num_steps() == 1 && !step.is_weighted && !expects_same_data_;
+    auto stamp = step_check().stamp(agreement_->number, step.device, compares_data ? step.grads : at::TensorList(),
+                                    engine_.weight_check().get());
     is_new_ = stamp.has_value();
     if (is_new_) {
       newest_ = std::move(*stamp);
     }
     numbers.insert(numbers.end(), newest_.begin(), newest_.end());
   }
-  void take(const Sums& sums, const Journey& /*journey*/) override {
+  void take(const Sums& sums, const StepInfo& /*step*/) override {
     step_check().arrive(is_new_ && sums.numel > 0 ? sums.tensor() : at::Tensor(), engine_.weight_check().get());
   }
 

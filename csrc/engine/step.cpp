@@ -14,18 +14,18 @@ namespace fastsync {
 
 Step::Step(Synchronizer& engine, std::vector<Gradient> gradients)
     : engine_(engine),
-      journey_{.step = engine.take_number(),
-               .rank = engine.group()->getRank(),
-               .num_ranks = engine.group()->getSize(),
-               .is_weighted = engine.weight_.is_on(),
-               .is_active = engine.weight_.is_active()},
+      info_{.number = engine.take_number(),
+            .rank = engine.group()->getRank(),
+            .num_ranks = engine.group()->getSize(),
+            .is_weighted = engine.weight_.is_on(),
+            .is_active = engine.weight_.is_active()},
       gradients_(std::move(gradients)) {
   num_waiting_.reserve(layout().buckets.size());
   works_.reserve(layout().buckets.size());
   for (const LayoutBucket& bucket : layout().buckets) {
     num_waiting_.push_back(bucket.parameters.size());
   }
-  engine_.side_values_.begin(journey_);
+  engine_.side_values_.begin(info_);
   engine_.begin_step();
 }
 
@@ -81,7 +81,7 @@ void Step::mark_all_ready() {
 // different ranks.
 void Step::send_full_buckets() {
   send_weight();
-  bool weights_are_here = !journey_.is_weighted;
+  bool weights_are_here = !info_.is_weighted;
   if (weights_) {
     engine_.wait_for_ranks(kAddingWeights, [&] { weights_are_here = weights_->has_come(); });
   }
@@ -98,7 +98,7 @@ bool Step::may_go_early(size_t index) const {
   // On a CPU, weights may come early on one rank and late on another. A bucket without a plan is a collective, and the
   // group pairs collectives by the order of calls. So a user's collective inside backward could come before the
   // bucket's on one rank, and after it on another.
-  const bool waits_for_end = journey_.is_weighted && bucket.device().is_cpu() && !bucket.has_plan();
+  const bool waits_for_end = info_.is_weighted && bucket.device().is_cpu() && !bucket.has_plan();
   // A rank whose backward fails sends no rows of sparse gradients. Once it has announced them, others wait for them.
   const bool is_sparse = engine_.parameters_[next.parameters.front()].is_sparse;
   return num_waiting_[index] == 0 && !is_sparse && !waits_for_end && engine_.have_agreed() &&
@@ -120,7 +120,7 @@ std::vector<size_t> Step::order() const {
 // ---- sending --------------------------------------------------------------------------------------------------------
 
 void Step::send_weight() {
-  if (journey_.is_weighted && !weights_ && layout().is_made() && engine_.have_agreed()) {
+  if (info_.is_weighted && !weights_ && layout().is_made() && engine_.have_agreed()) {
     engine_.liveness().note_averaging(number());
     weights_.emplace(engine_.weight_, engine_.op_ == Op::kSum, *engine_.group(),
                      layout().buckets.front().bucket->device(), has_failed());
@@ -158,7 +158,7 @@ void Step::join_streams() const noexcept {
 
 void Step::fail() {
   is_collecting_ = false;
-  journey_.has_failed = true;
+  info_.has_failed = true;
   engine_.side_values_.fail();
 }
 
@@ -219,7 +219,7 @@ void Step::send_next() {
                             number(),
                             first_tag(engine_.agreement_->number) + static_cast<int>(number) * kTagsPerBucket,
                             engine_.num_steps(),
-                            /*is_weighted_mean=*/journey_.is_weighted && engine_.op_ != Op::kSum,
+                            /*is_weighted_mean=*/info_.is_weighted && engine_.op_ != Op::kSum,
                             weight,
                             /*in_place=*/false,
                             /*scatter=*/nullptr,
@@ -241,12 +241,12 @@ void Step::send_next() {
 }
 
 at::Tensor Step::side_values_to_send(c10::Device device, at::TensorList grads, const at::Tensor& weight) {
-  journey_.device = device;
-  journey_.grads = grads;
-  journey_.weight = weight;
-  journey_.active = weights_ ? weights_->active() : at::Tensor();
-  const at::Tensor row = engine_.side_values_.to_send(journey_);
-  journey_.grads = {};
+  info_.device = device;
+  info_.grads = grads;
+  info_.weight = weight;
+  info_.active = weights_ ? weights_->active() : at::Tensor();
+  const at::Tensor row = engine_.side_values_.to_send(info_);
+  info_.grads = {};
   return row;
 }
 
@@ -266,17 +266,17 @@ void Step::receive() {
     return;
   }
   has_received_ = true;
-  journey_.is_captured = engine_.is_captured();
+  info_.is_captured = engine_.is_captured();
   if (weights_ && !has_failed()) {
     weights_->wait_on_stream();
-    journey_.active = weights_->active();
+    info_.active = weights_->active();
     layout().buckets.back().bucket->totals()->wire_bytes += weights_->sent_bytes();
   }
-  engine_.side_values_.check(works_.back()->side_values(), journey_);
+  engine_.side_values_.check(works_.back()->side_values(), info_);
   if (!has_failed()) {
     engine_.shards_.are_kept() ? engine_.shards_.keep(gradients_) : take_means();
   }
-  engine_.side_values_.take(journey_);
+  engine_.side_values_.take(info_);
 }
 
 // Note [Statistics of a step]
@@ -291,7 +291,7 @@ void Step::receive() {
 //   All of this follows from what all ranks know, so that statistics are the same on all ranks.
 
 void Step::take_means() {
-  const at::Tensor factors = engine_.used_parameters_.factors(journey_);
+  const at::Tensor factors = engine_.used_parameters_.factors(info_);
   for (size_t i = 0; i < works_.size(); ++i) {
     take_means(layout().buckets[i], factors,
                /*kept_travels=*/engine_.op_ == Op::kMean && !works_[i]->has_error_feedback());

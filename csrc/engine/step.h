@@ -37,7 +37,7 @@ class Step {
   // Breaks the agreement if the step has sent something, and not received all of it. See Note [Agreement].
   ~Step();
 
-  int64_t number() const { return journey_.step; }
+  int64_t number() const { return info_.number; }
   bool has_sent_all() const;
 
   // ---- collecting ----
@@ -70,7 +70,7 @@ class Step {
   void receive();
 
  private:
-  bool has_failed() const { return journey_.has_failed; }
+  bool has_failed() const { return info_.has_failed; }
   const Layout& layout() const;
   bool may_go_early(size_t bucket) const;
   void send_next();
@@ -84,7 +84,7 @@ class Step {
   void note_unmeasured(const LayoutBucket& bucket);
 
   Synchronizer& engine_;
-  Journey journey_;
+  StepInfo info_;
   bool is_collecting_ = true;
   std::vector<Gradient> gradients_;  // by parameter
   ClaimedMemory claimed_;

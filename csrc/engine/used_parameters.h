@@ -22,12 +22,12 @@ class UsedParameters final : public Passenger {
   // The flags must come before it in the list of passengers.
   UsedParameters(const GradientFlags& flags, bool is_on) : flags_(flags), is_on_(is_on) {}
 
-  void add_tensors(std::vector<at::Tensor>& tensors, const Journey& journey) override;
-  void check(const Sums& sums, const Journey& /*journey*/) override { sums_ = sums; }
+  void add_tensors(std::vector<at::Tensor>& tensors, const StepInfo& step) override;
+  void check(const Sums& sums, const StepInfo& /*step*/) override { sums_ = sums; }
 
   // The factors of the means, by flag: float64. Undefined if it is off. They are 1 for parameters without users, and
   // for users that count for nothing: their part of the mean would be lost in float32.
-  at::Tensor factors(const Journey& journey) const;
+  at::Tensor factors(const StepInfo& step) const;
 
  private:
   const GradientFlags& flags_;

@@ -38,9 +38,9 @@ class Weight final : public Passenger {
 
   double value() const { return is_active_ ? value_.value_or(1.0) : 0.0; }
 
-  void take(const Sums& /*sums*/, const Journey& journey) override {
-    if (!journey.has_failed && journey.active.defined()) {
-      active_ = journey.active;
+  void take(const Sums& /*sums*/, const StepInfo& step) override {
+    if (!step.has_failed && step.active.defined()) {
+      active_ = step.active;
     }
   }
   // The number of ranks that had not run out in the newest step with weights; nan if one has failed. Waits for the
