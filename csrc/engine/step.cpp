@@ -192,8 +192,8 @@ void Step::send_next() {
   if (!std::exchange(has_begun_to_send_, true)) {
     engine_.pass_agreement(*engine_.agreement_, number());  // now, because in memory that ranks share sending may wait
   }
-  const size_t number = works_.size();
-  const LayoutBucket& next = layout().buckets[number];
+  const size_t index = works_.size();
+  const LayoutBucket& next = layout().buckets[index];
   Bucket& bucket = *next.bucket;
   if (!has_failed()) {
     wait_for_gradients(next);
@@ -204,20 +204,20 @@ void Step::send_next() {
   std::vector<at::Tensor> grads;
   std::vector<bool> stand_in;
   grads.reserve(next.parameters.size());
-  for (const size_t index : next.parameters) {
-    Gradient& gradient = gradients_[index];
+  for (const size_t parameter : next.parameters) {
+    Gradient& gradient = gradients_[parameter];
     const bool is_new = has_failed() || gradient.is_new();
-    engine_.flags_.set(layout().flag_of(index), is_new, gradient.is_here());
+    engine_.flags_.set(layout().flag_of(parameter), is_new, gradient.is_here());
     grads.push_back(has_failed() ? gradient.poison() : gradient.to_send(claimed_));
     stand_in.push_back(!is_new);
   }
   const c10::Device device = bucket.device();
-  const bool is_last = number + 1 == layout().buckets.size();
+  const bool is_last = index + 1 == layout().buckets.size();
   const at::Tensor weight = weights_ && !has_failed() ? weights_->factor(device) : at::Tensor();
   const at::Tensor side_values = is_last ? side_values_to_send(device, grads, weight) : at::Tensor();
   const SendOptions options{engine_.compressions()->at(next.num_reals),
                             number(),
-                            first_tag(engine_.agreement_->number) + static_cast<int>(number) * kTagsPerBucket,
+                            first_tag(engine_.agreement_->number) + static_cast<int>(index) * kTagsPerBucket,
                             engine_.num_steps(),
                             /*is_weighted_mean=*/info_.is_weighted && engine_.op_ != Op::kSum,
                             weight,
