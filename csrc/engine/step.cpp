@@ -273,8 +273,13 @@ void Step::receive() {
     layout().buckets.back().bucket->totals()->wire_bytes += weights_->sent_bytes();
   }
   engine_.side_values_.check(works_.back()->side_values(), info_);
-  if (!has_failed()) {
-    engine_.shards_.are_kept() ? engine_.shards_.keep(gradients_) : take_means();
+  if (!has_failed() && engine_.shards_.are_kept()) {
+    engine_.shards_.keep(gradients_);
+  } else if (!has_failed()) {
+    const at::Tensor factors = engine_.used_parameters_.factors(info_);
+    for (size_t i = 0; i < works_.size(); ++i) {
+      take_means(layout().buckets[i], *works_[i], factors);
+    }
   }
   engine_.side_values_.take(info_);
 }
@@ -290,17 +295,6 @@ void Step::receive() {
 //     - A mean was multiplied, see Note [Means of used parameters].
 //   All of this follows from what all ranks know, so that statistics are the same on all ranks.
 
-void Step::take_means() {
-  const at::Tensor factors = engine_.used_parameters_.factors(info_);
-  for (size_t i = 0; i < works_.size(); ++i) {
-    take_means(layout().buckets[i], factors,
-               /*kept_travels=*/engine_.op_ == Op::kMean && !works_[i]->has_error_feedback());
-    if (works_[i]->leaves_stats_out()) {
-      note_unmeasured(layout().buckets[i]);
-    }
-  }
-}
-
 void Step::note_unmeasured(const LayoutBucket& bucket) {
   std::vector<at::Tensor> means;
   for (const size_t index : bucket.parameters) {
@@ -311,8 +305,9 @@ void Step::note_unmeasured(const LayoutBucket& bucket) {
   bucket.bucket->note_unmeasured(means);
 }
 
-void Step::take_means(const LayoutBucket& bucket, const at::Tensor& factors_of_all, bool kept_travels) {
+void Step::take_means(const LayoutBucket& bucket, const BucketWork& work, const at::Tensor& factors_of_all) {
   GradientFlags& flags = engine_.flags_;
+  const bool kept_travels = engine_.op_ == Op::kMean && !work.has_error_feedback();  // as it is
   const at::Tensor factors = factors_of_all.defined() ? factors_of_all.to(bucket.bucket->device()) : factors_of_all;
   bool statistics_hold = true;
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
@@ -338,6 +333,9 @@ void Step::take_means(const LayoutBucket& bucket, const at::Tensor& factors_of_a
       counted.push_back(gradients_[index].counted());
     }
     bucket.bucket->measure(counted);
+  }
+  if (work.leaves_stats_out()) {
+    note_unmeasured(bucket);
   }
 }
 

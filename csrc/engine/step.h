@@ -77,10 +77,8 @@ class Step {
   void receive_beside();
   void wait_for_gradients(const LayoutBucket& bucket) const;
   at::Tensor side_values_to_send(c10::Device device, at::TensorList grads, const at::Tensor& weight);
-  void take_means();
-  // The factors multiply the means, by flag; undefined if they are 1. kept_travels tells whether a kept gradient
-  // travels as it is, see Note [Statistics of a step] in step.cpp.
-  void take_means(const LayoutBucket& bucket, const at::Tensor& factors_of_all, bool kept_travels);
+  // The factors multiply the means, by flag; undefined if they are 1.
+  void take_means(const LayoutBucket& bucket, const BucketWork& work, const at::Tensor& factors_of_all);
   void note_unmeasured(const LayoutBucket& bucket);
 
   Synchronizer& engine_;
