@@ -154,6 +154,7 @@ class Elastic:
         self._kept = KeptStates(self._optimizers, self._state.others(self._optimizers))
         self._step.watch([*dict.fromkeys(map(innermost, self._optimizers))])
         _made.add(self)
+        _warn_of_agent()
         sync._elastic = weakref.ref(self)
         if not self._joins:
             self._members.begin(list(range(sync._group.size())))
@@ -618,6 +619,18 @@ class Step:
             ranks=[self._elastic._members.own],
             step=self.num_finished,
             reason=reason,
+        )
+
+
+def _warn_of_agent() -> None:
+    """Warns where an agent of torchrun has started several ranks. It ends all of them when one is lost."""
+    is_agent_s = "TORCHELASTIC_RUN_ID" in os.environ and STORE not in os.environ
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_agent_s else 1
+    if num_ranks > 1 and os.environ.get("LOCAL_RANK") == "0":
+        warnings.warn(
+            f"fastsync.Elastic: torchrun has started {num_ranks} ranks on this host, and ends all of them when one is "
+            f"lost. Start them by `fastsync launch local -n {num_ranks}`, or by an agent for each rank",
+            stacklevel=3,  # where the Elastic is made
         )
 
 

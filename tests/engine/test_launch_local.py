@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from torch.distributed import PrefixStore
 
 from fastsync.cli import main
-from fastsync.elastic.elastic import KEYS_OF_FIRST
+from fastsync.elastic.elastic import KEYS_OF_FIRST, STORE, _warn_of_agent
 from fastsync.elastic.membership import Membership
 from fastsync.launch.supervisor import Supervisor
 
@@ -37,6 +38,19 @@ def test_its_store_listens_to_this_host_alone() -> None:
     listening = {line.split()[1] for line in tables.splitlines() if line.split()[3] == "0A"}
     loopback = f"{int.from_bytes(bytes([127, 0, 0, 1]), sys.byteorder):08X}"
     assert {each for each in listening if each.endswith(f":{store.port:04X}")} == {f"{loopback}:{store.port:04X}"}
+
+
+@pytest.mark.parametrize(("set_by_local", "num_ranks", "warns"), [(False, "2", 1), (True, "2", 0), (False, "1", 0)])
+def test_ranks_that_an_agent_would_end_together(
+    set_by_local: bool, num_ranks: str, warns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": num_ranks}
+    for name, value in (variables | ({STORE: "127.0.0.1:1"} if set_by_local else {})).items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _warn_of_agent()
+    assert len(caught) == warns
 
 
 def test_only_stopped_ranks_are_left_behind() -> None:
