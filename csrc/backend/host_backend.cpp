@@ -14,7 +14,6 @@
 #include "backend/reductions.h"
 #include "backend/rounds.h"
 #include "backend/tensors.h"
-#include "transport/host.h"
 
 namespace fastsync {
 
@@ -168,6 +167,8 @@ HostBackend::~HostBackend() {
 }
 
 bool HostBackend::is_on_one_host() const { return hosts_ && hosts_->count() == 1; }
+
+std::shared_ptr<const Host> HostBackend::host() const { return hosts_ ? hosts_->host() : nullptr; }
 
 c10d::Backend& HostBackend::gloo() {
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "backend/work.h"
+#include "transport/host.h"
 
 namespace fastsync {
 
@@ -27,7 +28,7 @@ class Hosts;
 class Mail;
 
 // Its methods take what Gloo's take, and throw where those throw. Errors of the world are c10::DistBackendError.
-class HostBackend final : public c10d::Backend {
+class HostBackend final : public c10d::Backend, public HasHost {
  public:
   using Tensors = std::vector<at::Tensor>;
   using Lists = std::vector<Tensors>;
@@ -55,6 +56,7 @@ class HostBackend final : public c10d::Backend {
   // Whether ranks share memory, and why not; empty if they do.
   bool shares_memory() const { return hosts_ != nullptr; }
   const std::string& why_not_shared() const { return why_not_shared_; }
+  std::shared_ptr<const Host> host() const override;
 
   // Has everything that waits in this group fail, now and from now on. On the other ranks it fails too.
   void abort() override;

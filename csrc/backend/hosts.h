@@ -30,6 +30,7 @@ class Hosts {
   Hosts(std::shared_ptr<const Host> host, std::shared_ptr<Rounds> rounds, Gloo between, StorePtr store);
 
   int64_t count() const { return static_cast<int64_t>(host_->hosts().size()); }
+  const std::shared_ptr<const Host>& host() const { return host_; }
   int64_t rank() const { return host_->rank(); }
   int64_t size() const { return size_; }
   // The ranks of this host. A collective's body may use them alone if there is one host.

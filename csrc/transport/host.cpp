@@ -132,6 +132,10 @@ std::string Host::obstacle() {
 }
 
 std::shared_ptr<const Host> Host::of(const Group& group) {
+  const auto backend = group->getBackend(c10::kCPU);
+  if (const auto* const knowing = dynamic_cast<const HasHost*>(backend.get()); knowing && knowing->host()) {
+    return knowing->host();
+  }
   KnownHosts& known = KnownHosts::of_this_process();
   {
     const std::lock_guard<std::mutex> lock(known.mutex);

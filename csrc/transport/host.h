@@ -73,6 +73,14 @@ class Host {
   std::vector<std::string> processes_;  // each rank's process: its number, and when it began
 };
 
+// A backend whose ranks have found out their hosts when they made it.
+class HasHost {
+ public:
+  virtual ~HasHost() = default;
+  // Null if ranks cannot share memory.
+  virtual std::shared_ptr<const Host> host() const = 0;
+};
+
 // Returns the ranks of each host, or nothing if they cannot share memory on the CPU. It is a collective, as Host::of
 // is.
 std::vector<Host::Ranks> hosts_of(const Host::Group& group);

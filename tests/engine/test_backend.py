@@ -19,10 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import fastsync
 from tests.engine.collectives import (
@@ -113,6 +115,25 @@ def test_a_collective_ends_though_nobody_waits(rank: int, world_size: int) -> No
     assert called.wait(60)
     assert work.get_future().value()[0] is tensor or work.result()[0].data_ptr() == tensor.data_ptr()
     assert tensor.tolist() == [2.0] * 10
+
+
+@on_ranks(2, backend="fastsync")
+def test_works_that_are_dropped_and_counted(rank: int, world_size: int) -> None:
+    """As PyTorch's tests of backends ask for."""
+    group, tensor = dist.new_group(backend="fastsync"), torch.ones(4)
+    for number in (1, 2, 3):
+        assert dist.all_reduce(tensor, group=group, async_op=True)._get_sequence_number() == number
+    dist.barrier(group)
+    assert tensor.tolist() == [8.0] * 4
+    received = torch.zeros(200_000)
+    dist.isend(torch.full_like(received, rank), 1 - rank)
+    dist.irecv(received, 1 - rank).wait()
+    assert torch.equal(received, torch.full_like(received, 1 - rank))
+    with allow_inflight_collective_as_graph_input_ctx():
+        work = dist.all_reduce(tensor, async_op=True)
+        assert torch._C._distributed_c10d._get_work_registry_size() == 1
+        work.wait()
+        assert torch._C._distributed_c10d._get_work_registry_size() == 0
 
 
 @on_ranks(2, backend="fastsync")
@@ -560,3 +581,60 @@ def test_the_engine_does_what_it_does_over_gloo(rank: int, world_size: int, entr
         results.append((losses_of(model, rank), handle.stats().transport))
     assert results[0] == results[1]
     assert results[0][1] == "shared_memory"
+
+
+def train_with(rank: int, world_size: int, trainer: str, backend: str, folder: str) -> list[float]:
+    """Trains as somebody who has changed nothing but the backend's name. Returns the weights."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GROUP_RANK="0")
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="0")
+    inputs = torch.randn(96, 20, generator=torch.Generator().manual_seed(7))
+    loader = DataLoader(TensorDataset(inputs, inputs.sin()[:, :3]), batch_size=8)
+    model = model_of()
+    if trainer == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        prepared, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2), loader)
+        assert isinstance(prepared, DistributedDataParallel)
+        for batch, targets in loader:
+            accelerator.backward(nn.functional.mse_loss(prepared(batch), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        from lightning import LightningModule, Trainer
+        from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+        from lightning.pytorch.strategies import DDPStrategy
+
+        class Regression(LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.network = model
+
+            def training_step(self, batch: Any, index: int) -> Tensor:
+                return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+        options: dict[str, Any] = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
+        strategy = DDPStrategy(process_group_backend=backend)
+        plugins = [TorchElasticEnvironment()]
+        trained = Trainer("cpu", strategy=strategy, devices=world_size, plugins=plugins, max_epochs=1,
+                          default_root_dir=folder, **options)  # fmt: skip
+        trained.fit(Regression(), loader)
+    assert dist.get_backend() == backend
+    return [float(value) for parameter in model.parameters() for value in parameter.flatten()]
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("trainer", ["accelerate", "lightning"])
+def test_trainers_of_others_train_as_over_gloo(trainer: str, tmp_path: Path) -> None:
+    pytest.importorskip(trainer, exc_type=ImportError)
+    ours, theirs = (
+        run_ranks(train_with, 2, trainer, name, str(tmp_path), backend=name, timeout=200)
+        for name in ("fastsync", "gloo")
+    )
+    assert ours == theirs
+    assert ours[0] == ours[1]
