@@ -55,13 +55,16 @@ def test_right_results(seeds: Iterable[int]) -> None:
 
 @pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_in_trouble(what: signal.Signals, seeds: Iterable[int]) -> None:
-    before = os.listdir("/dev/shm")
+    def files() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}  # others' semaphores
+
+    before = files()
     for seed in seeds:
         size = random.Random(seed).choice(SIZES[1:])
         victim = random.Random(seed).randrange(size)
         ended = run_ranks(call_in_trouble, size, seed, what, victim, TIMEOUT, lost=[victim], backend="fastsync")
         check_trouble(ended, victim, TIMEOUT)
-    assert os.listdir("/dev/shm") == before
+    assert files() <= before
 
 
 def call_between(rank: int, world_size: int, names: Sequence[str], nodes: list[list[int]], seed: int) -> None:
@@ -74,6 +77,7 @@ def test_between_hosts(seeds: Iterable[int]) -> None:
         for seed in seeds:
             draws = random.Random(seed)
             ranks = list(range(draws.choice(SIZES[2:])))
-            host_of_ranks = [draws.randrange(3) for _ in ranks]
+            host_of_ranks = [0, 0, *(draws.randrange(3) for _ in ranks[2:])]  # else Gloo takes everything
+            draws.shuffle(host_of_ranks)
             nodes = [[rank for rank in ranks if host_of_ranks[rank] == host] for host in range(3)]
             run_ranks(call_between, len(ranks), names, nodes, seed)

@@ -254,8 +254,12 @@ def call_in_trouble(
     """Two threads call collectives at random in random groups, until the victim gets the signal and after it."""
     draws = random.Random(seed)
     members = [sorted(draws.sample(range(world_size), draws.randint(2, world_size))) for _ in range(4)]
-    limit = timedelta(seconds=timeout)
-    groups = [dist.new_group(ranks, backend="fastsync", timeout=limit) for ranks in members]
+    # Who waits for the victim in one group comes late to another.
+    limits = [timedelta(seconds=timeout if victim in ranks else 20 * timeout) for ranks in members]
+    groups = [
+        dist.new_group(ranks, backend="fastsync", timeout=limit)
+        for ranks, limit in zip(members, limits, strict=True)
+    ]
     ended: list[Ended] = []
     threads = [
         threading.Thread(
