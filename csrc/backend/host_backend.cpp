@@ -408,7 +408,8 @@ HostBackend::WorkPtr HostBackend::gather(Lists& outputs, Tensors& inputs, const 
   return post(call, inputs, outputs, [list, input = inputs[0], root](Hosts& hosts) {
     const at::Tensor read = to_read(input);
     const Tensors written = to_write(list);
-    fastsync::gather(hosts.rounds(), bytes_of(read), pieces_of(written, static_cast<int64_t>(list.size())), num_bytes(read), root);
+    fastsync::gather(hosts.rounds(), bytes_of(read), pieces_of(written, static_cast<int64_t>(list.size())),
+                     num_bytes(read), root);
     put_back(list, written);
   });
 }
@@ -428,7 +429,8 @@ HostBackend::WorkPtr HostBackend::scatter(Tensors& outputs, Lists& inputs, const
   return post(call, list, {outputs}, [list, output = outputs[0], root](Hosts& hosts) {
     const Tensors read = to_read(list);
     const at::Tensor written = to_write(output);
-    fastsync::scatter(hosts.rounds(), pieces_of(read, static_cast<int64_t>(list.size())), bytes_of(written), num_bytes(written), root);
+    fastsync::scatter(hosts.rounds(), pieces_of(read, static_cast<int64_t>(list.size())), bytes_of(written),
+                      num_bytes(written), root);
     put_back(output, written);
   });
 }
@@ -450,8 +452,8 @@ HostBackend::WorkPtr HostBackend::reduce_scatter(Tensors& outputs, Lists& inputs
   }
   TORCH_CHECK(inputs[0][rank_].numel() == outputs[0].numel(), "fastsync: ", name, ": this rank's input has ",
               inputs[0][rank_].numel(), " values, and its output ", outputs[0].numel());
-  const bool are_equal = std::ranges::all_of(
-      inputs[0], [&](const at::Tensor& input) { return input.numel() == inputs[0][0].numel(); });
+  const bool are_equal =
+      std::ranges::all_of(inputs[0], [&](const at::Tensor& input) { return input.numel() == inputs[0][0].numel(); });
   if (are_equal) {
     return reduce_scatter(c10d::OpType::REDUCE_SCATTER, name, inputs, outputs, options);
   }

@@ -116,7 +116,7 @@ class HostBackend final : public c10d::Backend, public HasHost {
   std::shared_ptr<Mail> mail_;    // null unless all ranks are on one host
   const std::shared_ptr<WorkQueue> queue_ = std::make_shared<WorkQueue>();
   std::atomic<uint64_t> num_posted_ = 0;
-  std::mutex mutex_;                   // guards the next
+  std::mutex mutex_;                  // guards the next
   c10::intrusive_ptr<Backend> gloo_;  // null until it is needed
 };
 

@@ -27,7 +27,9 @@ constexpr std::chrono::seconds kAskFor(2);
 at::Tensor new_bytes(int64_t count) { return at::empty({count}, at::kByte); }
 
 // The tensor's memory, which has to live as long as this.
-at::Tensor memory_of(const at::Tensor& tensor) { return at::from_blob(tensor.data_ptr(), {num_bytes(tensor)}, at::kByte); }
+at::Tensor memory_of(const at::Tensor& tensor) {
+  return at::from_blob(tensor.data_ptr(), {num_bytes(tensor)}, at::kByte);
+}
 
 }  // namespace
 
@@ -36,10 +38,9 @@ Hosts::Hosts(std::shared_ptr<const Host> host, std::shared_ptr<Rounds> rounds, G
       rounds_(std::move(rounds)),
       between_(std::move(between)),
       store_(std::move(store)),
-      size_(std::accumulate(host_->hosts().begin(), host_->hosts().end(), int64_t{0},
-                            [](int64_t sum, const Host::Ranks& ranks) {
-                              return sum + static_cast<int64_t>(ranks.size());
-                            })),
+      size_(std::accumulate(
+          host_->hosts().begin(), host_->hosts().end(), int64_t{0},
+          [](int64_t sum, const Host::Ranks& ranks) { return sum + static_cast<int64_t>(ranks.size()); })),
       own_(std::find(host_->hosts().begin(), host_->hosts().end(), host_->ranks()) - host_->hosts().begin()) {}
 
 void Hosts::fail(const std::string& why) {
@@ -118,9 +119,8 @@ void Hosts::broadcast(const at::Tensor& data, int64_t root) {
     return;
   }
   const auto& hosts = host_->hosts();
-  const auto host = std::ranges::find_if(hosts, [root](const Host::Ranks& ranks) {
-    return std::ranges::find(ranks, root) != ranks.end();
-  });
+  const auto host = std::ranges::find_if(
+      hosts, [root](const Host::Ranks& ranks) { return std::ranges::find(ranks, root) != ranks.end(); });
   if (host - hosts.begin() == own_) {
     const auto local_root = std::ranges::find(*host, root) - host->begin();
     fastsync::broadcast(*rounds_, bytes_of(data), num_bytes(data), local_root);

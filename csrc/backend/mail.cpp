@@ -10,10 +10,10 @@ namespace fastsync {
 
 namespace {
 
-constexpr int64_t kMostRoom = 64 << 10;   // of a channel
-constexpr int64_t kLeastRoom = 1 << 10;   // of a channel
-constexpr int64_t kRoomOfAll = 4 << 20;   // of all channels together, unless there are very many
-constexpr int64_t kApart = 256;           // bytes between what different ranks write
+constexpr int64_t kMostRoom = 64 << 10;  // of a channel
+constexpr int64_t kLeastRoom = 1 << 10;  // of a channel
+constexpr int64_t kRoomOfAll = 4 << 20;  // of all channels together, unless there are very many
+constexpr int64_t kApart = 256;          // bytes between what different ranks write
 constexpr std::chrono::milliseconds kLookEvery(100);
 
 int64_t room_of_a_channel(int64_t size) {
@@ -27,7 +27,7 @@ std::exception_ptr error_of(const std::string& what) {
 }  // namespace
 
 struct alignas(kApart) Mail::Channel {
-  std::atomic<int64_t> written;                 // bytes, in all
+  std::atomic<int64_t> written;  // bytes, in all
   alignas(kApart / 2) std::atomic<int64_t> read;
 
   std::byte* data() { return reinterpret_cast<std::byte*>(this + 1); }
@@ -177,7 +177,8 @@ void Mail::read_from(int64_t rank, Ended& ended) {
       read += kHeader;
     }
     Reading& reading = *peer.reading;
-    std::byte* const into = reading.work ? static_cast<std::byte*>(reading.work->tensor_.data_ptr()) : reading.kept.data();
+    std::byte* const into =
+        reading.work ? static_cast<std::byte*>(reading.work->tensor_.data_ptr()) : reading.kept.data();
     const int64_t now = std::min(reading.header.bytes - reading.done, written - read);
     copy_out(ring, read, into + reading.done, now);
     read += now;
@@ -226,14 +227,14 @@ Mail::WorkPtr Mail::take_wanted(int64_t from, int64_t tag) {
 
 bool Mail::is_wanted_from(int64_t rank) const {
   return rank != rank_ && std::ranges::any_of(wanted_, [&](const WorkPtr& work) {
-    return work->peer_ == rank || work->peer_ == kAnyRank;
-  });
+           return work->peer_ == rank || work->peer_ == kAnyRank;
+         });
 }
 
 bool Mail::is_idle() const {
   return wanted_.empty() && std::ranges::all_of(peers_, [](const Peer& peer) {
-    return peer.to_send.empty() && !(peer.reading && peer.reading->work);
-  });
+           return peer.to_send.empty() && !(peer.reading && peer.reading->work);
+         });
 }
 
 void Mail::advance(Ended& ended) {

@@ -13,8 +13,8 @@ namespace fastsync {
 // Makes out = a op b of so many bytes. out may be a or b.
 using Reduction = void (*)(const std::byte* a, const std::byte* b, std::byte* out, int64_t bytes);
 
-// How values of a dtype are reduced over so many ranks. The dtypes and the results are Gloo's: bool counts as uint8, and
-// a complex sum is that of real and imaginary parts.
+// How values of a dtype are reduced over so many ranks. The dtypes and the results are Gloo's: bool counts as uint8,
+// and a complex sum is that of real and imaginary parts.
 struct Reducing {
   // Throws c10::Error, in which `name` is the collective's, if Gloo would.
   Reducing(const char* name, at::ScalarType dtype, const c10d::ReduceOp& reduce_op, int64_t num_ranks);

@@ -191,8 +191,8 @@ void Rounds::look(int64_t round) const {
       continue;
     }
     const std::string loss = loss_of(rank);
-    TORCH_CHECK_WITH(DistBackendError, loss.empty() || told.round.has_reached(round),
-                     "fastsync: ", collective_.name, ": ", loss);
+    TORCH_CHECK_WITH(DistBackendError, loss.empty() || told.round.has_reached(round), "fastsync: ", collective_.name,
+                     ": ", loss);
   }
 }
 
@@ -253,8 +253,7 @@ std::string Rounds::where_is(int64_t rank) const {
   const std::string newest = name.empty() ? "it has begun none"
                                           : c10::str("its newest collective is number ",
                                                      told.number.load(std::memory_order_relaxed), ", ", name);
-  return c10::str(newest, ", and this rank's is number ",
-                  told_by(rank_).number.load(std::memory_order_relaxed));
+  return c10::str(newest, ", and this rank's is number ", told_by(rank_).number.load(std::memory_order_relaxed));
 }
 
 }  // namespace fastsync

@@ -153,8 +153,9 @@ Host::Host(const Group& group) : Host(group->getRank(), exchange_in(group)) {}
 
 Host::Host(int64_t rank, const Exchange& exchange) : rank_(rank) {
   try {
-    auto names = vote(
-        exchange, [] { return c10::str(name_of_host(), "\n", process_of(std::filesystem::read_symlink("/proc/self"))); });
+    auto names = vote(exchange, [] {
+      return c10::str(name_of_host(), "\n", process_of(std::filesystem::read_symlink("/proc/self")));
+    });
     for (std::string& name : names) {
       const size_t end = name.find('\n');
       processes_.push_back(name.substr(end + 1));

@@ -257,8 +257,7 @@ def call_in_trouble(
     # Who waits for the victim in one group comes late to another.
     limits = [timedelta(seconds=timeout if victim in ranks else 20 * timeout) for ranks in members]
     groups = [
-        dist.new_group(ranks, backend="fastsync", timeout=limit)
-        for ranks, limit in zip(members, limits, strict=True)
+        dist.new_group(ranks, backend="fastsync", timeout=limit) for ranks, limit in zip(members, limits, strict=True)
     ]
     ended: list[Ended] = []
     threads = [
@@ -284,17 +283,24 @@ def _call_in_groups(
     called: dict[int, list[tuple[Case, Called]]] = {index: [] for index, ranks in enumerate(members) if rank in ranks}
     ended: list[Ended] = []
 
-    def settle(index: int, call: Callable[[], object]) -> None:
-        began = time.monotonic()
-        try:
-            call()
-        except dist.DistBackendError as error:
-            del called[index]
-            ended.append(Ended(members[index], str(error), time.monotonic() - began))
+    def go(index: int, case: Case, wait: bool) -> None:
+        called[index].append((case, COLLECTIVES[case.name](case, groups[index], wait)))
 
     def check_all(index: int) -> None:
         while called[index]:
             check(*called[index].pop(0))
+
+    def finish(index: int) -> None:
+        check_all(index)
+        dist.barrier(groups[index])
+
+    def settle(what: Callable[..., None], index: int, *options: Any) -> None:
+        began = time.monotonic()
+        try:
+            what(index, *options)
+        except dist.DistBackendError as error:
+            del called[index]
+            ended.append(Ended(members[index], str(error), time.monotonic() - began))
 
     for number in range(calls):
         index, wait, checks = rng.randrange(len(groups)), rng.random() < 0.5, rng.random() < 0.3
@@ -302,11 +308,11 @@ def _call_in_groups(
         if rank == victim and number == moment:
             os.kill(os.getpid(), signal_number)
         if index in called:
-            settle(index, lambda: called[index].append((case, COLLECTIVES[case.name](case, groups[index], wait))))
+            settle(go, index, case, wait)
         if index in called and checks:
-            settle(index, lambda: check_all(index))
+            settle(check_all, index)
     for index in list(called):
-        settle(index, lambda: (check_all(index), dist.barrier(groups[index])))
+        settle(finish, index)
         if index in called:
             ended.append(Ended(members[index], "", 0.0))
     return ended

@@ -156,10 +156,10 @@ def test_messages_in_any_order(rank: int, world_size: int, seed: int) -> None:
     sizes = (0, 1, 1000, 300_000)
     messages = [(*plan.sample(range(3), 2), tag, plan.choice(sizes), plan.random() < 0.3) for tag in range(40)]
     messages += [(0, 1, 99, 1000, False), (0, 1, 99, 1000, False)]
-    own = [(index, *each) for index, each in enumerate(messages) if rank in each[:2]]
+    own = [each for each in messages if rank in each[:2]]
     order.shuffle(own)
     works, received = [], []
-    for index, source, to, tag, numel, from_any in own:
+    for source, to, tag, numel, from_any in own:
         if source == rank:
             works.append(dist.isend(torch.full((numel,), float(tag)), to, tag=tag))
             continue
