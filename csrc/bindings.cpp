@@ -263,7 +263,8 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), no_gil)
       .def("_set_default_timeout", &HostBackend::setTimeout, py::arg("timeout"), no_gil)
       .def_property_readonly("options", &HostBackend::getBackendOptions)
-      .def_property_readonly("shares_memory", &HostBackend::shares_memory);
+      .def_property_readonly("shares_memory", &HostBackend::shares_memory)
+      .def_property_readonly("why_not_shared", &HostBackend::why_not_shared);
 
   py::class_<Compression>(m, "Compression")
       .def(py::init(&make_compression), py::arg("wire"), py::arg("sums_in_float32") = false,

@@ -31,7 +31,9 @@ from ._torch_compat import (
 from .errors import SyncError
 from .launch.environment import Rank, this_rank
 
+BackendName = Literal["nccl", "fastsync", "gloo"]
 _BROADCAST_BYTES = 250 * 2**20  # the size of the buffers that tensors are broadcast in
+_OF_CPUS = ("fastsync", "gloo")
 _num_opened = 0  # how many default groups of several ranks were opened so far; they may share a store
 # The store of ranks that srun or MPI has started. The next group meets in it, even before all ranks have left this one.
 _store: Store | None = None
@@ -48,7 +50,7 @@ class MissingRanksError(RuntimeError):
 
 
 @contextmanager
-def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = None) -> Iterator[torch.device]:
+def process_group(timeout: float, *, backend: BackendName | None = None) -> Iterator[torch.device]:
     """Opens the default process group for the time of a ``with`` block and yields this rank's device.
 
     Ranks find each other through the environment variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
@@ -59,10 +61,11 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
 
     Args:
         timeout: how long a rank waits for the others, in seconds: at the start and in each collective.
-        backend: ``"nccl"``, each rank on a GPU, or ``"gloo"``, on the CPU. A rank that names none takes rank 0's. If
-            rank 0 names none, it takes NCCL if it sees as many GPUs as its host has ranks, else Gloo. It warns if it
-            takes Gloo although it sees GPUs. Pass ``"nccl"`` if a launcher shows each rank its own GPU only. Ranks may
-            share GPUs if NCCL_MULTI_RANK_GPU_ENABLE is 1. ``fastsync train`` has the option ``--device`` for this.
+        backend: ``"nccl"``, each rank on a GPU, or ``"fastsync"`` or ``"gloo"``, on the CPU. A rank that names none
+            takes rank 0's. If rank 0 names none, it takes NCCL if it sees as many GPUs as its host has ranks, else
+            ``"fastsync"``. It warns if it takes CPUs although it sees GPUs. Pass ``"nccl"`` if a launcher shows each
+            rank its own GPU only. Ranks may share GPUs if NCCL_MULTI_RANK_GPU_ENABLE is 1. Where ``"fastsync"`` is
+            asked for, a Gloo group that is open serves too. ``fastsync train`` has the option ``--device`` for this.
 
     Raises:
         ValueError: the backend does not exist, differs from rank 0's or from that of an open group, or is NCCL and this
@@ -71,16 +74,17 @@ def process_group(timeout: float, *, backend: Literal["nccl", "gloo"] | None = N
             store tells which ones have not come, its ``.ranks`` has them. Or the launcher does not tell all that ranks
             need to find each other.
     """
-    if backend not in ("nccl", "gloo", None):
-        raise ValueError(f"backend: expected 'nccl', 'gloo' or None, got {backend!r}")
+    if backend not in ("nccl", *_OF_CPUS, None):
+        raise ValueError(f"backend: expected 'nccl', 'fastsync', 'gloo' or None, got {backend!r}")
     global _left_open
     if dist.is_initialized() and _left_open is not None and _left_open() is resolve_group(None):
         _end_left_open()
     if dist.is_initialized():
-        if backend is not None and backend not in dist.get_backend_config():
-            opened = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
+        opened = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
+        serving = _OF_CPUS if backend == "fastsync" else (backend,)
+        if backend is not None and not any(name in opened for name in serving if name):
             raise ValueError(f"backend={backend!r}: a process group of {opened} is open already; leave backend out")
-        yield torch.device("cpu") if backend == "gloo" else device_of(resolve_group(None))
+        yield torch.device("cpu") if backend in _OF_CPUS else device_of(resolve_group(None))
         return
     # Optimizers import this module. If that happens while a group is open, it keeps the group and Gloo's threads alive.
     # A thread that drops a tensor while the interpreter shuts down would then abort the process.
@@ -111,7 +115,7 @@ def _end_left_open() -> None:
     gc.collect()
 
 
-def _open(this: Rank, backend: Literal["nccl", "gloo"] | None, limit: timedelta) -> torch.device:
+def _open(this: Rank, backend: BackendName | None, limit: timedelta) -> torch.device:
     """Opens the default group, and returns this rank's device."""
     store, rank, world_size = _meet(this, limit)
     global _num_opened
@@ -146,7 +150,7 @@ def _open_in(
     rank: int,
     world_size: int,
     this: Rank,
-    backend: Literal["nccl", "gloo"] | None,
+    backend: BackendName | None,
     limit: timedelta,
 ) -> torch.device:
     num_gpus = torch.cuda.device_count()
@@ -157,12 +161,12 @@ def _open_in(
     if backend not in (None, chosen):
         way_out = "name the same one on every rank, or none here"
         raise ValueError(f"backend={backend!r} on rank {rank}, but rank 0 has taken {chosen!r}; {way_out}")
-    if chosen == "gloo":
+    if chosen in _OF_CPUS:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=limit)
     else:
         if not num_gpus:
-            on_cpu = "pass backend='gloo' for the CPU (fastsync train: --device cpu)"
+            on_cpu = "pass backend='fastsync' for the CPU (fastsync train: --device cpu)"
             raise ValueError(f"backend: NCCL needs GPUs, and rank {rank} sees none; {on_cpu}")
         device = torch.device("cuda", (rank if this.local_rank is None else this.local_rank) % num_gpus)
         torch.cuda.set_device(device)
@@ -210,7 +214,7 @@ def _meet(this: Rank, limit: timedelta) -> tuple[Store, int, int]:
     return store, rank, world_size
 
 
-def _backend_for(num_gpus: int, this: Rank) -> Literal["nccl", "gloo"]:
+def _backend_for(num_gpus: int, this: Rank) -> BackendName:
     """Returns the backend that rank 0 chooses if it sees ``num_gpus`` GPUs."""
     num_ranks = num_gpus if this.local_world_size is None else this.local_world_size
     is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -219,12 +223,12 @@ def _backend_for(num_gpus: int, this: Rank) -> Literal["nccl", "gloo"]:
     if num_gpus > 0:
         warnings.warn(
             f"all ranks train on the CPU: rank 0 sees {num_gpus} GPU(s) for the {num_ranks} ranks of its machine. "
-            "Start a rank for each GPU, or say that you mean the CPU with backend='gloo' (fastsync train: --device "
+            "Start a rank for each GPU, or say that you mean the CPU with backend='fastsync' (fastsync train: --device "
             "cpu). If a launcher shows each rank its own GPU only, pass backend='nccl' (fastsync train: --device "
             "cuda), or set NCCL_MULTI_RANK_GPU_ENABLE=1",
             stacklevel=6,  # where the with block begins
         )
-    return "gloo"
+    return "fastsync"
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

@@ -8,6 +8,7 @@ tensor, of all inputs of a reduce-scatter and an all-to-all together, of an all-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.measure import all_gather, settings_of_ranks
-from benchmarks.harness.options import Methods, RankOptions, check_names, run_on_ranks
+from benchmarks.harness.options import Methods, RankOptions, check_file, check_names, run_on_ranks
 from benchmarks.harness.progress import progress_bars, watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
 from benchmarks.harness.timing import Sampling, rounds, slowest_rank, time_turns
+from benchmarks.report.collectives import picture
 from benchmarks.report.table import Columns, grouped_by, number, print_tables, ranks_on, spread
 from benchmarks.units import parse_bytes
 from fastsync.distributed import process_group
@@ -43,6 +45,8 @@ class Options(RankOptions):
     """In bytes, as nccl-tests counts them."""
     repetitions: int | None = None
     """Samples of each backend; by default as many as move 1 GiB, between 10 and 500."""
+    plot: Path | None = None
+    """File to draw times over sizes into: a name that ends in .svg or .png."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,6 +54,9 @@ class Options(RankOptions):
         check_names("collectives", self.collectives, COLLECTIVES)
         for size in self.sizes:
             parse_bytes(size)
+        check_file("plot", self.plot)
+        if self.plot is not None and self.plot.suffix not in (".svg", ".png"):
+            raise ValueError(f"plot={self.plot} must be the name of a file that ends in .svg or .png")
         if self.nproc < 2:
             raise ValueError(f"nproc={self.nproc} must be at least 2: one rank has nobody to talk to")
 
@@ -203,9 +210,11 @@ def measure(
 
 
 def report(options: Options, collected: Collected) -> None:
-    """Prints a table for each collective."""
+    """Prints a table for each collective, and draws where that was asked for."""
     by_collective = grouped_by(collected.records, lambda record: record.settings["collective"])
     print_tables(by_collective, _title, COLUMNS, (LEGEND, *collected.notes))
+    if options.plot is not None:
+        picture(collected.records, options.plot)
 
 
 COLUMNS: Columns = {

@@ -26,7 +26,7 @@ from benchmarks.baselines.methods import SYNCHRONISED, left_out
 from benchmarks.baselines.models import TRAININGS, Scale
 from benchmarks.baselines.training_steps import NO_DDP
 from benchmarks.harness.collect import ENDINGS, ending
-from benchmarks.harness.measure import Measurement, all_gather, measure_training, overhead
+from benchmarks.harness.measure import Measurement, all_gather, backend_of_rivals, measure_training, overhead
 from benchmarks.harness.options import Device, Methods, check_device, check_names, check_positive, check_warmup, places
 from benchmarks.harness.progress import announce, progress_bars
 from benchmarks.harness.records import Record, RowFile, read_json
@@ -187,7 +187,7 @@ def launch_all(options: Options, rows: RowFile) -> None:
 
 def measure_rank(options: Options, launch: int) -> list[Record]:
     """Measures as one rank of a launch. Every rank returns the same rows."""
-    with process_group(options.step_timeout) as device:
+    with process_group(options.step_timeout, backend=backend_of_rivals()) as device:
         own = this_rank().local_world_size or dist.get_world_size()
         settings = {
             "scaling": "strong" if options.strong else "weak",

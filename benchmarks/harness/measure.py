@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ def measure_each(
     if options.share_gpus:  # which NCCL refuses before 2.30, unless ranks look as if they were on different hosts
         host = f"rank-{os.environ['RANK']}"
         os.environ.update(NCCL_HOSTID=host, NCCL_SOCKET_IFNAME="lo", NCCL_MULTI_RANK_GPU_ENABLE="1")
-    with process_group(options.timeout) as device:
+    with process_group(options.timeout, backend=backend_of_rivals()) as device:
         excluded = left_out(names, dist.get_backend())
         names = [name for name in names if name not in excluded]
         with progress_bars(shown=dist.get_rank() == 0) as progress:
@@ -74,6 +74,11 @@ def measure_each(
                 if dist.get_rank() == 0:
                     rows.add(records)
     return [f"{name} is left out: {reason}" for name, reason in excluded.items()]
+
+
+def backend_of_rivals() -> Literal["gloo"] | None:
+    """Gloo on CPUs: what PyTorch's users have. None if rank 0 may choose, because there are GPUs."""
+    return None if torch.cuda.device_count() else "gloo"
 
 
 def settings_of_ranks(sampling: Sampling) -> dict[str, Any]:

@@ -37,6 +37,9 @@ void reduce_places(Rounds& rounds, int64_t offset, const std::byte* own, std::by
                    Reduction reduction) {
   const auto values_of = [&](int64_t rank) { return rank == rounds.rank() ? own : rounds.readable(rank) + offset; };
   const std::byte* so_far = values_of(0);
+  if (rounds.size() == 1) {
+    copy_bytes(output, so_far, bytes);
+  }
   for (int64_t rank = 1; rank < rounds.size(); ++rank) {
     reduction(so_far, values_of(rank), output, bytes);
     so_far = output;

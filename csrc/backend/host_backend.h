@@ -1,9 +1,11 @@
-// The backend "fastsync" of torch.distributed: collectives of CPU ranks in the memory of their host.
+// The backend "fastsync" of torch.distributed: collectives and messages of CPU ranks in the memory of their host, and
+// over Gloo between hosts.
 //
 // Note [What goes to Gloo]
-// Each group has a Gloo group inside. It takes messages (send, recv), sparse tensors and monitored barriers. If the
-// ranks are not all on one host, or cannot share memory, or if there is one rank, it takes everything. All ranks agree
-// on that when they make the group.
+// All ranks agree when they make a group.
+// - On one host everything but sparse tensors stays in memory. The first of these makes the group of Gloo.
+// - Of ranks on several hosts, of which two share one, what Hosts can do takes that way. The rest is left to Gloo.
+// - Ranks that cannot share memory leave everything to Gloo.
 #pragma once
 
 #include <atomic>
@@ -11,18 +13,22 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "backend/rounds.h"
 #include "backend/work.h"
+#include "transport/host.h"
 
 namespace fastsync {
 
+class Hosts;
+class Mail;
+
 // Its methods take what Gloo's take, and throw where those throw. Errors of the world are c10::DistBackendError.
-class HostBackend final : public c10d::Backend {
+class HostBackend final : public c10d::Backend, public HasHost {
  public:
   using Tensors = std::vector<at::Tensor>;
   using Lists = std::vector<Tensors>;
@@ -33,6 +39,7 @@ class HostBackend final : public c10d::Backend {
 
   // It is a collective of all ranks.
   HostBackend(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout, MakeGloo make_gloo);
+  ~HostBackend() override;
 
   const std::string getBackendName() const override { return "fastsync"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -46,8 +53,10 @@ class HostBackend final : public c10d::Backend {
   c10::intrusive_ptr<Backend> merge(const StorePtr& store, const c10::intrusive_ptr<Options>& options, const int& rank,
                                     const int& size) override;
 
-  // Whether collectives run in shared memory, and not over Gloo.
-  bool shares_memory() const { return rounds_ != nullptr; }
+  // Whether ranks share memory, and why not; empty if they do.
+  bool shares_memory() const { return hosts_ != nullptr; }
+  const std::string& why_not_shared() const { return why_not_shared_; }
+  std::shared_ptr<const Host> host() const override;
 
   // Has everything that waits in this group fail, now and from now on. On the other ranks it fails too.
   void abort() override;
@@ -83,14 +92,32 @@ class HostBackend final : public c10d::Backend {
  private:
   struct Call;
 
-  WorkPtr post(const Call& call, const Tensors& inputs, Lists outputs, std::function<void(Rounds&)> body);
+  bool is_on_one_host() const;
+  // Gloo's group, which is made when it is first needed.
+  Backend& gloo();
+  WorkPtr post(const Call& call, const Tensors& inputs, Lists outputs, std::function<void(Hosts&)> body);
 
+  // Collectives that have several forms. For each input or output there is a list of the tensors of all ranks, or one
+  // tensor that holds all.
+  WorkPtr all_reduce(c10d::OpType type, const char* name, const Tensors& tensors,
+                     const c10d::AllreduceOptions& options);
+  WorkPtr all_gather(const Call& call, const Tensors& inputs, const Lists& of_inputs, const Lists& outputs);
+  WorkPtr reduce_scatter(c10d::OpType type, const char* name, const Lists& of_outputs, const Tensors& outputs,
+                         const c10d::ReduceScatterOptions& options);
+  WorkPtr all_to_all(const Call& call, const Tensors& inputs, const std::vector<int64_t>& input_sizes,
+                     const Tensors& outputs, const std::vector<int64_t>& output_sizes);
+  void check_message(const char* name, const Tensors& tensors, int peer, int tag) const;
+
+  const StorePtr store_;
   const MakeGloo make_gloo_;
   const c10::intrusive_ptr<Options> options_;
-  const c10::intrusive_ptr<Backend> gloo_;
-  std::shared_ptr<Rounds> rounds_;  // null if Gloo takes everything
+  std::string why_not_shared_;
+  std::shared_ptr<Hosts> hosts_;  // null if Gloo takes everything
+  std::shared_ptr<Mail> mail_;    // null unless all ranks are on one host
   const std::shared_ptr<WorkQueue> queue_ = std::make_shared<WorkQueue>();
   std::atomic<uint64_t> num_posted_ = 0;
+  std::mutex mutex_;                  // guards the next
+  c10::intrusive_ptr<Backend> gloo_;  // null until it is needed
 };
 
 }  // namespace fastsync

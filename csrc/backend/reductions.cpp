@@ -1,5 +1,6 @@
 #include "backend/reductions.h"
 
+#include <ATen/ATen.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -71,8 +72,6 @@ Reduction reduction_of_type(Op op) {
   return nullptr;
 }
 
-}  // namespace
-
 Reduction reduction_of(at::ScalarType dtype, Op op) {
   const bool is_sum = op == Op::SUM || op == Op::AVG;
   switch (dtype) {
@@ -95,6 +94,28 @@ Reduction reduction_of(at::ScalarType dtype, Op op) {
       return reduction_of_type<int64_t>(op);
     default:
       return nullptr;
+  }
+}
+
+}  // namespace
+
+Reducing::Reducing(const char* name, at::ScalarType dtype, const c10d::ReduceOp& reduce_op, int64_t num_ranks)
+    : op(reduce_op), size(num_ranks), real(dtype) {
+  const bool is_sum = op == Op::SUM || op == Op::AVG;
+  real = at::isComplexType(dtype) && is_sum ? at::toRealValueType(dtype) : dtype;
+  TORCH_CHECK(op != Op::PREMUL_SUM, "fastsync: ", name, ": cannot use ReduceOp.PREMUL_SUM");
+  TORCH_CHECK(op != Op::AVG || at::isFloatingType(real), "fastsync: ", name, ": cannot use ReduceOp.AVG with ", dtype);
+  function = reduction_of(real, op);
+  const bool needs_integers = op == Op::BAND || op == Op::BOR || op == Op::BXOR;
+  TORCH_CHECK(function != nullptr || !needs_integers, "fastsync: ", name,
+              ": cannot use a bitwise ReduceOp with non-integral dtype ", dtype);
+  TORCH_CHECK(function != nullptr, "fastsync: ", name, ": cannot reduce ", dtype);
+  number = static_cast<int64_t>(op) * 256 + static_cast<int64_t>(real);
+}
+
+void Reducing::finish(const at::Tensor& sum) const {
+  if (op == Op::AVG) {
+    (sum.is_complex() ? at::view_as_real(sum) : sum).div_(size);
   }
 }
 

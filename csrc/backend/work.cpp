@@ -61,11 +61,7 @@ void WorkQueue::run_first(std::unique_lock<std::mutex>& lock, bool beside_caller
 CollectiveWork::CollectiveWork(std::shared_ptr<WorkQueue> queue, int rank, c10d::OpType type, const std::string& title,
                                const std::vector<at::Tensor>& inputs, Lists outputs, uint64_t number,
                                std::function<void(bool)> run)
-    : Work(rank, type, title.c_str(), inputs),
-      queue_(std::move(queue)),
-      outputs_(std::move(outputs)),
-      number_(number),
-      run_(std::move(run)) {}
+    : HostWork(rank, type, title, inputs, std::move(outputs), number), queue_(std::move(queue)), run_(std::move(run)) {}
 
 // It lets go of the inputs when they are of no use any more. Outputs may be inference tensors, and may need gradients.
 std::exception_ptr CollectiveWork::run(bool beside_caller) {
@@ -79,7 +75,19 @@ std::exception_ptr CollectiveWork::run(bool beside_caller) {
   }
 }
 
-void CollectiveWork::complete(const std::exception_ptr& error) {
+// A wait with a time limit of its own leaves the collective to the progress thread, since it must end in time.
+bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
+  if (timeout == kNoTimeout) {
+    queue_->run_up_to(*this);
+  }
+  return Work::wait(timeout);
+}
+
+HostWork::HostWork(int rank, c10d::OpType type, const std::string& title, const std::vector<at::Tensor>& inputs,
+                   Lists outputs, uint64_t number)
+    : Work(rank, type, title.c_str(), inputs), outputs_(std::move(outputs)), number_(number) {}
+
+void HostWork::complete(const std::exception_ptr& error) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     const std::lock_guard<std::mutex> lock(future_mutex_);
@@ -93,7 +101,7 @@ void CollectiveWork::complete(const std::exception_ptr& error) {
   finish(error);
 }
 
-void CollectiveWork::settle(c10::ivalue::Future& future, const std::exception_ptr& error) const {
+void HostWork::settle(c10::ivalue::Future& future, const std::exception_ptr& error) const {
   if (error) {
     future.setError(error);
   } else if (outputs_.size() > 1) {
@@ -103,15 +111,7 @@ void CollectiveWork::settle(c10::ivalue::Future& future, const std::exception_pt
   }
 }
 
-// A wait with a time limit of its own leaves the collective to the progress thread, since it must end in time.
-bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
-  if (timeout == kNoTimeout) {
-    queue_->run_up_to(*this);
-  }
-  return Work::wait(timeout);
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
+c10::intrusive_ptr<c10::ivalue::Future> HostWork::getFuture() {
   std::unique_lock<std::mutex> lock(future_mutex_);
   if (future_) {
     return future_;
@@ -125,7 +125,7 @@ c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   return future_;
 }
 
-std::vector<at::Tensor> CollectiveWork::result() {
+std::vector<at::Tensor> HostWork::result() {
   TORCH_CHECK(isCompleted(), "fastsync: result: the collective is under way; call wait() first");
   TORCH_CHECK(outputs_.size() <= 1, "fastsync: result: the outputs are lists of lists; take them from get_future()");
   return outputs_.empty() ? std::vector<at::Tensor>() : outputs_.front();

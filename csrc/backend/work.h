@@ -1,4 +1,4 @@
-// A collective under way, and the queue in which the collectives of a group run one after the other.
+// What is under way in a group, and the queue in which its collectives run one after the other.
 //
 // Note [Who runs a collective]
 // Collectives of a group run in the order in which they were called, one at a time. The progress thread runs those that
@@ -21,6 +21,33 @@
 #include "transport/progress_thread.h"
 
 namespace fastsync {
+
+// A collective or a message. Its future holds the outputs: a list of tensors, or of lists if there are several.
+class HostWork : public c10d::Work {
+ public:
+  using Lists = std::vector<std::vector<at::Tensor>>;
+
+  HostWork(int rank, c10d::OpType type, const std::string& title, const std::vector<at::Tensor>& inputs, Lists outputs,
+           uint64_t number);
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::vector<at::Tensor> result() override;
+  uint64_t getSequencenumber() const override { return number_; }
+
+ protected:
+  // Tells who waits, and calls who has asked to be called.
+  void complete(const std::exception_ptr& error);
+
+ private:
+  void settle(c10::ivalue::Future& future, const std::exception_ptr& error) const;
+
+  const Lists outputs_;
+  const uint64_t number_;
+  std::mutex future_mutex_;                         // guards the next
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // null until somebody asks for it
+  bool is_settled_ = false;
+  std::exception_ptr error_;
+};
 
 class CollectiveWork;
 
@@ -46,38 +73,22 @@ class WorkQueue : public std::enable_shared_from_this<WorkQueue> {
   bool is_running_ = false;
 };
 
-class CollectiveWork final : public c10d::Work {
+class CollectiveWork final : public HostWork {
  public:
-  using Lists = std::vector<std::vector<at::Tensor>>;
-
-  // `run` is called once. It hears whether the caller goes on meanwhile. `outputs` is what the future holds: a list of
-  // tensors, or of lists if there are several.
+  // `run` is called once. It hears whether the caller goes on meanwhile.
   CollectiveWork(std::shared_ptr<WorkQueue> queue, int rank, c10d::OpType type, const std::string& title,
                  const std::vector<at::Tensor>& inputs, Lists outputs, uint64_t number, std::function<void(bool)> run);
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  std::vector<at::Tensor> result() override;
-  uint64_t getSequencenumber() const override { return number_; }
 
  private:
   friend class WorkQueue;
 
   std::exception_ptr run(bool beside_caller);
-  // Tells who waits, and calls who has asked to be called.
-  void complete(const std::exception_ptr& error);
-  void settle(c10::ivalue::Future& future, const std::exception_ptr& error) const;
 
   const std::shared_ptr<WorkQueue> queue_;
-  const Lists outputs_;
-  const uint64_t number_;
   std::function<void(bool)> run_;
   bool has_begun_ = false;  // guarded by the queue's mutex
-
-  std::mutex future_mutex_;                         // guards the next
-  c10::intrusive_ptr<c10::ivalue::Future> future_;  // null until somebody asks for it
-  bool is_settled_ = false;
-  std::exception_ptr error_;
 };
 
 }  // namespace fastsync

@@ -82,16 +82,19 @@ std::string first_difference(const std::vector<std::string>& texts) {
 
 }  // namespace
 
-void close_connections(c10d::ProcessGroup& group) {
+void close_connections(c10d::ProcessGroup& group) { close_connections(*group.getBackend(c10::kCPU)); }
+
+void close_connections(c10d::Backend& backend) {
   constexpr int kNeverSent = (1 << 30) - 1;  // a tag that precedes those of all engines
   std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
-  for (int away = 1; away < group.getSize(); ++away) {  // a connection that is broken already would close no others
+  for (int away = 1; away < backend.getSize(); ++away) {  // a connection that is broken already would close no others
+    const int peer = (backend.getRank() + away) % backend.getSize();
     try {
-      group.recv(nothing, (group.getRank() + away) % group.getSize(), kNeverSent)->wait(std::chrono::milliseconds(1));
+      backend.recv(nothing, peer, kNeverSent)->wait(std::chrono::milliseconds(1));
     } catch (const std::exception&) {
     }
   }
-  group.getBackend(c10::kCPU)->abort();  // of a backend that has other ways than connections
+  backend.abort();  // of a backend that has other ways than connections
 }
 
 // FNV-1a, 64 bits (Fowler, Noll, Vo); std::hash may differ from machine to machine.

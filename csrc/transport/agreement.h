@@ -22,6 +22,7 @@ std::vector<std::string> gather_texts(const c10::intrusive_ptr<c10d::ProcessGrou
 // it. To that end it waits for a message that never comes, on whose time-out Gloo closes them. The group is of no use
 // afterwards. Other backends take no notice.
 void close_connections(c10d::ProcessGroup& group);
+void close_connections(c10d::Backend& backend);
 
 // What check_agreement finds out.
 struct Agreed {

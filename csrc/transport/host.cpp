@@ -25,6 +25,10 @@ using Group = Host::Group;
 
 constexpr int64_t kLongestText = 512;
 
+Host::Exchange exchange_in(const Group& group) {
+  return [group](const std::string& text) { return gather_texts(group, text, kLongestText, c10::kCPU); };
+}
+
 // Returns the message of the error that the call throws, or an empty one.
 std::string failure_of(const std::function<void()>& call) {
   try {
@@ -39,11 +43,11 @@ std::string failure_of(const std::function<void()>& call) {
 
 // Does this rank's part, and returns the text that each rank's part has returned. All ranks throw CannotShare if the
 // part of one has thrown.
-std::vector<std::string> vote(const Group& group, const std::function<std::string()>& part) {
+std::vector<std::string> vote(const Host::Exchange& exchange, const std::function<std::string()>& part) {
   std::string text;
   const std::string failure = failure_of([&] { text = "+" + part(); });
   text = failure.empty() ? text : "-" + failure;
-  std::vector<std::string> told = gather_texts(group, text.substr(0, kLongestText - 1), kLongestText, c10::kCPU);
+  std::vector<std::string> told = exchange(text.substr(0, kLongestText - 1));
   for (size_t rank = 0; rank < told.size(); ++rank) {
     if (!told[rank].starts_with('+')) {
       throw CannotShare{c10::str("rank ", rank, ": ", told[rank].empty() ? "no answer" : told[rank].substr(1))};
@@ -128,6 +132,10 @@ std::string Host::obstacle() {
 }
 
 std::shared_ptr<const Host> Host::of(const Group& group) {
+  const auto backend = group->getBackend(c10::kCPU);
+  if (const auto* const knowing = dynamic_cast<const HasHost*>(backend.get()); knowing && knowing->host()) {
+    return knowing->host();
+  }
   KnownHosts& known = KnownHosts::of_this_process();
   {
     const std::lock_guard<std::mutex> lock(known.mutex);
@@ -141,25 +149,28 @@ std::shared_ptr<const Host> Host::of(const Group& group) {
 }
 
 // See Note [Sharing memory with processes that nobody forked].
-Host::Host(const Group& group) {
+Host::Host(const Group& group) : Host(group->getRank(), exchange_in(group)) {}
+
+Host::Host(int64_t rank, const Exchange& exchange) : rank_(rank) {
   try {
-    auto names = vote(
-        group, [] { return c10::str(name_of_host(), "\n", process_of(std::filesystem::read_symlink("/proc/self"))); });
+    auto names = vote(exchange, [] {
+      return c10::str(name_of_host(), "\n", process_of(std::filesystem::read_symlink("/proc/self")));
+    });
     for (std::string& name : names) {
       const size_t end = name.find('\n');
       processes_.push_back(name.substr(end + 1));
       name.resize(end);
     }
-    for (int64_t rank = 0; rank < group->getSize(); ++rank) {
-      const auto is_of_it = [&](const Ranks& ranks) { return names[ranks.front()] == names[rank]; };
+    for (size_t other = 0; other < names.size(); ++other) {
+      const auto is_of_it = [&](const Ranks& ranks) { return names[ranks.front()] == names[other]; };
       const auto host = std::find_if(hosts_.begin(), hosts_.end(), is_of_it);
-      host == hosts_.end() ? hosts_.push_back({rank}) : host->push_back(rank);
+      host == hosts_.end() ? hosts_.push_back({static_cast<int64_t>(other)})
+                           : host->push_back(static_cast<int64_t>(other));
     }
-    if (hosts_.size() == names.size()) {
+    if (names.size() > 1 && hosts_.size() == names.size()) {
       throw CannotShare{"no two ranks are on one host, in one network namespace"};
     }
-    ranks_ = *std::ranges::find_if(hosts_,
-                                   [&](const Ranks& ranks) { return names[ranks.front()] == names[group->getRank()]; });
+    ranks_ = *std::ranges::find_if(hosts_, [&](const Ranks& ranks) { return names[ranks.front()] == names[rank_]; });
   } catch (const CannotShare& failure) {
     why_not_ = failure.why;
     hosts_.clear();
@@ -168,20 +179,23 @@ Host::Host(const Group& group) {
 
 // The setting is read here and not once for a group, so that it may change before the next engine.
 std::shared_ptr<SharedMemory> Host::share(const Group& group, int64_t bytes) const {
+  return share(exchange_in(group), bytes);
+}
+
+std::shared_ptr<SharedMemory> Host::share(const Exchange& exchange, int64_t bytes) const {
   if (!why_not_.empty()) {
     throw CannotShare{why_not_};
   }
-  const int64_t rank = group->getRank();
   std::shared_ptr<SharedMemory> shared;
-  const auto addresses = vote(group, [&] {
+  const auto addresses = vote(exchange, [&] {
     check_is_on();
-    shared = rank == ranks().front() ? std::make_shared<SharedMemory>(bytes) : nullptr;
+    shared = rank_ == ranks().front() ? std::make_shared<SharedMemory>(bytes) : nullptr;
     return shared ? shared->address() : "";
   });
-  vote(group, [&] {
+  vote(exchange, [&] {
     shared = shared ? shared : std::make_shared<SharedMemory>(addresses[ranks().front()], bytes);
     const auto size = static_cast<int64_t>(ranks().size());
-    const int64_t index = std::find(ranks().begin(), ranks().end(), rank) - ranks().begin();
+    const int64_t index = std::find(ranks().begin(), ranks().end(), rank_) - ranks().begin();
     shared->claim(begin_of_part(index, size, bytes), begin_of_part(index + 1, size, bytes));
     return "";
   });

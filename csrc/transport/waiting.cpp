@@ -72,6 +72,15 @@ void SharedNumber::raise_to(int64_t number) {
     return;
   }
   value.store(number, std::memory_order_seq_cst);
+  wake();
+}
+
+void SharedNumber::raise_by_one() {
+  value.fetch_add(1, std::memory_order_seq_cst);
+  wake();
+}
+
+void SharedNumber::wake() {
   num_changes.fetch_add(1, std::memory_order_seq_cst);
   if (num_asleep.load(std::memory_order_seq_cst) > 0) {
     woken_at.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);

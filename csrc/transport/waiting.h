@@ -21,6 +21,11 @@ struct alignas(128) SharedNumber {
 
   // Does nothing if the value has reached the number. A process that sees the number also sees what was written before.
   void raise_to(int64_t number);
+  // Raises the value by one. Several processes may do that.
+  void raise_by_one();
+
+ private:
+  void wake();
 };
 static_assert(std::atomic<int64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 

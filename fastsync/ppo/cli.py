@@ -63,7 +63,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("--capture-video", "--video"), _AFTERWARDS.format("--video FOLDER", "writes videos of the policy")
     ),
-    "--backend": "the device decides it: --device cuda takes NCCL, and --device cpu takes Gloo",
+    "--backend": "the device decides it: --device cuda takes NCCL, and --device cpu takes fastsync",
     "--no-norm-advantages": "write --norm-advantages none",
     "--track": "name a project of Weights & Biases, by --wandb-project",
 }

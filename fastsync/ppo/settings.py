@@ -124,9 +124,9 @@ class RunSettings:
             raise ValueError("on_lost_rank='continue' needs CPUs, and device is 'cuda'; set device to 'cpu'")
 
     @property
-    def backend(self) -> Literal["gloo", "nccl"] | None:
+    def backend(self) -> Literal["fastsync", "nccl"] | None:
         """The backend of ``process_group`` that has ranks compute on ``device``; None if it may choose."""
-        backends: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
+        backends: dict[str, Literal["fastsync", "nccl"]] = {"cpu": "fastsync", "cuda": "nccl"}
         return backends.get(self.device)
 
     def as_dict(self) -> dict[str, Any]:

@@ -15,7 +15,10 @@ from benchmarks.commands.collectives import COLLECTIVES, Options
 @pytest.mark.end_to_end
 def test_each_collective_is_right_over_each_backend(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     options = ("--sizes", "64B", "1KiB", "--repetitions", "2", "--json", str(tmp_path / "rows.json"))
+    options += ("--plot", str(tmp_path / "times.svg"))
     assert main(["collectives", *options, "--collectives", *COLLECTIVES]) == 0
+    drawn = (tmp_path / "times.svg").read_text()
+    assert all(f"<!-- {name}, 2 ranks -->" in drawn for name in COLLECTIVES if name != "barrier")
     said = capfd.readouterr().out
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["settings"]["collective"] for row in rows} == set(COLLECTIVES)
@@ -36,6 +39,7 @@ def test_bus_bandwidths_are_those_of_nccl_tests():
     [
         ({"collectives": ("sum",)}, "'sum' is none of"),
         ({"sizes": ("8",)}, "'8' is not"),
+        ({"plot": Path("times.pdf")}, "must be the name of a file that ends in .svg or .png"),
         ({"nproc": 1}, "must be at least 2"),
     ],
 )

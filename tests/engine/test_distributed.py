@@ -130,7 +130,7 @@ import pathlib
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from fastsync.distributed import process_group
-with process_group(timeout=30.0):
+with process_group(timeout=30.0, backend="gloo"):
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2)).backward()
@@ -161,7 +161,7 @@ def test_two_ranks_and_one_gpu_train_on_the_cpu(rank: int, world_size: int, port
         process_group(timeout=30) as device,
     ):
         assert dist_sum(torch.ones(1)).item() == 2
-        assert (device.type, dist.get_backend()) == ("cpu", "gloo")
+        assert (device.type, dist.get_backend()) == ("cpu", "fastsync")
     expected = "all ranks train on the CPU: rank 0 sees 1 GPU(s) for the 2 ranks of its machine."
     assert [expected in str(each.message) for each in told] == [True] * (rank == 0)
     assert all("--device cpu" in str(each.message) and "--device cuda" in str(each.message) for each in told)
@@ -218,7 +218,7 @@ def test_nccl_is_chosen_where_a_rank_sees_as_many_gpus_as_there_are_ranks(
         process_group(timeout=10, backend=backend) as chosen,
     ):
         assert str(chosen) == device
-    assert init.call_args.args == ("gloo" if device == "cpu" else "nccl",)
+    assert init.call_args.args == (("nccl" if "cuda" in device else backend or "fastsync"),)
     assert not recwarn.list
 
 
@@ -238,8 +238,8 @@ def test_a_second_group_in_the_same_store_waits_for_a_choice_of_its_own(monkeypa
 def test_backends_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for backend, message in (
-        ("nccl", "^backend: NCCL needs GPUs, and rank 0 sees none; pass backend='gloo' .*--device cpu"),
-        ("mpi", "^backend: expected 'nccl', 'gloo' or None, got 'mpi'$"),
+        ("nccl", "^backend: NCCL needs GPUs, and rank 0 sees none; pass backend='fastsync' .*--device cpu"),
+        ("mpi", "^backend: expected 'nccl', 'fastsync', 'gloo' or None, got 'mpi'$"),
     ):
         with pytest.raises(ValueError, match=message), process_group(timeout=10, backend=backend):  # type: ignore[arg-type]
             pass

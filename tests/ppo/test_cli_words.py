@@ -77,7 +77,7 @@ def test_options_of_other_trainers_are_understood(words: list[str], tmp_path: Pa
         ("--render", "afterwards `fastsync eval RUN --render` plays the policy in a window"),
         ("--capture_video=yes", "afterwards `fastsync eval RUN --video FOLDER` writes videos of the policy"),
         ("--track", "name a project of Weights & Biases, by --wandb-project"),
-        ("--backend=nccl", "the device decides it: --device cuda takes NCCL, and --device cpu takes Gloo"),
+        ("--backend=nccl", "the device decides it: --device cuda takes NCCL, and --device cpu takes fastsync"),
     ],
 )
 def test_options_that_belong_elsewhere_are_answered(word: str, answer: str, capsys: pytest.CaptureFixture[str]):

@@ -191,7 +191,7 @@ def test_a_training_in_fp16_ends_when_grad_scaler_has_no_scale_left(tmp_path: Pa
         run_ranks(train_each, 1, {"nan": settings})
 
 
-@pytest.mark.parametrize(("device", "backend"), [("auto", None), ("cpu", "gloo"), ("cuda", "nccl")])
+@pytest.mark.parametrize(("device", "backend"), [("auto", None), ("cpu", "fastsync"), ("cuda", "nccl")])
 @pytest.mark.parametrize("opens", ["cli.process_group", "session.process_group"])
 def test_the_device_of_the_settings_decides_the_backend(
     device: Any, backend: str | None, opens: str, monkeypatch: pytest.MonkeyPatch
