@@ -5,17 +5,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
 from .._torch_compat import foreach_copy_
 from ..autotune.choose import Candidate, in_engine
+from ..distributed import every_rank_calls
 from ..errors import SyncError
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Compression
 from .home import ShardHome, StatePart
+from .owners import in_turns
 from .piece import Piece, values_at
 
 ROW_ALIGNMENT = 64
@@ -34,13 +38,20 @@ class OwnShards(ShardHome):
     are_pieces_alone = True
 
     def __init__(
-        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], rounding: Mapping[int, torch.dtype]
+        self,
+        sync: GradientSynchronizer,
+        parameters: Mapping[int, Tensor],
+        rounding: Mapping[int, torch.dtype],
+        has_owners: bool,
     ) -> None:
         super().__init__(sync, parameters, rounding)
+        self._has_owners = has_owners
         self._engine = _C.ParameterGather(sync._group, list(GATHERED), "shard_optimizer")
         self._engine.set_compressions(in_engine([Candidate(Compression())]))
-        self._places: list[list[list[Place]]] = []  # by bucket, and by rank
+        self._means_at: list[list[list[Place]]] = []  # by bucket, and by rank
+        self._places: list[list[list[Place]]] = []  # what ranks step, as many as travel at a time, and by rank
         self._held: dict[tuple[int, int, str], Tensor] = {}  # by parameter, first value and part
+        self._owned_means: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         self._sync._engine.set_shards_apart()
@@ -50,8 +61,49 @@ class OwnShards(ShardHome):
 
     def renew(self) -> None:
         """Takes over the pieces that the engine has now. What it holds is gone."""
-        self._places = self._sync._engine.places()
-        self._held = {}
+        self._means_at = self._sync._engine.places()
+        self._places = self._owned_places() if self._has_owners else self._means_at
+        self._held, self._owned_means = {}, {}
+
+    def _owned_places(self) -> list[list[list[Place]]]:
+        """Returns whole parameters, of one dtype at a time."""
+        numel = {index: parameter.numel() for index, parameter in self._parameters.items()}
+        dtypes = {i: (str(p.dtype), str(self._rounding.get(i))) for i, p in self._parameters.items()}
+        places = []
+        for dtype in sorted(set(dtypes.values())):
+            owner_of = {index: owner for index, owner in self.owner_of.items() if dtypes[index] == dtype}
+            num_bytes = {index: self._parameters[index].element_size() * numel[index] for index in owner_of}
+            for turn in in_turns(owner_of, len(self.ranks()), num_bytes):
+                places.append([[(index, 0, numel[index]) for index in indices] for indices in turn])
+        return places
+
+    def whole_means(self, index: int) -> Tensor:
+        if index not in self._owned_means:
+            parameter = self._parameters[index].detach()
+            self._owned_means[index] = parameter.new_empty(parameter.numel())
+        return self._owned_means[index]
+
+    def send_means(self, pieces: Sequence[Piece], stepped: Collection[int]) -> None:
+        """Sends them by an all-to-all of each dtype."""
+        rank, group = self._sync._group.rank(), self._sync._group
+        for dtype in sorted({self._parameters[index].dtype for index in stepped}, key=str):
+            chosen = [
+                [place for place in places if place[0] in stepped and self._parameters[place[0]].dtype == dtype]
+                for places in map(chain.from_iterable, zip(*self._means_at, strict=True))
+            ]  # by the rank that has the means
+            arriving = [[place for place in places if self.owner_of[place[0]] == rank] for places in chosen]
+            means = {(piece.index, piece.begin): piece.means for piece in pieces}
+            leaving = [[place for place in chosen[rank] if self.owner_of[place[0]] == to] for to in self.ranks()]
+            targets = [values_at(self.whole_means(index), begin, n) for index, begin, n in chain(*arriving)]
+            sources = [means[index, begin] for index, begin, _ in chain(*leaving)]
+            like = next(iter(means.values())) if means else self._parameters[next(iter(stepped))].detach()
+            sent = torch.cat(sources) if sources else like.new_empty(0, dtype=dtype)
+            received = sent.new_empty(sum(numel for _, _, numel in chain(*arriving)))
+            numels = [[sum(numel for _, _, numel in places) for places in each] for each in (arriving, leaving)]
+            with every_rank_calls("optimizer.step", group):
+                dist.all_to_all_single(received, sent, *numels, group=group)
+            if targets:
+                foreach_copy_(targets, list(torch.split(received, [target.numel() for target in targets])))
 
     def stand_for(self, part: StatePart) -> Tensor:
         """Returns a tensor of the parameter's shape without memory."""

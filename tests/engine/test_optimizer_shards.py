@@ -25,7 +25,7 @@ import fastsync
 from fastsync import _C
 from fastsync.errors import SyncError
 from fastsync.sync.attach import GradientSynchronizer
-from tests.engine.optimizer_shards import train_both
+from tests.engine.optimizer_shards import FURTHER, OF_WHOLE, train_both
 from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
@@ -42,10 +42,26 @@ def test_steps_without_shared_memory_are_those_of_every_rank(seed: int) -> None:
     run_ranks(train_both, 2 + seed % 3, seed, 10, timeout=60, shared_memory=False)
 
 
-def in_both_ways(body: Callable[..., None]) -> Callable[..., None]:
-    """Makes a test of what each of two ranks does that share memory, and of what two do that do not."""
+def in_both_ways_of(world_size: int | None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what each of some ranks does that share memory, and of what as many do that do not."""
     given = pytest.mark.parametrize("shared_memory", [True, False], ids=["in_memory", "by_messages"])
-    return given(on_ranks(2, parametrized=["shared_memory"])(body))
+    return lambda body: given(on_ranks(world_size, parametrized=["shared_memory"])(body))
+
+
+in_both_ways = in_both_ways_of(2)
+
+
+@in_both_ways_of(3)
+def test_further_optimizers_step_as_those_of_every_rank(rank: int, world_size: int) -> None:
+    for seed, optimizer in enumerate(FURTHER):
+        train_both(rank, world_size, 200 + seed, 6, optimizer)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@in_both_ways_of(None)
+def test_owners_of_whole_tensors_step_as_every_rank(rank: int, world_size: int) -> None:
+    for seed, optimizer in enumerate([*OF_WHOLE] * 4):
+        train_both(rank, world_size, 300 + seed, 6, optimizer)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -459,7 +475,7 @@ def test_detach_gives_each_rank_its_own_copy(rank: int, world_size: int) -> None
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "type": (lambda p: "AdamW", "expected a torch.optim.Optimizer, got str"),
-    "class": (lambda p: torch.optim.RMSprop(p), "expected torch.optim.AdamW, Adam or SGD, got RMSprop"),
+    "class": (lambda p: torch.optim.Adafactor(p), "expected one of those that ranks can step together, .*Adafactor"),
     "flag": (lambda p: AdamW(p, differentiable=True), "differentiable=True"),
     "missing": (lambda p: AdamW(p[1:]), "it does not have parameter 0.weight"),
 }
