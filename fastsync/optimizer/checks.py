@@ -59,9 +59,9 @@ def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
     if kind_of(optimizer) is None:
         name = type(optimizer).__name__
         raise ValueError(
-            f"optimizer: expected one of those that ranks can step together, such as AdamW, SGD or Muon, got {name}. If "
-            f"each value, or each tensor, steps by itself, call fastsync.optimizer.register_elementwise({name}, "
-            f"state=...) before, or register_tensorwise. {OR_ELSE}"
+            f"optimizer: expected one of those that ranks can step together, such as AdamW, SGD or Muon, got {name}. "
+            f"If each value steps by itself, call fastsync.optimizer.register_elementwise({name}, state=...) before; "
+            f"if each tensor does, register_tensorwise. {OR_ELSE}"
         )
     for flag in ("capturable", "differentiable"):
         if any(group.get(flag) for group in optimizer.param_groups):

@@ -69,12 +69,12 @@ class OwnShards(ShardHome):
         """Returns whole parameters, of one dtype at a time."""
         numel = {index: parameter.numel() for index, parameter in self._parameters.items()}
         dtypes = {i: (str(p.dtype), str(self._rounding.get(i))) for i, p in self._parameters.items()}
-        places = []
+        places: list[list[list[Place]]] = []
         for dtype in sorted(set(dtypes.values())):
             owner_of = {index: owner for index, owner in self.owner_of.items() if dtypes[index] == dtype}
             num_bytes = {index: self._parameters[index].element_size() * numel[index] for index in owner_of}
-            for turn in in_turns(owner_of, len(self.ranks()), num_bytes):
-                places.append([[(index, 0, numel[index]) for index in indices] for indices in turn])
+            turns = in_turns(owner_of, len(self.ranks()), num_bytes)
+            places += [[[(index, 0, numel[index]) for index in indices] for indices in turn] for turn in turns]
         return places
 
     def whole_means(self, index: int) -> Tensor:
@@ -85,25 +85,28 @@ class OwnShards(ShardHome):
 
     def send_means(self, pieces: Sequence[Piece], stepped: Collection[int]) -> None:
         """Sends them by an all-to-all of each dtype."""
-        rank, group = self._sync._group.rank(), self._sync._group
+        means = {(piece.index, piece.begin): piece.means for piece in pieces}
         for dtype in sorted({self._parameters[index].dtype for index in stepped}, key=str):
-            chosen = [
-                [place for place in places if place[0] in stepped and self._parameters[place[0]].dtype == dtype]
-                for places in map(chain.from_iterable, zip(*self._means_at, strict=True))
-            ]  # by the rank that has the means
-            arriving = [[place for place in places if self.owner_of[place[0]] == rank] for places in chosen]
-            means = {(piece.index, piece.begin): piece.means for piece in pieces}
-            leaving = [[place for place in chosen[rank] if self.owner_of[place[0]] == to] for to in self.ranks()]
-            targets = [values_at(self.whole_means(index), begin, n) for index, begin, n in chain(*arriving)]
-            sources = [means[index, begin] for index, begin, _ in chain(*leaving)]
-            like = next(iter(means.values())) if means else self._parameters[next(iter(stepped))].detach()
-            sent = torch.cat(sources) if sources else like.new_empty(0, dtype=dtype)
-            received = sent.new_empty(sum(numel for _, _, numel in chain(*arriving)))
-            numels = [[sum(numel for _, _, numel in places) for places in each] for each in (arriving, leaving)]
-            with every_rank_calls("optimizer.step", group):
-                dist.all_to_all_single(received, sent, *numels, group=group)
-            if targets:
-                foreach_copy_(targets, list(torch.split(received, [target.numel() for target in targets])))
+            self._send_means(means, {index for index in stepped if self._parameters[index].dtype == dtype})
+
+    def _send_means(self, means: Mapping[tuple[int, int], Tensor], indices: Collection[int]) -> None:
+        rank, group = self._sync._group.rank(), self._sync._group
+        of_ranks = [
+            [place for shards in self._means_at for place in shards[source] if place[0] in indices]
+            for source in self.ranks()
+        ]
+        arriving = [[place for place in places if self.owner_of[place[0]] == rank] for places in of_ranks]
+        leaving = [[place for place in of_ranks[rank] if self.owner_of[place[0]] == owner] for owner in self.ranks()]
+        like = self._parameters[min(indices)].detach()
+        sent, received = (like.new_empty(sum(map(_num_values, each))) for each in (leaving, arriving))
+        if sent.numel() > 0:
+            foreach_copy_(_split(sent, list(chain(*leaving))), [means[i, begin] for i, begin, _ in chain(*leaving)])
+        sizes, own_sizes = [*map(_num_values, arriving)], [*map(_num_values, leaving)]
+        with every_rank_calls("optimizer.step", group):
+            dist.all_to_all_single(received, sent, sizes, own_sizes, group)
+        if received.numel() > 0:
+            targets = [values_at(self.whole_means(index), begin, numel) for index, begin, numel in chain(*arriving)]
+            foreach_copy_(targets, _split(received, list(chain(*arriving))))
 
     def stand_for(self, part: StatePart) -> Tensor:
         """Returns a tensor of the parameter's shape without memory."""
@@ -196,7 +199,7 @@ class OwnShards(ShardHome):
         like = whole[first]
         dtype = self._rounding.get(first, like.dtype) if module == NEW_PARAMETERS else like.dtype
         unit = ROW_ALIGNMENT // dtype.itemsize
-        longest = max(sum(numel for _, _, numel in shard) for shard in shards)
+        longest = max(map(_num_values, shards))
         values = torch.empty(len(shards), longest // unit * unit + unit, dtype=dtype, device=like.device)
         rank = self._sync._group.rank()
         row, places = values[rank], shards[rank]
@@ -230,7 +233,10 @@ class _Rows:
         return [rank for rank, has_failed in enumerate(self.values[:, -1].tolist()) if has_failed]
 
 
+def _num_values(places: Sequence[Place]) -> int:
+    return sum(numel for _, _, numel in places)
+
+
 def _split(row: Tensor, places: Sequence[Place]) -> list[Tensor]:
     """Returns the values of each place in a row."""
-    numels = [numel for _, _, numel in places]
-    return list(torch.split(row[: sum(numels)], numels))
+    return list(torch.split(row[: _num_values(places)], [numel for _, _, numel in places]))

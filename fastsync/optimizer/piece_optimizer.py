@@ -31,7 +31,7 @@ class PieceOptimizer:
         self.inner = self._new_optimizer()
 
     def _new_optimizer(self) -> Optimizer:
-        """Makes an optimizer of the user's class as unpickling does, because nobody knows what its constructor takes."""
+        """Makes an optimizer of the user's class as unpickling does: nobody knows what a constructor takes."""
         given = self._groups.optimizer
         made: Any = object.__new__(type(given))
         groups = [{**group, "params": []} for group in self._settings()]

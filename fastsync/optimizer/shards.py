@@ -253,8 +253,8 @@ class OptimizerShards:
     def _stepped(self) -> list[int]:
         """Returns which parameters to step: those with a gradient on some rank, unless this rank set its own to None.
 
-        Raises RuntimeError if a gradient has another value than the one that was averaged, or is of a parameter that the
-        optimizer does not have.
+        Raises RuntimeError if a gradient has another value than the one that was averaged, or is of a parameter that
+        the optimizer does not have.
         """
         have_means, writes = self._engine.have_means(), self._engine.num_writes()
         # A count that has risen proves a write. One that has not proves nothing: many writes are not counted.
