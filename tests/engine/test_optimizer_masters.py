@@ -258,8 +258,7 @@ def test_without_shared_memory_a_rank_has_the_masters_of_its_shard(rank: int, wo
     for state in optimizer.state.values():
         assert all(state[name].is_meta for name in ("master", "exp_avg", "exp_avg_sq"))
     whole = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
-    in_pieces = sync._optimizer_shards._pieces.inner.state.values()
-    own = torch.tensor(sum(each.nbytes for state in in_pieces for each in state.values() if each.dim() > 0))
+    own = torch.tensor(sum(each.nbytes for each in sync._optimizer_shards._home._held.values()))
     assert own < whole
     dist.all_reduce(own)
     assert own == whole
