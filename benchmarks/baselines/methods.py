@@ -19,7 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from benchmarks.baselines import compressions
 from benchmarks.baselines.gradients import Gradients, Rounding, Step
-from benchmarks.baselines.optimizer_steps import BareCopy, by_attach, by_torch
+from benchmarks.baselines.optimizer_steps import (
+    BareCopy,
+    BareMuon,
+    by_attach,
+    by_torch,
+    muon_by_attach,
+    muon_by_torch,
+)
 from benchmarks.baselines.shared_memory import BareSum
 from fastsync.sync.compression import parse_compression
 from fastsync.sync.stats import SyncStats
@@ -229,11 +236,11 @@ ENTRY_POINTS = {"fastsync.register_comm_hook": _register_comm_hook, "fastsync.at
 SHARED_SUM = "shared_memory_sum"
 """The limit of CPU ranks that share a host."""
 LIMITS = {torch.float32: "all_reduce/fp32", fp16: "all_reduce/fp16", bf16: "all_reduce/bf16"}
-COPY = "copy+adamw"
-"""The limit of CPU ranks that share a host, where an optimizer steps."""
+OPTIMIZER_LIMITS = {"adamw": "copy+adamw", "muon": "step+muon"}
+"""What a step with an optimizer is compared to: the least memory traffic, and what one rank does alone."""
 POWER_SGD_4 = "ddp/powerSGD_hook:4"
 """PyTorch's hook with the rank that fastsync has by default. Its own is 1."""
-BARE = {SHARED_SUM, COPY, *LIMITS.values()}
+BARE = {SHARED_SUM, *OPTIMIZER_LIMITS.values(), *LIMITS.values()}
 """Methods without a backward."""
 
 
@@ -287,8 +294,16 @@ def _attached(shared: bool) -> Build:
     return lambda workload, group: by_attach(workload, group, TrainingStep, shared)
 
 
-STEPPING = {
-    COPY: Method(BareCopy, only="gloo"),
+def _attached_to_muon(shared: bool) -> Build:
+    return lambda workload, group: muon_by_attach(workload, group, TrainingStep, shared)
+
+
+def _muon(build: Build) -> Build:
+    return lambda workload, group: muon_by_torch(build(workload, group), group)
+
+
+WITH_ADAMW = {
+    OPTIMIZER_LIMITS["adamw"]: Method(BareCopy, only="gloo"),
     "ddp+adamw": Method(_stepping(_ddp()), in_ddp=True),
     "zero_redundancy+adamw": Method(_stepping(_ddp(), zero=True), in_ddp=True),
     "fully_shard+adamw": Method(_stepping(_fully_shard()), scatters=True),
@@ -296,6 +311,15 @@ STEPPING = {
     "fastsync.shard_optimizer+adamw": Method(_attached(shared=True), only="gloo"),
 }
 """Methods that also clip, and step with fused AdamW."""
+WITH_MUON = {
+    OPTIMIZER_LIMITS["muon"]: Method(BareMuon),
+    "ddp+muon": Method(_muon(_ddp()), in_ddp=True),
+    "fastsync.attach+muon": Method(_attached_to_muon(shared=False)),
+    "fastsync.shard_optimizer+muon": Method(_attached_to_muon(shared=True), only="gloo"),
+}
+"""Methods that also step, matrices with Muon and the rest with fused AdamW."""
+STEPPING = {"adamw": WITH_ADAMW, "muon": WITH_MUON}
+"""By the optimizer, whose name ends theirs."""
 
 METHODS = {
     "no_sync": Method(lambda workload, group: TrainingStep(workload.model()), wire=None),
@@ -320,17 +344,18 @@ METHODS = {
         _after_backward(lambda parameters, group: fastsync.all_reduce_gradients(parameters, process_group=group))
     ),
     **SHARDED,
-    **STEPPING,
+    **WITH_ADAMW,
+    **WITH_MUON,
 }
 
-SYNCHRONISED = tuple(name for name in METHODS if name not in {"no_sync", *BARE, *STEPPING})
+SYNCHRONISED = tuple(name for name in METHODS if name not in {"no_sync", *BARE, *WITH_ADAMW, *WITH_MUON})
 """Those that training steps can be taken with."""
 BY_DEFAULT = tuple(
     name
     for name, each in METHODS.items()
     if each.compression not in (*compressions.ON_REQUEST, *compressions.APPROXIMATE)
     and not each.scatters
-    and name not in (*STEPPING, POWER_SGD_4)
+    and name not in (*WITH_ADAMW, *WITH_MUON, POWER_SGD_4)
 )
 """Those that are measured where none are named."""
 

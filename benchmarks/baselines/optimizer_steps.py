@@ -1,7 +1,7 @@
-"""What follows a backward in a training: clipping by norm, and the step of fused AdamW."""
+"""What follows a backward in a training: clipping by norm and the step of fused AdamW, or Muon's step."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,10 @@ class OptimizerStep(Step):
         self,
         training: Step,
         clip: Callable[[], object],
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         result: Callable[[], Tensor] | None = None,
     ) -> None:
-        self._training, self._clip, self._optimizer = training, clip, optimizer
+        self._training, self._clip, self._optimizers = training, clip, optimizers
         self._result = result or training.result
 
     def prepare(self) -> None:
@@ -44,7 +44,8 @@ class OptimizerStep(Step):
     def run(self) -> None:
         self._training.run()
         self._clip()
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
 
     def result(self) -> Tensor:
         return self._result()
@@ -65,7 +66,20 @@ def by_torch(training: Step, group: ProcessGroup, zero: bool = False) -> Optimiz
     def clip() -> object:
         return _clip_shards(parameters, group) if is_sharded else nn.utils.clip_grad_norm_(parameters, MAX_NORM)
 
-    return OptimizerStep(training, clip, optimizer)
+    return OptimizerStep(training, clip, [optimizer])
+
+
+def muon_by_torch(training: Step, group: ProcessGroup) -> OptimizerStep:
+    """Each rank steps all. Muon needs no clipping."""
+    optimizers = [optimizer for _, optimizer in _of_muon(list(training.model.parameters()))]
+    return OptimizerStep(training, lambda: None, optimizers)
+
+
+def _of_muon(parameters: list[nn.Parameter]) -> list[tuple[list[nn.Parameter], Optimizer]]:
+    """Returns Muon with the matrices, and AdamW with the others if there are any."""
+    matrices, others = ([p for p in parameters if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+    muon: Optimizer = torch.optim.Muon(matrices, lr=SETTINGS["lr"])
+    return [(matrices, muon), *([(others, AdamW(others, **SETTINGS))] if others else [])]
 
 
 def _clip_shards(parameters: list[Tensor], group: ProcessGroup) -> None:
@@ -88,8 +102,48 @@ def by_attach(workload: Gradients, group: ProcessGroup, training: Callable[[nn.M
         return torch.cat([mean.reshape(-1) for mean in sync.averaged_gradients().values()])
 
     return OptimizerStep(
-        training(model), lambda: clip_grad_norm_(sync, MAX_NORM, optimizer=optimizer), optimizer, means
+        training(model), lambda: clip_grad_norm_(sync, MAX_NORM, optimizer=optimizer), [optimizer], means
     )
+
+
+def muon_by_attach(
+    workload: Gradients, group: ProcessGroup, training: Callable[[nn.Module], Step], shared: bool
+) -> Step:
+    """As ``by_attach``, with a handle for each of the two optimizers. If they are shared, matrices have owners."""
+    model = copy.deepcopy(workload.model())
+    parts = _of_muon(list(model.parameters()))
+    handles = [fastsync.attach(parameters, process_group=group) for parameters, _ in parts]
+    for handle, (_, optimizer) in zip(handles, parts, strict=True):
+        if shared:
+            fastsync.shard_optimizer(handle, optimizer)
+
+    def means() -> Tensor:
+        of_parts = [handle.averaged_gradients().values() for handle in handles]
+        mean_of = {
+            id(parameter): mean
+            for (parameters, _), of_part in zip(parts, of_parts, strict=True)
+            for parameter, mean in zip(parameters, of_part, strict=True)
+        }
+        return torch.cat([mean_of[id(parameter)].reshape(-1) for parameter in model.parameters()])
+
+    return OptimizerStep(training(model), lambda: None, [optimizer for _, optimizer in parts], means)
+
+
+class BareMuon(Step):
+    """One rank's step of all matrices, with the means. No backward."""
+
+    def __init__(self, workload: Gradients, group: ProcessGroup) -> None:
+        model, self._mean = copy.deepcopy(workload.model()), workload.mean
+        parameters = list(model.parameters())
+        for parameter, mean in zip(parameters, self._mean.float().split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = mean.view_as(parameter)
+        self._optimizer = _of_muon(parameters)[0][1]
+
+    def run(self) -> None:
+        self._optimizer.step()
+
+    def result(self) -> Tensor:
+        return self._mean.float()
 
 
 class BareCopy(Step):

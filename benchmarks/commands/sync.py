@@ -51,8 +51,8 @@ class Options(RankOptions, Sizes):
     repetitions: int | None = None
     """Samples of each method; by default 300, 100 and 20 for the three models, and for bytes as many as make 1 GiB of
     gradients, between 5 and 300."""
-    optimizer: Literal["adamw"] | None = None
-    """In place of methods, measure those that also clip by norm, and step with this optimizer, fused."""
+    optimizer: Literal["adamw", "muon"] | None = None
+    """In place of methods, measure those that also step: with AdamW after clipping, or matrices with Muon."""
     busy: int = 0
     """Processes that never sleep, beside the ranks, as environment workers and data loaders may be."""
 
@@ -79,7 +79,7 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
 
     with busy_processes(options.busy if os.environ["RANK"] == "0" else 0):
         sizes = dict.fromkeys(options.sizes)
-        methods = tuple(STEPPING) if options.optimizer else options.methods
+        methods = tuple(STEPPING[options.optimizer]) if options.optimizer else options.methods
         return measure_each(sizes, with_their_limits(methods), options, rows, measure_size)
 
 
@@ -116,7 +116,7 @@ LEGEND = (
     "no_sync; busbw: algbw · 2(n − 1)/n. × all_reduce: over no_sync, over the bare all_reduce of the same dtype; "
     "× ddp: over what DDP adds; × shared sum: over a bare sum in memory that the ranks share. Where an "
     "optimizer steps, both are over what has it, too: DDP, and a copy of the least memory that sum, clip and step "
-    "take. exposed, pack, unpack, wire bytes: per "
+    "take, or one rank's step of Muon alone. exposed, pack, unpack, wire bytes: per "
     "step and rank, as the engine counts them. error: relative, in the 2-norm, of the last step alone; PowerSGD and "
     "lowrank catch up in later steps with what they leave out of one, and random gradients are their worst case. "
     "They send something else than the gradients. PowerSGD does so in one bucket, as it would mix up two on Gloo, so "

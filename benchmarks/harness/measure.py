@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from benchmarks.baselines.gradients import Gradients
-from benchmarks.baselines.methods import BARE, COPY, METHODS, SHARED_SUM, STEPPING, Method, is_right, left_out
+from benchmarks.baselines.methods import BARE, METHODS, OPTIMIZER_LIMITS, SHARED_SUM, Method, is_right, left_out
 from benchmarks.baselines.models import TRAININGS, ModelGradients, Scale
 from benchmarks.baselines.training_steps import whole_steps
 from benchmarks.baselines.workloads import Workload, size_of
@@ -249,7 +249,7 @@ def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
 
     The bare all_reduce has no backward in it: what it adds is all of it. The multiple is not given where something else
     travels than the gradients. What it adds is given as a multiple of what DDP adds, too, and of the bare sum in memory
-    that the ranks share. With an optimizer it is compared to DDP with it, and to the copy that is its limit.
+    that the ranks share. With an optimizer it is compared to DDP with it, and to what ``OPTIMIZER_LIMITS`` has.
     """
     names = ("over_no_sync", "over_all_reduce", "over_ddp", "over_shared_sum")
     figures: dict[str, float | None] = dict.fromkeys(names)
@@ -258,12 +258,13 @@ def ratios(name: str, medians: Mapping[str, float]) -> dict[str, float | None]:
         return figures
     over_no_sync = medians[name] - (0.0 if is_bare else medians["no_sync"])
     figures["over_no_sync"] = over_no_sync
-    steps = name in STEPPING
-    if (limit := METHODS[name].limit) in medians and not steps:
-        figures["over_all_reduce"] = over_no_sync / medians[limit]
-    if {ddp := "ddp+adamw" if steps else "ddp", "no_sync"} <= medians.keys():
+    _, _, optimizer = name.partition("+")
+    limit = OPTIMIZER_LIMITS.get(optimizer)
+    if (bare := METHODS[name].limit) in medians and limit is None:
+        figures["over_all_reduce"] = over_no_sync / medians[bare]
+    if {ddp := f"ddp+{optimizer}" if limit else "ddp", "no_sync"} <= medians.keys():
         figures["over_ddp"] = over_no_sync / (medians[ddp] - medians["no_sync"])
-    if (bare := COPY if steps else SHARED_SUM) in medians:
+    if (bare := limit or SHARED_SUM) in medians:
         figures["over_shared_sum"] = over_no_sync / medians[bare]
     return figures
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import LOW_RANK, Auto, Compression
 from ..sync.optimizer_steps import innermost
+from .registry import kind_of
 
 _WITHOUT = "shard_optimizer out, on every rank: then each rank steps all parameters"
 WAY_OUT = f"Leave {_WITHOUT}"
@@ -50,27 +50,19 @@ def check_dense(sync: GradientSynchronizer) -> None:
             )
 
 
-def has_count(optimizer: Optimizer) -> bool:
-    """Tells whether the optimizer counts each parameter's steps, in ``state["step"]``."""
-    return isinstance(optimizer, (Adam, AdamW))
-
-
-def state_names(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names of the state that has a value for each value of a parameter."""
-    if has_count(optimizer):
-        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-    return ("momentum_buffer",) if group["momentum"] != 0 else ()
-
-
 def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
     """Returns the optimizer, out of its wrappers. Raises ValueError if ranks cannot step shards with it."""
     if not isinstance(given, Optimizer):
         hint = "; attach the parameters of each apart, and shard each" if isinstance(given, (list, tuple)) else ""
         raise ValueError(f"optimizer: expected a torch.optim.Optimizer, got {type(given).__name__}{hint}")
     optimizer = innermost(given)
-    if type(optimizer) not in (Adam, AdamW, SGD):
+    if kind_of(optimizer) is None:
         name = type(optimizer).__name__
-        raise ValueError(f"optimizer: expected torch.optim.AdamW, Adam or SGD, got {name}. {WAY_OUT}")
+        raise ValueError(
+            f"optimizer: expected one of those that ranks can step together, such as AdamW, SGD or Muon, got {name}. "
+            f"If each value steps by itself, call fastsync.optimizer.register_elementwise({name}, state=...) before; "
+            f"if each tensor does, register_tensorwise. {OR_ELSE}"
+        )
     for flag in ("capturable", "differentiable"):
         if any(group.get(flag) for group in optimizer.param_groups):
             raise ValueError(f"optimizer: {flag}=True does not go with shards. {WAY_OUT}")

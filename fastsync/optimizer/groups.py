@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .checks import state_names
 from .masters import MASTER, rounding_of
+from .registry import kind_of
 
 
 class ShardedGroups:
@@ -23,7 +23,9 @@ class ShardedGroups:
         master_weights: bool,
         parameter_wire: torch.dtype | None,
     ) -> None:
-        self.optimizer = optimizer
+        kind = kind_of(optimizer)
+        assert kind is not None
+        self.optimizer, self.kind = optimizer, kind
         self.names = list(named)
         index_of = {id(parameter): index for index, parameter in enumerate(named.values())}
         self.indices = [[index_of.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
@@ -54,7 +56,7 @@ class ShardedGroups:
 
     def state_names(self) -> list[str]:
         """Returns the names of the state that has a value for each value of a parameter, in any group."""
-        return sorted({name for group in self.optimizer.param_groups for name in state_names(self.optimizer, group)})
+        return sorted({name for group in self.optimizer.param_groups for name in self.kind.state_names(group)})
 
     def have_changed(self) -> bool:
         """Tells whether the optimizer has got or lost parameters since."""
@@ -75,5 +77,18 @@ class ShardedGroups:
 
     def parts(self, index: int) -> tuple[str, ...]:
         """Returns the names of the state that has a value for each value of the parameter."""
-        names = state_names(self.optimizer, self.group(index))
+        names = self.kind.state_names(self.group(index))
         return (*names, MASTER) if index in self.rounding else names
+
+    def numbers(self, index: int) -> dict[str, Any]:
+        """Returns the other entries of the parameter's state, such as how many steps it has taken."""
+        return numbers_of(self.state(index), self.parts(index))
+
+
+def numbers_of(state: Mapping[str, Any], parts: Collection[str]) -> dict[str, Any]:
+    """Returns what of a state is not of these parts, and no larger tensor that an option has left there."""
+    return {
+        name: each
+        for name, each in state.items()
+        if name not in parts and (not isinstance(each, Tensor) or each.numel() == 1)
+    }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..sync.attach import GradientSynchronizer
+from .owners import deal
 from .piece import Piece
 
 StatePart = tuple[int, str]
@@ -41,6 +43,24 @@ class ShardHome(ABC):
 
     def renew(self) -> None:  # noqa: B027
         """Notes that the engine has other pieces now. Before, a rank with pieces alone takes ``copies``."""
+
+    @cached_property
+    def owner_of(self) -> dict[int, int]:
+        """Which of ``ranks`` steps a parameter where a step needs whole ones: its place among them, by index."""
+        return deal(self._parameters, len(self.ranks()))
+
+    def owned(self) -> list[int]:
+        """Returns the parameters that this rank steps as a whole."""
+        own = list(self.ranks()).index(self._sync._group.rank())
+        return [index for index, owner in self.owner_of.items() if owner == own]
+
+    @abstractmethod
+    def whole_means(self, index: int) -> Tensor:
+        """Returns where the means of a parameter that this rank owns come to be, one value after the other."""
+
+    @abstractmethod
+    def send_means(self, pieces: Sequence[Piece], stepped: Collection[int]) -> None:
+        """Brings the means of parameters to their owners, from the pieces that this rank has. All ranks call it."""
 
     @abstractmethod
     def stand_for(self, part: StatePart) -> Tensor:

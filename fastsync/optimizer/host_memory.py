@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from .._torch_compat import foreach_copy_
 from ..sync.attach import GradientSynchronizer
 from .home import ShardHome, StatePart
 from .masters import MASTER
-from .piece import Piece
+from .piece import Piece, values_at
 
 ALIGNMENT = 128
 """The alignment of a tensor in shared memory, in bytes."""
 STATISTICS, LEAST_NUMBERS = 4, 8
 """How many numbers the ranks tell each other of each bucket, and before a step. There are no more buckets than
 parameters."""
-PARAMETERS = "parameters"
+PARAMETERS, MEANS = "parameters", "means"
+"""What is no state, and as wide as the parameters. Means are there only if owners step whole parameters."""
 
 
 class HostMemory(ShardHome):
@@ -36,12 +38,13 @@ class HostMemory(ShardHome):
         parameters: Mapping[int, Tensor],
         rounding: Mapping[int, torch.dtype],
         state_names: Iterable[str],
+        has_owners: bool,
     ) -> None:
         super().__init__(sync, parameters, rounding)
         self._memory: dict[str, _C.SharedTensors] = {}  # of the parameters, and of each part of the state
         self._offsets: dict[str, dict[int, int]] = {}  # in each memory, by parameter
         # All of it now, because without room for it each rank has its own.
-        for name in (PARAMETERS, *state_names, *([MASTER] if rounding else [])):
+        for name in (PARAMETERS, *([MEANS] if has_owners else []), *state_names, *([MASTER] if rounding else [])):
             self._memory_of(name)
 
     def begin(self) -> None:
@@ -68,7 +71,7 @@ class HostMemory(ShardHome):
         return self._memory[what]
 
     def _dtype_in(self, what: str, index: int) -> torch.dtype:
-        return self._parameters[index].dtype if what == PARAMETERS else self.dtype((index, what))
+        return self._parameters[index].dtype if what in (PARAMETERS, MEANS) else self.dtype((index, what))
 
     def _view(self, index: int, what: str) -> Tensor:
         parameter, memory = self._parameters[index], self._memory_of(what)
@@ -77,6 +80,15 @@ class HostMemory(ShardHome):
 
     def ranks(self) -> Sequence[int]:
         return self._memory[PARAMETERS].ranks()
+
+    def whole_means(self, index: int) -> Tensor:
+        return values_at(self._view(index, MEANS), 0, self._parameters[index].numel())
+
+    def send_means(self, pieces: Sequence[Piece], stepped: Collection[int]) -> None:
+        own = [piece for piece in pieces if piece.index in stepped]
+        if own:
+            foreach_copy_([piece.of(self._view(piece.index, MEANS)) for piece in own], [piece.means for piece in own])
+        self._sync._engine.meet()
 
     def stand_for(self, part: StatePart) -> Tensor:
         return self._view(*part)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
 from .._torch_compat import foreach_copy_
 from ..autotune.choose import Candidate, in_engine
+from ..distributed import every_rank_calls
 from ..errors import SyncError
 from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Compression
 from .home import ShardHome, StatePart
+from .owners import in_turns
 from .piece import Piece, values_at
 
 ROW_ALIGNMENT = 64
@@ -34,13 +38,20 @@ class OwnShards(ShardHome):
     are_pieces_alone = True
 
     def __init__(
-        self, sync: GradientSynchronizer, parameters: Mapping[int, Tensor], rounding: Mapping[int, torch.dtype]
+        self,
+        sync: GradientSynchronizer,
+        parameters: Mapping[int, Tensor],
+        rounding: Mapping[int, torch.dtype],
+        has_owners: bool,
     ) -> None:
         super().__init__(sync, parameters, rounding)
+        self._has_owners = has_owners
         self._engine = _C.ParameterGather(sync._group, list(GATHERED), "shard_optimizer")
         self._engine.set_compressions(in_engine([Candidate(Compression())]))
-        self._places: list[list[list[Place]]] = []  # by bucket, and by rank
+        self._means_at: list[list[list[Place]]] = []  # by bucket, and by rank
+        self._places: list[list[list[Place]]] = []  # what ranks step, as many as travel at a time, and by rank
         self._held: dict[tuple[int, int, str], Tensor] = {}  # by parameter, first value and part
+        self._owned_means: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         self._sync._engine.set_shards_apart()
@@ -50,8 +61,52 @@ class OwnShards(ShardHome):
 
     def renew(self) -> None:
         """Takes over the pieces that the engine has now. What it holds is gone."""
-        self._places = self._sync._engine.places()
-        self._held = {}
+        self._means_at = self._sync._engine.places()
+        self._places = self._owned_places() if self._has_owners else self._means_at
+        self._held, self._owned_means = {}, {}
+
+    def _owned_places(self) -> list[list[list[Place]]]:
+        """Returns whole parameters, of one dtype at a time."""
+        numel = {index: parameter.numel() for index, parameter in self._parameters.items()}
+        dtypes = {i: (str(p.dtype), str(self._rounding.get(i))) for i, p in self._parameters.items()}
+        places: list[list[list[Place]]] = []
+        for dtype in sorted(set(dtypes.values())):
+            owner_of = {index: owner for index, owner in self.owner_of.items() if dtypes[index] == dtype}
+            num_bytes = {index: self._parameters[index].element_size() * numel[index] for index in owner_of}
+            turns = in_turns(owner_of, len(self.ranks()), num_bytes)
+            places += [[[(index, 0, numel[index]) for index in indices] for indices in turn] for turn in turns]
+        return places
+
+    def whole_means(self, index: int) -> Tensor:
+        if index not in self._owned_means:
+            parameter = self._parameters[index].detach()
+            self._owned_means[index] = parameter.new_empty(parameter.numel())
+        return self._owned_means[index]
+
+    def send_means(self, pieces: Sequence[Piece], stepped: Collection[int]) -> None:
+        """Sends them by an all-to-all of each dtype."""
+        means = {(piece.index, piece.begin): piece.means for piece in pieces}
+        for dtype in sorted({self._parameters[index].dtype for index in stepped}, key=str):
+            self._send_means(means, {index for index in stepped if self._parameters[index].dtype == dtype})
+
+    def _send_means(self, means: Mapping[tuple[int, int], Tensor], indices: Collection[int]) -> None:
+        rank, group = self._sync._group.rank(), self._sync._group
+        of_ranks = [
+            [place for shards in self._means_at for place in shards[source] if place[0] in indices]
+            for source in self.ranks()
+        ]
+        arriving = [[place for place in places if self.owner_of[place[0]] == rank] for places in of_ranks]
+        leaving = [[place for place in of_ranks[rank] if self.owner_of[place[0]] == owner] for owner in self.ranks()]
+        like = self._parameters[min(indices)].detach()
+        sent, received = (like.new_empty(sum(map(_num_values, each))) for each in (leaving, arriving))
+        if sent.numel() > 0:
+            foreach_copy_(_split(sent, list(chain(*leaving))), [means[i, begin] for i, begin, _ in chain(*leaving)])
+        sizes, own_sizes = [*map(_num_values, arriving)], [*map(_num_values, leaving)]
+        with every_rank_calls("optimizer.step", group):
+            dist.all_to_all_single(received, sent, sizes, own_sizes, group)
+        if received.numel() > 0:
+            targets = [values_at(self.whole_means(index), begin, numel) for index, begin, numel in chain(*arriving)]
+            foreach_copy_(targets, _split(received, list(chain(*arriving))))
 
     def stand_for(self, part: StatePart) -> Tensor:
         """Returns a tensor of the parameter's shape without memory."""
@@ -144,7 +199,7 @@ class OwnShards(ShardHome):
         like = whole[first]
         dtype = self._rounding.get(first, like.dtype) if module == NEW_PARAMETERS else like.dtype
         unit = ROW_ALIGNMENT // dtype.itemsize
-        longest = max(sum(numel for _, _, numel in shard) for shard in shards)
+        longest = max(map(_num_values, shards))
         values = torch.empty(len(shards), longest // unit * unit + unit, dtype=dtype, device=like.device)
         rank = self._sync._group.rank()
         row, places = values[rank], shards[rank]
@@ -178,7 +233,10 @@ class _Rows:
         return [rank for rank, has_failed in enumerate(self.values[:, -1].tolist()) if has_failed]
 
 
+def _num_values(places: Sequence[Place]) -> int:
+    return sum(numel for _, _, numel in places)
+
+
 def _split(row: Tensor, places: Sequence[Place]) -> list[Tensor]:
     """Returns the values of each place in a row."""
-    numels = [numel for _, _, numel in places]
-    return list(torch.split(row[: sum(numels)], numels))
+    return list(torch.split(row[: _num_values(places)], [numel for _, _, numel in places]))

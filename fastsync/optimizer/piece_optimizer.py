@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch_compat import foreach_mul_
+from .._torch_compat import foreach_mul_, takes_grad_scale
 from ..sync.attach import GradientSynchronizer
 from .groups import ShardedGroups
 from .home import ShardHome
@@ -24,14 +25,21 @@ class PieceOptimizer:
 
     def __init__(self, sync: GradientSynchronizer, groups: ShardedGroups, home: ShardHome, state: ShardedState) -> None:
         self._sync, self._groups, self._home, self._state = sync, groups, home, state
-        self._pieces: list[Piece] = []
+        self._shards: list[Piece] = []  # of the means that this rank has
+        self._pieces: list[Piece] = []  # what it steps
         self._number = -1  # of the shards that these pieces are of
         self.inner = self._new_optimizer()
 
     def _new_optimizer(self) -> Optimizer:
-        of_same_class: Any = type(self._groups.optimizer)
-        made: Optimizer = of_same_class([{**group, "params": []} for group in self._settings()])
-        return made
+        """Makes an optimizer of the user's class as unpickling does: nobody knows what a constructor takes."""
+        given = self._groups.optimizer
+        made: Any = object.__new__(type(given))
+        groups = [{**group, "params": []} for group in self._settings()]
+        made.__setstate__({"defaults": {**given.defaults}, "state": defaultdict(dict), "param_groups": groups})
+        of_step = ("step", "grad_scale", "found_inf")  # set by schedulers and a GradScaler
+        own = {name: value for name, value in vars(given).items() if name not in of_step}
+        vars(made).update({**own, **vars(made)})
+        return cast("Optimizer", made)
 
     def _settings(self) -> list[dict[str, Any]]:
         return self._groups.optimizer.param_groups
@@ -46,35 +54,49 @@ class PieceOptimizer:
         self._renew()
         if not stepped:
             return
+        chosen = set(stepped)
+        if self._groups.kind.is_tensorwise:
+            self._home.send_means(self._shards, chosen)
         inner = self.inner
         scale = getattr(self._groups.optimizer, "grad_scale", None)  # a GradScaler's
-        is_fused = all(group.get("fused") for group in self._settings())
+        is_fused = takes_grad_scale(inner) and all(group.get("fused") for group in self._settings())
         if is_fused:
             scale = divisor if scale is None else scale if divisor is None else scale * divisor
         vars(inner)["grad_scale"] = scale
         self._state.hand_to_pieces(inner, self._pieces, stepped)
         for group, of_pieces in zip(self._settings(), inner.param_groups, strict=True):
             of_pieces.update({name: value for name, value in group.items() if name != "params"}, params=[])
-        chosen = set(stepped)
-        pieces = [piece for piece in self._pieces if piece.index in chosen]
+        has_numbers = {index for index in stepped if self._state.needs_numbers(index)}
+        pieces = [each for each in self._pieces if each.index in (chosen if each.means.numel() else has_numbers)]
         for piece in pieces:
             inner.param_groups[self._groups.group_of[piece.index]]["params"].append(piece.parameter)
             piece.before_step()
-        self._state.hand_counts_to_pieces(inner, pieces)
+        self._state.hand_numbers_to_pieces(inner, pieces)
         if pieces and divisor is not None and not is_fused:
             foreach_mul_([piece.gradient for piece in pieces], divisor.reciprocal())
         inner.step()
+        self._check_settings()
         for piece in pieces:
             piece.after_step()
         self._state.take_from_pieces(inner, pieces, stepped)
         torch.autograd.graph.increment_version([self._groups.parameters[index] for index in stepped])
+
+    def _check_settings(self) -> None:
+        """Raises RuntimeError if the step has changed a setting, which the user's optimizer would not have."""
+        for group, of_pieces in zip(self._settings(), self.inner.param_groups, strict=True):
+            for name, value in of_pieces.items():
+                if name != "params" and value is not group.get(name):
+                    raise RuntimeError(
+                        f"fastsync: {type(self.inner).__name__}.step() has changed {name!r} in param_groups, and with "
+                        "shard_optimizer settings are the user's alone. Keep such numbers in optimizer.state[parameter]"
+                    )
 
     def means(self) -> dict[str, Tensor]:
         """Returns the means over ranks, by parameter's name. Every rank must call it."""
         self._renew()
         have_means, parameters = self._sync._engine.have_means(), self._groups.parameters
         means = {i: torch.zeros_like(p.detach()) for i, p in parameters.items() if have_means and have_means[i]}
-        for piece in self._pieces:
+        for piece in self._shards:
             if piece.index in means and 0 in self._home.ranks():  # each host has all means
                 piece.of(means[piece.index]).copy_(piece.means)
         for mean in means.values():
@@ -90,12 +112,23 @@ class PieceOptimizer:
             self._state.give_whole()
         self._home.renew()
         parameters, rounding = self._groups.parameters, self._groups.rounding
-        self._pieces = [
+        self._shards = [
             Piece(index, begin, parameters[index], means) for index, begin, means in self._sync._engine.pieces()
         ]
+        if self._groups.kind.is_tensorwise:
+            owned = self._home.owned()
+            self._pieces = [Piece(i, 0, parameters[i], self._home.whole_means(i), is_whole=True) for i in owned]
+        else:
+            others = parameters.keys() - {piece.index for piece in self._shards}
+            self._pieces = [*self._shards, *(_without_values(index, parameters[index]) for index in sorted(others))]
         for piece in self._pieces:
             if piece.index in rounding:
                 piece.take_master(self._home.held(piece, MASTER), rounding[piece.index])
         self.inner = self._new_optimizer()
         self._state.forget_pieces()
         self._number = number
+
+
+def _without_values(index: int, parameter: Tensor) -> Piece:
+    """Returns a piece of a parameter that other ranks step, for the numbers in its state."""
+    return Piece(index, 0, parameter, parameter.detach().new_empty(0))

@@ -101,12 +101,14 @@ class OptimizerShards:
         )
 
     def _find_home(self) -> ShardHome:
+        has_owners = self._groups.kind.is_tensorwise
         if all(parameter.is_cpu for parameter in self._parameters.values()):
             try:
-                return HostMemory(self._sync, self._parameters, self._groups.rounding, self._groups.state_names())
+                names = self._groups.state_names()
+                return HostMemory(self._sync, self._parameters, self._groups.rounding, names, has_owners)
             except ValueError as error:
                 self._warn_of(error)
-        return OwnShards(self._sync, self._parameters, self._groups.rounding)
+        return OwnShards(self._sync, self._parameters, self._groups.rounding, has_owners)
 
     def _warn_of(self, error: ValueError) -> None:
         """Tells once why ranks do not share memory, unless nobody would expect it."""
@@ -320,7 +322,7 @@ class OptimizerShards:
 def _after_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments:
     """Calls the closure of a step, if there is one, and returns arguments that hand on its result.
 
-    torch's AdamW, Adam and SGD call it once, and before anything else.
+    Optimizers that ranks step together call it once, and before anything else.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._torch_compat import foreach_add_, foreach_copy_
-from .checks import has_count
-from .groups import ShardedGroups
+from .groups import ShardedGroups, numbers_of
 from .home import ShardHome, StatePart
-from .masters import MASTER
+from .masters import MASTER, STEP
 from .piece import Piece
 
 
@@ -29,7 +28,8 @@ class ShardedState:
         self._groups, self._home = groups, home
         self._optimizer, self._parameters = groups.optimizer, groups.parameters
         self._stand_ins: dict[StatePart, Tensor] = {}  # for parts of the state of whole parameters
-        self._handed: dict[int, Tensor | None] = {}  # whose state the pieces have, with the step's number if it counts
+        self._handed: set[int] = set()  # whose state the pieces have
+        self._new: set[int] = set()  # which parameters have none before this step
 
     # ---- of whole parameters ----------------------------------------------------------------------------------------
 
@@ -89,67 +89,92 @@ class ShardedState:
         Each rank writes its own pieces alone, from what it has loaded itself.
         """
         groups = self._groups
-        changed = {
-            index
-            for index in stepped
-            if not (state := groups.state(index))
-            or self._is_foreign(index)
-            or index not in self._handed
-            or self._handed[index] is not state.get("step")
-        }
-        new = {index for index in changed if has_count(self._optimizer) and not groups.state(index)}
+        self._new = {index for index in stepped if groups.state(index).keys() <= {MASTER}}
+        changed = {i for i in stepped if i in self._new or i not in self._handed or self._is_foreign(i)}
+        self._handed |= changed
         for index in sorted(changed):
-            if index in new:
-                self._optimizer.state[self._parameters[index]]["step"] = self._new_count(index)
-            self._handed[index] = groups.state(index).get("step")
             for part in groups.parts(index):
                 self._stand_in(index, part)
         for piece in pieces:
             if piece.index not in changed:
                 continue
-            own: dict[str, Any] = dict(groups.state(piece.index))
+            state = groups.state(piece.index)
+            own = {name: _copy_of(number) for name, number in groups.numbers(piece.index).items()}
             for part in groups.parts(piece.index):
-                held, loaded = self._home.held(piece, part), own.get(part)
+                held, loaded = self._home.held(piece, part), state.get(part)
                 if loaded is None and part == MASTER:
                     held.copy_(piece.weight)
-                elif piece.index in new:
-                    held.zero_()
                 elif loaded is None:
                     continue  # the first step makes it
-                elif not self._is_at_home(piece.index, part, own):
+                elif not self._is_at_home(piece.index, part, state):
                     held.copy_(piece.of(_laid_out_as(self._parameters[piece.index], loaded, held.dtype)))
-                own[part] = held
-            if "step" in own:
-                own["step"] = own["step"].clone()
+                if part != MASTER:
+                    own[part] = piece.shaped(held)
             inner.state[piece.parameter] = own
         for index in changed:
             state = groups.state(index)
-            parts = [p for p in groups.parts(index) if state.get(p) is not None or index in new or p == MASTER]
+            parts = [part for part in groups.parts(index) if state.get(part) is not None or part == MASTER]
             if parts:  # else SGD's state stays empty
                 own = {part: self._stand_in(index, part) for part in parts}
                 self._optimizer.state[self._parameters[index]].update(own)
 
-    def hand_counts_to_pieces(self, inner: Optimizer, pieces: Sequence[Piece]) -> None:
-        """Gives the pieces the number of their parameter's steps, which ``dcp.load`` writes in place."""
-        counts = [(piece, count) for piece in pieces if (count := self._handed[piece.index]) is not None]
-        if counts:
-            own = [inner.state[piece.parameter]["step"] for piece, _ in counts]
-            foreach_copy_(own, [count for _, count in counts])
+    def needs_numbers(self, index: int) -> bool:
+        """Tells whether a step gives a parameter numbers that a rank without values of it would not know."""
+        return index in self._new or not self._groups.numbers(index).keys() <= {STEP}
+
+    def hand_numbers_to_pieces(self, inner: Optimizer, pieces: Sequence[Piece]) -> None:
+        """Gives the pieces the numbers in their parameter's state, which ``dcp.load`` writes in place."""
+        _assign([(inner.state[piece.parameter], self._groups.numbers(piece.index)) for piece in pieces])
 
     def take_from_pieces(self, inner: Optimizer, pieces: Sequence[Piece], stepped: Sequence[int]) -> None:
-        """Moves momentum that a first step has made home, and makes it the optimizer's. Counts the step."""
+        """Moves state that a first step has made home, and makes it the optimizer's. Counts the step."""
         parts = self._groups.parts
+        for piece in pieces:
+            if piece.index in self._new:
+                self._check_made(piece, inner.state[piece.parameter])
+        self._take_numbers(inner, pieces, stepped)
         new = {index for index in stepped if parts(index) and self._is_foreign(index)}
         stand_ins = {index: {part: self._stand_in(index, part) for part in parts(index)} for index in sorted(new)}
         for piece in pieces:
             if piece.index in new:
                 own = inner.state[piece.parameter]
                 for part in parts(piece.index):
-                    own[part] = self._home.held(piece, part).copy_(own[part])
+                    if part != MASTER:
+                        own[part] = piece.shaped(self._home.held(piece, part)).copy_(own[part])
         for index, of_index in stand_ins.items():
             self._optimizer.state[self._parameters[index]].update(of_index)
-        if counts := [count for index in stepped if (count := self._handed[index]) is not None]:
+
+    def _take_numbers(self, inner: Optimizer, pieces: Sequence[Piece], stepped: Sequence[int]) -> None:
+        """Gives parameters the numbers that their pieces have. What counts steps is known without a piece."""
+        groups, counts, own = self._groups, [], {piece.index: inner.state[piece.parameter] for piece in pieces}
+        taken: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+        for index in stepped:
+            state = groups.state(index)
+            if index in own and self.needs_numbers(index):
+                if numbers := numbers_of(own[index], groups.parts(index)):
+                    taken.append((self._optimizer.state[self._parameters[index]], numbers))
+            elif isinstance(count := state.get(STEP), Tensor):
+                counts.append(count)
+            elif count is not None:
+                state[STEP] = count + 1
+        _assign(taken)
+        if counts:
             foreach_add_(counts, 1)
+
+    def _check_made(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        """Raises RuntimeError if the first step of a parameter has made other state than its class is known for."""
+        parts = self._groups.parts(piece.index)
+        missing = [part for part in parts if part != MASTER and state.get(part) is None]
+        kind = self._groups.kind
+        known = parts if kind.is_tensorwise else (*parts, *numbers_of(state, parts))
+        wrong = [*missing, *(name for name in state if name not in known)]
+        if wrong:
+            name, register = type(self._optimizer).__name__, "tensorwise" if kind.is_tensorwise else "elementwise"
+            what = "has no tensor of a parameter's shape" if missing else "is not among the names"
+            raise RuntimeError(
+                f"fastsync: the state of {name} is not what fastsync.optimizer.register_{register} was told: "
+                f"{wrong[0]!r} {what}. Tell it of all tensors that {name} keeps for a parameter, and of no other"
+            )
 
     def _is_foreign(self, index: int) -> bool:
         """Tells whether a parameter has state that is not at home, as after ``load_state_dict``."""
@@ -164,15 +189,27 @@ class ShardedState:
             self._stand_ins[index, part] = self._home.stand_for((index, part))
         return self._stand_ins[index, part]
 
-    def _new_count(self, index: int) -> Tensor:
-        is_fused = self._groups.group(index)["fused"]
-        is_wide = torch.get_default_dtype() == torch.float64 and not is_fused
-        device = self._parameters[index].device if is_fused else "cpu"
-        return torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device)
-
 
 def _laid_out_as(parameter: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a tensor with its values in the order in which the parameter's lie in memory."""
     if tensor.stride() == parameter.stride() and tensor.dtype == dtype:
         return tensor
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)
+
+
+def _copy_of(number: object) -> object:
+    return number.clone() if isinstance(number, Tensor) else number
+
+
+def _assign(pairs: Iterable[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+    """Writes numbers into states. Tensors that are there already stay."""
+    targets, sources = [], []
+    for state, numbers in pairs:
+        for name, number in numbers.items():
+            if isinstance(number, Tensor) and isinstance(state.get(name), Tensor):
+                targets.append(state[name])
+                sources.append(number)
+            else:
+                state[name] = _copy_of(number)
+    if targets:
+        foreach_copy_(targets, sources)

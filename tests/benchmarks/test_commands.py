@@ -19,6 +19,7 @@ from benchmarks.__main__ import main
 from benchmarks.baselines.methods import (
     BY_DEFAULT,
     METHODS,
+    OPTIMIZER_LIMITS,
     STEPPING,
     BareAllReduce,
     Method,
@@ -70,15 +71,16 @@ def test_sync_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture
     assert rows["ddp"]["figures"]["wire_bytes"] is None
 
 
-def test_sync_with_an_optimizer(tmp_path: Path):
+@pytest.mark.parametrize("optimizer", STEPPING)
+def test_sync_with_an_optimizer(optimizer: str, tmp_path: Path):
     options = ("--sizes", "5k", "--repetitions", "2", "--warmup", "2", "--json", str(tmp_path / "rows.json"))
-    assert main(["sync", *options, "--optimizer", "adamw", "--device", "cpu"]) == 0
+    assert main(["sync", *options, "--optimizer", optimizer, "--device", "cpu"]) == 0
     rows = {row["method"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    assert {*STEPPING, "no_sync"} <= rows.keys()
+    assert {*STEPPING[optimizer], "no_sync"} <= rows.keys()
     assert all(row["correct"] for row in rows.values())
-    figures = {name: rows[name]["figures"] for name in STEPPING}
+    figures = {name: rows[name]["figures"] for name in STEPPING[optimizer]}
     assert all(each["over_ddp"] and each["over_shared_sum"] for each in figures.values())
-    assert figures["ddp+adamw"]["over_ddp"] == figures["copy+adamw"]["over_shared_sum"] == 1
+    assert figures[f"ddp+{optimizer}"]["over_ddp"] == figures[OPTIMIZER_LIMITS[optimizer]]["over_shared_sum"] == 1
 
 
 def test_sizes_are_models_or_bytes():

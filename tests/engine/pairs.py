@@ -25,17 +25,17 @@ from torch.optim import SGD, AdamW, Optimizer
 import fastsync
 from tests.engine.wrappers import OptimizerWrapper
 
-ATTACH, HOOK, SHARDS = "attach", "register_comm_hook", "shard_optimizer"
+ATTACH, HOOK, SHARDS, OWNERS = "attach", "register_comm_hook", "shard_optimizer", "shard_optimizer of Muon"
 DILOCO, LOCAL_SGD, ELASTIC, JOIN = "DiLoCo", "LocalSGD", "Elastic", "join"
 CLIP, CLIP_SEVERAL = "clip of one handle", "clip of several handles"
 SCALER, WRAPPED, NO_SYNC, COMPILED, FROZEN = (
     "GradScaler", "a wrapped optimizer", "no_sync", "torch.compile", "gc.freeze",
 )  # fmt: skip
 FEATURES = (
-    ATTACH, HOOK, SHARDS, DILOCO, LOCAL_SGD, ELASTIC, JOIN, CLIP, CLIP_SEVERAL, SCALER, WRAPPED, NO_SYNC, COMPILED,
-    FROZEN,
+    ATTACH, HOOK, SHARDS, OWNERS, DILOCO, LOCAL_SGD, ELASTIC, JOIN, CLIP, CLIP_SEVERAL, SCALER, WRAPPED, NO_SYNC,
+    COMPILED, FROZEN,
 )  # fmt: skip
-AVERAGING, OUTER = (ATTACH, HOOK, SHARDS), (DILOCO, LOCAL_SGD)
+AVERAGING, OUTER = (ATTACH, HOOK, SHARDS, OWNERS), (DILOCO, LOCAL_SGD)
 PAIRS = [frozenset(pair) for pair in combinations(FEATURES, 2)]
 
 REFUSED: dict[frozenset[str], str] = {
@@ -48,6 +48,12 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({SHARDS, LOCAL_SGD}): "ranks step shards of shared weights",
     frozenset({SHARDS, ELASTIC}): "a lost rank's shard is gone",
     frozenset({SHARDS, JOIN}): "a rank without batches has a shard to step",
+    frozenset({HOOK, OWNERS}): "shards need the gradients where autograd leaves them",
+    frozenset({OWNERS, DILOCO}): "ranks step shards of shared weights",
+    frozenset({OWNERS, LOCAL_SGD}): "ranks step shards of shared weights",
+    frozenset({OWNERS, ELASTIC}): "a lost rank's matrices are gone",
+    frozenset({OWNERS, JOIN}): "a rank without batches has matrices to step",
+    frozenset({OWNERS, SCALER}): "Muon is not fused, so a scaler would unscale gradients that are no means",
     frozenset({DILOCO, ELASTIC}): "sites have their own way to go on",
     frozenset({LOCAL_SGD, ELASTIC}): "sites have their own way to go on",
     frozenset({DILOCO, JOIN}): "ranks of a site take equally many steps",
@@ -91,30 +97,44 @@ def loss_of(model: Callable[[Tensor], Tensor], rank: int, step: int, micro: int)
     return model(torch.randn(4, 5, generator=generator, dtype=torch.float64)).square().mean()
 
 
-def make_optimizer(model: nn.Module, **options: bool) -> Optimizer:
-    return AdamW(model.parameters(), lr=0.01, **options)
+def make_optimizer(parameters: Sequence[Tensor], **options: bool) -> Optimizer:
+    return AdamW(parameters, lr=0.01, **options)
+
+
+def parts_of(model: nn.Sequential, pair: frozenset[str]) -> list[list[Tensor]]:
+    """What several handles average, and several optimizers step: matrices and others for Muon, or layers."""
+    if OWNERS in pair and HOOK not in pair:
+        return [[p for p in model.parameters() if (p.dim() == 2) == is_matrix] for is_matrix in (True, False)]
+    return [list(each.parameters()) for each in ([model[0], model[2]] if CLIP_SEVERAL in pair else [model])]
+
+
+def make_optimizers(model: nn.Sequential, pair: frozenset[str], **options: bool) -> list[Optimizer]:
+    parts = parts_of(model, pair)
+    if len(parts) > 1 and OWNERS in pair:
+        return [torch.optim.Muon(parts[0], lr=0.01), make_optimizer(parts[1], **options)]
+    return [make_optimizer(part, **options) for part in parts]
 
 
 def plain(pair: frozenset[str]) -> list[Tensor]:
     """The weights that the training has to end with."""
     layout = Layout(pair)
     models = [make_model() for _ in range(layout.sites)]
-    optimizers = [make_optimizer(model) for model in models]
+    optimizers = [make_optimizers(model, pair) for model in models]
     outer = make_model()
     nesterov = SGD(outer.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     for step in range(NUM_STEPS):
-        for site, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
+        for site, (model, steppers) in enumerate(zip(models, optimizers, strict=True)):
+            model.zero_grad()
             active = layout.active(step)
             for rank in active:
                 for micro in range(layout.num_micro):
                     (loss_of(model, site * layout.ranks + rank, step, micro) / len(active)).backward()
             if CLIP in pair:
-                clipped = model[0] if CLIP_SEVERAL in pair else model
-                nn.utils.clip_grad_norm_(clipped.parameters(), MAX_NORM)
+                nn.utils.clip_grad_norm_(parts_of(model, pair)[0], MAX_NORM)
             if CLIP_SEVERAL in pair:
                 nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-            optimizer.step()
+            for optimizer in steppers:
+                optimizer.step()
         if layout.sites > 1 and (step + 1) % SYNC_EVERY == 0:
             with torch.no_grad():
                 for whole, *parts in zip(outer.parameters(), *(model.parameters() for model in models), strict=True):
@@ -135,7 +155,7 @@ class Training:
     def __init__(self, pair: frozenset[str], rank: int, store: str) -> None:
         self.pair, self.rank, self.layout = pair, rank, Layout(pair)
         self.module = make_model()
-        self.optimizers = [make_optimizer(part, fused=SHARDS in pair) for part in self.parts()]
+        self.optimizers = make_optimizers(self.module, pair, fused=SHARDS in pair)
         if WRAPPED in pair:
             self.optimizers = [OptimizerWrapper(each) for each in self.optimizers]
         self.scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2) if SCALER in pair else None
@@ -151,8 +171,10 @@ class Training:
         self.outer(between)
         self.elastic = self.made_elastic(store) if ELASTIC in pair else None
 
-    def parts(self) -> Sequence[nn.Module]:
-        """Several handles are of the model's layers."""
+    def parts(self) -> Sequence[nn.Module | list[Tensor]]:
+        """What the handles are of."""
+        if OWNERS in self.pair and HOOK not in self.pair:
+            return parts_of(self.module, self.pair)
         return [self.module[0], self.module[2]] if CLIP_SEVERAL in self.pair else [self.module]
 
     def groups(self) -> tuple[Any, Any]:
@@ -161,7 +183,7 @@ class Training:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
         return mesh["ranks"], mesh["sites"]
 
-    def averaged(self, part: nn.Module, group: Any, index: int) -> Any:
+    def averaged(self, part: Any, group: Any, index: int) -> Any:
         """The handle of what averages a part's gradients."""
         if not self.layout.averages:
             return None
@@ -175,7 +197,7 @@ class Training:
                 self.model = ddp
             else:
                 self.module[2 * index] = ddp
-        if SHARDS in self.pair:
+        if SHARDS in self.pair or (OWNERS in self.pair and index == 0):
             fastsync.shard_optimizer(handle, self.optimizers[index])
         return handle
 
@@ -192,10 +214,15 @@ class Training:
 
     def made_elastic(self, store: str) -> Any:
         states = [] if self.scaler is None else [self.scaler]
-        (sync,) = self.handles
-        (optimizer,) = self.optimizers
+        sync, optimizer = self.handle_and_optimizer()
         kept = dist.FileStore(store, -1)
         return fastsync.Elastic(self.module, optimizer, sync, state=states, store=kept, timeout=20.0)
+
+    def handle_and_optimizer(self) -> tuple[Any, Optimizer]:
+        if OWNERS in self.pair:
+            return self.handles[0], self.optimizers[0]
+        (sync,), (optimizer,) = self.handles, self.optimizers
+        return sync, optimizer
 
     def run(self) -> None:
         with self.stack, self.joined():
@@ -206,7 +233,7 @@ class Training:
     def joined(self) -> Any:
         if JOIN not in self.pair:
             return nullcontext()
-        (sync,) = self.handles
+        sync, _ = self.handle_and_optimizer()
         return sync.join(*self.optimizers, *([] if self.scaler is None else [self.scaler]))
 
     def steps(self) -> Iterator[tuple[int, Any]]:

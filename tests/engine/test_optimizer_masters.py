@@ -18,13 +18,14 @@ from torch.optim import AdamW, Optimizer
 import fastsync
 from fastsync.optimizer.masters import PARAMETER_WIRES
 from fastsync.sync.attach import GradientSynchronizer
-from tests.engine.optimizer_shards import OPTIMIZERS, SHAPES, WIRES, Weights
+from tests.engine.optimizer_shards import FURTHER, OF_WHOLE, OPTIMIZERS, SHAPES, WIRES, Weights
 from tests.engine.test_hosts import PAIRS, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
 
 WAYS = {"one_rank": (1, True), "in_memory": (2, True), "by_messages": (2, False)}
 
+KINDS = OPTIMIZERS | FURTHER | OF_WHOLE
 MAX_NORM = 0.5
 
 
@@ -52,7 +53,7 @@ class Reference:
             p if rounding == torch.float32 else nn.Parameter(p.detach().float().clone())
             for p, rounding in zip(model.parameters(), self.roundings, strict=True)
         ]
-        self.optimizer: Optimizer = OPTIMIZERS[kind](groups(self.masters))
+        self.optimizer: Optimizer = KINDS[kind](groups(self.masters))
 
     def step(self, scaler: GradScaler, norm: Tensor | None) -> None:
         for master, weight in zip(self.masters, self.model.parameters(), strict=True):
@@ -107,10 +108,17 @@ def train_on_hosts(rank: int, world_size: int, nodes: Nodes, seed: int) -> None:
     train_both(rank, world_size, seed)
 
 
-def train_both(rank: int, world_size: int, seed: int, parameter_compression: str = "none") -> None:
+@in_each_way
+def test_masters_of_further_optimizers(rank: int, world_size: int) -> None:
+    for seed, kind in enumerate(["NAdam", "Adagrad", "Rprop", *OF_WHOLE]):
+        train_both(rank, world_size, 300 + seed, ("none", "bf16")[seed % 2], kind)
+
+
+def train_both(rank: int, world_size: int, seed: int, parameter_compression: str = "none", kind: str = "") -> None:
     rng, own = random.Random(seed), random.Random(f"{seed} {rank}")
-    kind = list(OPTIMIZERS)[seed % len(OPTIMIZERS)]
-    shapes = [(3,), (0,), *(rng.choice(SHAPES) for _ in range(rng.randint(1, 6)))]
+    kind = kind or list(OPTIMIZERS)[seed % len(OPTIMIZERS)]
+    first, choice = ([(9, 20)], [(33, 65), (300, 257)]) if kind.startswith("Muon") else ([(3,), (0,)], SHAPES)
+    shapes = [*first, *(rng.choice(choice) for _ in range(rng.randint(1, 6)))]
     kinds = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
     dtypes = [rng.choice(kinds) if 0 not in shape else torch.float32 for shape in shapes]
     wire = rng.choice(WIRES)
@@ -118,7 +126,7 @@ def train_both(rank: int, world_size: int, seed: int, parameter_compression: str
         wire.removesuffix("+ef"), reduce="fp32", error_feedback="+ef" in wire, algorithm="one_shot"
     )
     model, plain = mixed(shapes, dtypes), mixed(shapes, dtypes)
-    optimizer = OPTIMIZERS[kind](groups(list(model.parameters())))
+    optimizer = KINDS[kind](groups(list(model.parameters())))
     sync = fastsync.attach(model, compression, bucket_cap_mb=0.1)
     fastsync.shard_optimizer(sync, optimizer, master_weights=True, parameter_compression=parameter_compression)
     reference = Reference(plain, kind, compression, PARAMETER_WIRES[parameter_compression] or torch.float32)
@@ -131,7 +139,7 @@ def train_both(rank: int, world_size: int, seed: int, parameter_compression: str
         used = [i for i in range(len(shapes)) if kind in ("momentum", "nesterov") or i == 0 or rng.random() < 0.8]
         grads = {i: torch.randn(shapes[i], generator=generator(own)).to(dtypes[i]) for i in used}
         if scales and number == 4 and rank == world_size - 1:
-            grads[0][:1] = torch.inf
+            grads[0].view(-1)[:1] = torch.inf
         scaler.scale(model(grads)).backward()
         other.scale(plain(grads)).backward()
         norm = None
@@ -169,7 +177,7 @@ def assert_same_as(reference: Reference, model: nn.Module, optimizer: Optimizer,
     own_copies = {id(master) for master in reference.masters} - {id(p) for p in reference.model.parameters()}
     for index, (weight, master) in enumerate(zip(own_groups, of_reference, strict=True)):
         if id(master) in own_copies and weight.numel() > 0 and index in state:
-            same(state[index]["master"], master.data, f"{told}: master")
+            same(state[index].get("master", weight.detach().float()), master.data, f"{told}: master")  # made by a step
 
 
 def same(one: Any, other: Any, told: str = "") -> None:
@@ -250,8 +258,7 @@ def test_without_shared_memory_a_rank_has_the_masters_of_its_shard(rank: int, wo
     for state in optimizer.state.values():
         assert all(state[name].is_meta for name in ("master", "exp_avg", "exp_avg_sq"))
     whole = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
-    in_pieces = sync._optimizer_shards._pieces.inner.state.values()
-    own = torch.tensor(sum(each.nbytes for state in in_pieces for each in state.values() if each.dim() > 0))
+    own = torch.tensor(sum(each.nbytes for each in sync._optimizer_shards._home._held.values()))
     assert own < whole
     dist.all_reduce(own)
     assert own == whole

@@ -24,8 +24,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import fastsync
 from fastsync import _C
 from fastsync.errors import SyncError
+from fastsync.optimizer import register_elementwise, register_tensorwise
+from fastsync.optimizer.owners import deal
 from fastsync.sync.attach import GradientSynchronizer
-from tests.engine.optimizer_shards import train_both
+from tests.engine.optimizer_shards import FURTHER, OF_WHOLE, train_both
 from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
@@ -42,10 +44,26 @@ def test_steps_without_shared_memory_are_those_of_every_rank(seed: int) -> None:
     run_ranks(train_both, 2 + seed % 3, seed, 10, timeout=60, shared_memory=False)
 
 
-def in_both_ways(body: Callable[..., None]) -> Callable[..., None]:
-    """Makes a test of what each of two ranks does that share memory, and of what two do that do not."""
+def in_both_ways_of(world_size: int | None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what each of some ranks does that share memory, and of what as many do that do not."""
     given = pytest.mark.parametrize("shared_memory", [True, False], ids=["in_memory", "by_messages"])
-    return given(on_ranks(2, parametrized=["shared_memory"])(body))
+    return lambda body: given(on_ranks(world_size, parametrized=["shared_memory"])(body))
+
+
+in_both_ways = in_both_ways_of(2)
+
+
+@in_both_ways_of(3)
+def test_further_optimizers_step_as_those_of_every_rank(rank: int, world_size: int) -> None:
+    for seed, optimizer in enumerate(FURTHER):
+        train_both(rank, world_size, 200 + seed, 6, optimizer)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@in_both_ways_of(None)
+def test_owners_of_whole_tensors_step_as_every_rank(rank: int, world_size: int) -> None:
+    for seed, optimizer in enumerate([*OF_WHOLE] * 4):
+        train_both(rank, world_size, 300 + seed, 6, optimizer)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -56,6 +74,7 @@ def test_hosts_of_one_rank_each(num_hosts: int, seed: int) -> None:
 
 def train_apart(rank: int, world_size: int, nodes: Nodes, seed: int) -> None:
     train_both(rank, world_size, seed, 5)
+    train_both(rank, world_size, seed, 3, "Muon")
     model, optimizer, sync = attached()
     step(model, optimizer, rank)
     assert_same_on_all_ranks(values(model))
@@ -73,6 +92,7 @@ def test_each_host_steps_its_own_copy(nodes: Nodes, seed: int) -> None:
 
 def train_on_hosts(rank: int, world_size: int, nodes: Nodes, seed: int) -> None:
     train_both(rank, world_size, seed, 5)
+    train_both(rank, world_size, seed, 3, "Muon")
     model, optimizer, sync = attached()
     step(model, optimizer, rank)
     assert_same_on_all_ranks(values(model))
@@ -333,6 +353,117 @@ def test_synchronize_without_overlap(rank: int, world_size: int) -> None:
     same(values(model), values(plain))
 
 
+# ---- owners of whole tensors, and optimizers of the user's own ------------------------------------------------------
+
+
+def test_costly_matrices_are_dealt_first() -> None:
+    shapes = [(2, 2), (100, 10), (10, 10), (50, 20), (3, 3, 2)]
+    owner_of = deal({index: torch.empty(shape, device="meta") for index, shape in enumerate(shapes)}, 2)
+    assert owner_of == {3: 0, 1: 1, 2: 1, 4: 1, 0: 1}
+
+
+def of_muon(shared: bool) -> tuple[nn.Module, list[Optimizer], list[GradientSynchronizer]]:
+    """Muon steps the matrices, and AdamW the rest."""
+    model = nn.Sequential(nn.Linear(40, 70), nn.ReLU(), nn.Linear(70, 30), nn.ReLU(), nn.Linear(30, 20))
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        nn.init.normal_(weight)
+    parts = [[p for p in model.parameters() if (p.dim() == 2) == is_matrix] for is_matrix in (True, False)]
+    optimizers: list[Optimizer] = [torch.optim.Muon(parts[0], lr=0.02), AdamW(parts[1], lr=0.01)]
+    handles = [fastsync.attach(part) for part in parts]
+    if shared:
+        for handle, optimizer in zip(handles, optimizers, strict=True):
+            fastsync.shard_optimizer(handle, optimizer)
+    return model, optimizers, handles
+
+
+@in_both_ways
+def test_muon_beside_adamw(rank: int, world_size: int) -> None:
+    """Clipped together, with a matrix frozen and not, another compression, and detached in the end."""
+    trainings = of_muon(shared=True), of_muon(shared=False)
+    for number in range(10):
+        norms = []
+        for model, optimizers, handles in trainings:
+            model[2].weight.requires_grad_(number not in (2, 3, 4))
+            if number == 6:
+                for handle in handles:
+                    handle.compression = fastsync.Compression("int8", algorithm="two_shot")
+            if number == 8:
+                for handle in handles:
+                    handle.detach()
+                handles[:] = [fastsync.attach(list(each.parameters())) for each in handles]
+            inputs = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * number + rank))
+            model(inputs).square().mean().backward()
+            norms.append(fastsync.clip_grad_norm_(handles, 1e9))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(*norms)
+        (own, of_own, _), (plain, of_plain, _) = trainings
+        same(values(own), values(plain))
+        for mine, theirs in zip(of_own, of_plain, strict=True):
+            same(mine.state_dict()["state"], theirs.state_dict()["state"])
+
+
+@on_ranks(2, shared_memory=False)
+def test_a_rank_has_the_state_of_its_matrices(rank: int, world_size: int) -> None:
+    model = nn.ParameterList(torch.randn(60, 50) for _ in range(4))
+    optimizer = torch.optim.Muon(model.parameters())
+    sync = fastsync.attach(model, bucket_cap_mb=0.02)
+    fastsync.shard_optimizer(sync, optimizer)
+    sum(weight.square().sum() * (rank + 1) for weight in model).backward()
+    optimizer.step()
+    assert held_bytes(optimizer) == 0
+    inner = sync._optimizer_shards._pieces.inner
+    assert [tuple(parameter.shape) for parameter in inner.state] == [(60, 50)] * 2
+    assert held_bytes(inner) == 2 * 4 * 60 * 50
+
+
+class Odd(SGD):
+    """Keeps more than it tells of, or sets what is the user's."""
+
+    def __init__(self, params: Any, keeps: str = "", sets: str = "") -> None:
+        super().__init__(params, lr=0.1)
+        self.keeps, self.sets = keeps, sets
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].update({self.keeps: torch.zeros_like(parameter)} if self.keeps else {})
+            group.update({self.sets: 1.0} if self.sets else {})
+
+
+@pytest.mark.parametrize(
+    ("register", "told", "keeps", "sets", "reason"),
+    [
+        (register_elementwise, (), "ema", "", "the state of Odd is not .* 'ema' is not among the names"),
+        (register_elementwise, ("ema",), "", "", "'ema' has no tensor"),
+        (register_elementwise, (), "", "k", r"Odd\.step\(\) has changed 'k' in param_groups"),
+        (register_tensorwise, ("a",), "", "", "'a' has no tensor"),
+    ],
+)
+@in_both_ways
+def test_what_a_class_keeps_beside_what_was_told(
+    rank: int, world_size: int, register: Any, told: tuple[str, ...], keeps: str, sets: str, reason: str
+) -> None:
+    register(Odd, state=told)
+    model = two_layers()
+    optimizer = Odd(model.parameters(), keeps, sets)
+    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
+    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
+    with pytest.raises(RuntimeError, match=reason):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("register", [register_elementwise, register_tensorwise])
+def test_what_a_registry_refuses(register: Any) -> None:
+    with pytest.raises(ValueError, match="optimizer_class: expected a class"):
+        register(Odd(two_layers().parameters()), state=())
+    for state in ("exp_avg", ("step",), (1,)):
+        with pytest.raises(ValueError, match="state: expected names"):
+            register(Odd, state=state)
+
+
 # ---- saved and loaded -----------------------------------------------------------------------------------------------
 
 
@@ -459,7 +590,7 @@ def test_detach_gives_each_rank_its_own_copy(rank: int, world_size: int) -> None
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "type": (lambda p: "AdamW", "expected a torch.optim.Optimizer, got str"),
-    "class": (lambda p: torch.optim.RMSprop(p), "expected torch.optim.AdamW, Adam or SGD, got RMSprop"),
+    "class": (lambda p: torch.optim.Adafactor(p), "expected one of those that ranks can step together, .*Adafactor"),
     "flag": (lambda p: AdamW(p, differentiable=True), "differentiable=True"),
     "missing": (lambda p: AdamW(p[1:]), "it does not have parameter 0.weight"),
 }
