@@ -75,6 +75,7 @@ _IMMUTABLE = (bool, int, float, str, bytes, type(None))
 
 
 def copy_of_tensor(tensor: Tensor, memory: Tensor | None) -> Tensor:
+    """Returns a copy of a tensor, in the given memory if that fits."""
     fits = memory is not None and (memory.shape, memory.dtype, memory.device) == (
         tensor.shape, tensor.dtype, tensor.device,
     )  # fmt: skip
