@@ -17,7 +17,8 @@ from .handle import Handle
 # A thread may attach while another one steps or detaches. The lock is recursive, because garbage collection may delete
 # a handle while it is held.
 _lock = threading.RLock()
-_in_use: set[ref[Handle]] = set()  # each step iterates over it, and a WeakSet would be slow
+_in_use: dict[ref[Handle], None] = {}
+"""In the order in which ranks attach them: a step waits for other ranks, handle by handle. A WeakSet has no order."""
 _kept: WeakKeyDictionary[nn.Module, list[Handle]] = WeakKeyDictionary()
 """The handles that each module keeps alive."""
 NOBODY = nn.Module()
@@ -31,7 +32,7 @@ def begin_use(handle: Handle, modules: Sequence[nn.Module], kept_by: Iterable[nn
     """
     handle._modules = [ref(module) for module in modules]
     with _lock:
-        _in_use.add(ref(handle, _in_use.discard))
+        _in_use[ref(handle, lambda gone: _in_use.pop(gone, None))] = None
         for module in kept_by:
             _kept.setdefault(module, []).append(handle)
 
@@ -39,7 +40,7 @@ def begin_use(handle: Handle, modules: Sequence[nn.Module], kept_by: Iterable[nn
 def end_use(handle: Handle) -> None:
     """Ends what ``begin_use`` began."""
     with _lock:
-        _in_use.discard(ref(handle))
+        _in_use.pop(ref(handle), None)
         for handles in _kept.values():
             if handle in handles:
                 handles.remove(handle)

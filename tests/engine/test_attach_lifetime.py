@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
+from fastsync.sync.handles_in_use import in_use
 from tests.engine.attached import (
     assert_averages,
     assert_averages_nothing,
@@ -239,3 +240,11 @@ def test_a_process_group_that_was_destroyed_is_freed(
     assert_soon_none(alive)
     if is_default:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@on_ranks(1)
+def test_ranks_go_through_their_handles_in_one_order(rank: int, world_size: int) -> None:
+    """A step may wait for other ranks at each, so the order is that of attaching, and not one of addresses."""
+    models = [nn.Linear(1, 1) for _ in range(40)]
+    handles = [fastsync.attach(model) for model in models[::-1]]
+    assert in_use() == handles
