@@ -302,8 +302,8 @@ def register_fsdp(
     if group is not None:
         check_replicas(units, group)
     sharded = _sharded(units, is_averaged=group is not None)
-    scattered = units_to_serve(sharded, "reduce-scatter", EngineReduceScatter, "gradients") if reduces else []
-    gathered = units_to_serve(sharded, "all-gather", EngineAllGather, "parameters") if gathers else []
+    scattered = units_to_serve(sharded, EngineReduceScatter, "gradients") if reduces else []
+    gathered = units_to_serve(sharded, EngineAllGather, "parameters") if gathers else []
     # Whatever one rank alone could get wrong was found by now. From here on the ranks talk.
     of_gradients = of_parameters = of_replicas = None
     if reduces and scattered:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from .._torch_compat import all_gather_of
 from ..autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression, as_compression
-from .fsdp_units import Unit
+from .fsdp_units import EngineCollective, Unit
 from .handle import warn_of_generic_kernels
 from .stats import BucketStats
 
@@ -43,7 +41,7 @@ class ShardedParameters:
     def begin(self) -> None:
         """Lets ``fully_shard`` call the engine."""
         for index, unit in enumerate(self._units):
-            unit.module.set_custom_all_gather(EngineAllGather(self, index, unit))
+            EngineAllGather(self, index, unit).begin()
         self._is_in_use = True
 
     @property
@@ -71,30 +69,26 @@ class ShardedParameters:
         Where ``set_custom_all_gather`` has put another in its place since, that one stays.
         """
         for unit in self._units if self._is_in_use else ():
-            present = all_gather_of(unit.group)
-            if isinstance(present, EngineAllGather):
-                unit.module.set_custom_all_gather(present.replaced)
+            EngineAllGather.end(unit)
         self._is_in_use = False
 
 
-class EngineAllGather:
-    """Implements PyTorch's ``AllGather``, so that ``fully_shard`` calls the engine instead of the process group."""
+class EngineAllGather(EngineCollective):
+    """Calls the engine in place of PyTorch's ``AllGather``."""
+
+    kind = "all-gather"
 
     def __init__(self, part: ShardedParameters, index: int, unit: Unit) -> None:
+        super().__init__(unit)
         self._part = part
         self._index = index
-        self._unit = unit
-        self.replaced = all_gather_of(unit.group)
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if group is not self._unit.gather_group:
             # reshard_after_forward=int has left parts of what forward gathered. Those are rounded already.
-            by_pytorch: dist.Work | None = self.replaced(output_tensor, input_tensor, group, async_op)
+            by_pytorch: dist.Work | None = self._replaced(output_tensor, input_tensor, group, async_op)
             return by_pytorch
         assert input_tensor.data_ptr() == output_tensor.data_ptr() + group.rank() * input_tensor.nbytes
         numels = [parameter.padded_sharded_param_size.numel() for parameter in self._unit.group.fsdp_params]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _C
-from .._torch_compat import has_all_reduce_hook, reduce_scatter_of
+from .._torch_compat import has_all_reduce_hook
 from .compression import LOW_RANK, AnyCompression, Auto, Compression, as_compression
-from .fsdp_units import Unit, is_left_to_pytorch, ranks_of, shard_group_of, units_of
+from .fsdp_units import EngineCollective, Unit, is_left_to_pytorch, ranks_of, shard_group_of, units_of
 from .handle import GradientHandle
 
 
@@ -53,7 +53,7 @@ class ShardedGradients(GradientHandle):
         """Lets ``fully_shard`` call the engine."""
         for unit in self._units:
             if self._scatters:
-                unit.module.set_custom_reduce_scatter(EngineReduceScatter(self, unit))
+                EngineReduceScatter(self, unit).begin()
             else:
                 unit.module.set_all_reduce_hook(lambda values, unit=unit: self._all_reduce(unit, values))
         self._is_in_use = True
@@ -64,11 +64,10 @@ class ShardedGradients(GradientHandle):
         Where ``set_custom_reduce_scatter`` has put another in its place since, that one stays.
         """
         for unit in self._units if self._is_in_use else ():
-            present = reduce_scatter_of(unit.group)
-            if not self._scatters:
+            if self._scatters:
+                EngineReduceScatter.end(unit)
+            else:
                 unit.module.set_all_reduce_hook(None)
-            elif isinstance(present, EngineReduceScatter):
-                unit.module.set_custom_reduce_scatter(present.replaced)
         self._is_in_use = False
 
     def parameters(self) -> list[nn.Parameter]:
@@ -142,16 +141,14 @@ class ShardedGradients(GradientHandle):
         super()._follow(for_reduce_scatter(compression) if self._scatters else compression)
 
 
-class EngineReduceScatter:
-    """Implements PyTorch's ``ReduceScatter``, so that ``fully_shard`` calls the engine instead of the process group."""
+class EngineReduceScatter(EngineCollective):
+    """Calls the engine in place of PyTorch's ``ReduceScatter``."""
+
+    kind = "reduce-scatter"
 
     def __init__(self, handle: ShardedGradients, unit: Unit) -> None:
+        super().__init__(unit)
         self._handle = handle
-        self._unit = unit
-        self.replaced = reduce_scatter_of(unit.group)
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .._torch_compat import (
     COMPILED,
@@ -86,26 +87,49 @@ def units_of(model: nn.Module) -> list[Unit]:
     return units
 
 
-def units_to_serve(units: Sequence[Unit], kind: str, ours: type, argument: str) -> list[Unit]:
+class EngineCollective:
+    """Implements PyTorch's ``AllGather`` or ``ReduceScatter``: ``fully_shard`` calls the engine for a unit."""
+
+    kind: ClassVar[str]
+    """``"reduce-scatter"`` or ``"all-gather"``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._replaced: Any = collective_of(unit, self.kind)
+
+    def begin(self) -> None:
+        """Takes the place of the present one."""
+        _set_collective(self._unit, self.kind, self)
+
+    @classmethod
+    def end(cls, unit: Unit) -> None:
+        """Puts back what it has replaced. Where another has taken its place since, that one stays."""
+        present = collective_of(unit, cls.kind)
+        if isinstance(present, cls):
+            _set_collective(unit, cls.kind, present._replaced)
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+def units_to_serve(units: Sequence[Unit], ours: type[EngineCollective], argument: str) -> list[Unit]:
     """Returns those of the sharded units whose reduce-scatter or all-gather is still PyTorch's own.
 
     Args:
-        kind: ``"reduce-scatter"`` or ``"all-gather"``.
-        ours: the class by which the engine serves a unit.
+        ours: by which the engine serves a unit.
         argument: the argument of ``register_fsdp`` that asks for it.
 
     Raises:
         ValueError: as ``shard_group_of``. Or one has another one already. Or all are served.
     """
-    name = kind.replace("-", "_")
-    found = []
+    kind, found = ours.kind, []
     for unit in units:
         present = collective_of(unit, kind)
         if isinstance(present, ours):
             continue
         if not is_left_to_pytorch(unit, kind):
             raise ValueError(
-                f"{argument}: {unit} has another {kind} already, a {type(present).__name__}, from set_custom_{name} or "
+                f"{argument}: {unit} has another {kind} already, a {type(present).__name__}, from {_setter(kind)} or "
                 f"a method that chooses its memory; leave that call out, or pass {PYTORCH!r} here to keep it"
             )
         found.append(unit)
@@ -127,6 +151,14 @@ def is_left_to_pytorch(unit: Unit, kind: str) -> bool:
 def collective_of(unit: Unit, kind: str) -> object:
     """Returns the reduce-scatter or all-gather that ``fully_shard`` calls for a unit."""
     return reduce_scatter_of(unit.group) if kind == "reduce-scatter" else all_gather_of(unit.group)
+
+
+def _setter(kind: str) -> str:
+    return f"set_custom_{kind.replace('-', '_')}"
+
+
+def _set_collective(unit: Unit, kind: str, collective: object) -> None:
+    getattr(unit.module, _setter(kind))(collective)
 
 
 def shard_group_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:
