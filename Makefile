@@ -10,9 +10,9 @@ BIN      := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
-# Formatted too, but not part of the extension: CUDA's runtime for the host and the fake device, which tests build by
-# themselves.
-SHIM := $(wildcard tests/cuda_shim/*) $(wildcard tests/fake_device/*.cpp tests/fake_device/*.h)
+# Formatted too, but not part of the extension: CUDA's runtime for the host, the fake device, and operators of the passes.
+# Tests build them by themselves.
+SHIM := $(wildcard tests/cuda_shim/* tests/passes/*.cpp tests/fake_device/*.cpp tests/fake_device/*.h)
 PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
@@ -153,7 +153,7 @@ check-cuda: venv
 
 # Without the bindings, which take that machine's Python.
 ARM := aarch64-linux-gnu-g++
-ARM_SOURCES := $(filter csrc/testing_ops.cpp csrc/backend/% csrc/passes/% csrc/transport/% csrc/sums/% csrc/engine/%,$(filter %.cpp,$(CSRC)))
+ARM_SOURCES := tests/passes/ops.cpp $(filter csrc/backend/% csrc/passes/% csrc/transport/% csrc/sums/% csrc/engine/%,$(filter %.cpp,$(CSRC)))
 ARM_FLAGS = $(shell $(BIN)/python -c 'import setup; from torch.utils.cpp_extension import include_paths; \
 	print(*setup.CXX_FLAGS, *setup.system_includes(include_paths()))')
 check-aarch64: venv

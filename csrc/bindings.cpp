@@ -1,5 +1,4 @@
-// This file lists all that Python can call, as a table of contents. Functions that only tests and benchmarks call are
-// in testing_bindings.cpp and testing_ops.cpp.
+// This file lists all that Python can call, as a table of contents.
 #include <c10/util/intrusive_ptr.h>
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
@@ -34,10 +33,6 @@
 #include "transport/host.h"
 #include "transport/shared_tensors.h"
 #include "transport/waiting.h"
-
-namespace fastsync {
-void bind_for_tests(pybind11::module_& m);
-}
 
 namespace {
 
@@ -442,5 +437,4 @@ PYBIND11_MODULE(_C, m) {
       "kernels", [](const std::string& type) { return fastsync::kernels_on(device_type(type)); },
       py::arg("device_type"));
 
-  fastsync::bind_for_tests(m);
 }

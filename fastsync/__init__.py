@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 try:
-    load("_C")  # also registers torch.ops.fastsync
+    load("_C")
 except ImportError as error:
     # The package stays importable so that `fastsync doctor` can tell what is wrong; any use of the engine raises.
     _obstacle = str(error)

@@ -30,7 +30,7 @@ def run(command: list[str]) -> None:
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}"
 
 
-def compile_library(name: Path, sources: Sources) -> Path:
+def compile_library(name: Path, sources: Sources, linked: Sequence[str]) -> Path:
     """``name``.so."""
     objects = [f"{name}-{Path(source).stem}.o" for source in sources]
     commands = [
@@ -39,15 +39,19 @@ def compile_library(name: Path, sources: Sources) -> Path:
     ]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
         list(pool.map(run, commands))
-    run([COMPILER, "-shared", *objects, *LIBRARIES, "-o", f"{name}.so"])
+    run([COMPILER, "-shared", *objects, *linked, *LIBRARIES, "-o", f"{name}.so"])
     for out in objects:
         Path(out).unlink()
     return Path(f"{name}.so")
 
 
-def library(name: str, sources: Sources, *patterns: str) -> Path:
-    """build/``name``, compiled unless it is there already, in place of older ones. It depends on these files, too."""
-    digest = hashlib.sha256(repr((COMPILER, FLAGS, sources, torch.__version__)).encode())
+def library(name: str, sources: Sources, *patterns: str, with_engine: str | None = None) -> Path:
+    """build/``name``, compiled unless it is there already, in place of older ones. It depends on these files, too.
+
+    ``with_engine``: the extension whose functions it calls.
+    """
+    linked = [with_engine] if with_engine else []
+    digest = hashlib.sha256(repr((COMPILER, FLAGS, sources, linked, torch.__version__)).encode())
     for path in sorted(path for pattern in (*sources, *patterns) for path in ROOT.glob(pattern) if path.is_file()):
         digest.update(path.read_bytes())
     folder = ROOT / "build" / name
@@ -56,7 +60,7 @@ def library(name: str, sources: Sources, *patterns: str) -> Path:
     with FileLock(folder / "lock"):  # what several processes need, the first builds
         if not built.exists():
             old = list(folder.glob("*.so"))
-            os.replace(compile_library(folder / f"unfinished-{os.getpid()}", sources), built)
+            os.replace(compile_library(folder / f"unfinished-{os.getpid()}", sources, linked), built)
             for each in old:
                 each.unlink(missing_ok=True)
     return built

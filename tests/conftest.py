@@ -91,11 +91,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """
     name, _, kernels = request.param.partition("-")
     if kernels == "generic":
-        from fastsync import _C
+        from tests import passes
 
-        _C.use_kernels("aten")
+        passes.use_kernels("aten")
         yield name
-        _C.use_kernels("auto")
+        passes.use_kernels("auto")
         return
     if name != "emulated":
         yield name

@@ -42,4 +42,4 @@ ops = Operators()
 
 @functools.cache
 def load() -> None:
-    torch.ops.load_library(compiled.library("emulated", SOURCES, "csrc/**/*", f"{SHIM}/*"))
+    torch.ops.load_library(compiled.library("emulated", SOURCES, "csrc/**/*", f"{SHIM}/*", "tests/passes/*.cpp"))

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import fastsync  # noqa: F401  registers torch.ops.fastsync
-from tests import reference
+from tests import passes, reference  # noqa: F401  registers torch.ops.fastsync
 
 WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16, "none": torch.float32}
 COPY = "copy of as many bytes"

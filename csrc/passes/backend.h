@@ -13,20 +13,23 @@
 
 namespace fastsync {
 
+// Libraries of tests and benchmarks call these functions.
+#define FASTSYNC_EXPORT __attribute__((visibility("default")))
+
 class Workspace;
 
 // Whether gradients may have the dtype: float32, float64, float16 or bfloat16.
 bool is_supported(at::ScalarType dtype);
 // Returns the type of a gradient or of a wire. For uint8, the bytes of blocks, it is kInt8.
-DType dtype_of(at::ScalarType dtype);
+FASTSYNC_EXPORT DType dtype_of(at::ScalarType dtype);
 at::ScalarType scalar_type_of(DType dtype);
 // Returns the dtype in which gradients are multiplied and added up.
 at::ScalarType compute_dtype(at::ScalarType grad);
 
 // Lays contiguous gradients out on a wire, in their order. Each begins at a multiple of the alignment and, on a wire of
 // blocks, at the beginning of a block. residuals are contiguous too, one for each gradient, or none.
-std::vector<Segment> lay_out(at::TensorList grads, DType wire = DType::kFloat32, at::TensorList residuals = {},
-                             int64_t alignment = 1);
+FASTSYNC_EXPORT std::vector<Segment> lay_out(at::TensorList grads, DType wire = DType::kFloat32,
+                                             at::TensorList residuals = {}, int64_t alignment = 1);
 
 // Returns the number of values that the segments take on the wire, rounded up to the alignment.
 int64_t wire_length(const std::vector<Segment>& segments, int64_t alignment);
@@ -48,20 +51,20 @@ at::Tensor to_device(const std::vector<float>& values, c10::Device device);
 const double* readable(const at::Tensor& tensor);
 
 // Sets the passes for a device that is neither a CPU nor CUDA.
-void register_passes(c10::DeviceType type, const Passes& passes);
+FASTSYNC_EXPORT void register_passes(c10::DeviceType type, const Passes& passes);
 // Returns the passes that were built or registered for the device, or null.
-const Passes* fused_passes(c10::DeviceType type);
+FASTSYNC_EXPORT const Passes* fused_passes(c10::DeviceType type);
 
 // Returns "fused" if the device's own passes run. Returns "generic" if those of aten/passes.h run, because there are no
 // others or because of FASTSYNC_KERNELS=aten. Throws c10::ValueError if that variable has another value than auto or
 // aten.
 std::string kernels_on(c10::DeviceType type);
 // Overrides FASTSYNC_KERNELS from now on.
-void use_kernels(const std::string& name);
+FASTSYNC_EXPORT void use_kernels(const std::string& name);
 
 // These run the passes on the device's current stream.
-void run_pack(const PackArgs& args, c10::Device device, Workspace& workspace);
-void run_unpack(const UnpackArgs& args, c10::Device device, Workspace& workspace);
-void run_reduce(const ReduceArgs& args, c10::Device device);
+FASTSYNC_EXPORT void run_pack(const PackArgs& args, c10::Device device, Workspace& workspace);
+FASTSYNC_EXPORT void run_unpack(const UnpackArgs& args, c10::Device device, Workspace& workspace);
+FASTSYNC_EXPORT void run_reduce(const ReduceArgs& args, c10::Device device);
 
 }  // namespace fastsync

@@ -16,7 +16,7 @@ namespace fastsync {
 // The calls of a bucket follow one another in the order of their streams. A CPU needs no memory here.
 class Workspace {
  public:
-  explicit Workspace(c10::Device device);
+  FASTSYNC_EXPORT explicit Workspace(c10::Device device);
 
   // The memory that lasts from call to call, which a CUDA graph goes on using.
   const at::Tensor& totals() const { return totals_; }

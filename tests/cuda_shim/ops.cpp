@@ -1,4 +1,4 @@
-// csrc/testing_ops.cpp once more: as torch.ops.fastsync_emulated, for tensors on a CPU, where the passes of passes/cuda
+// tests/passes/ops.cpp once more: as torch.ops.fastsync_emulated, for tensors on a CPU, where the passes of passes/cuda
 // run. Compiled with -Dfastsync=fastsync_emulated, like all that belongs to it.
 #include <torch/library.h>
 #undef TORCH_LIBRARY
@@ -9,7 +9,7 @@
 #include "cuda_runtime.h"
 #include "passes/aten/passes.h"
 #include "passes/cuda/chunk_table.h"
-#include "testing_ops.cpp"
+#include "../passes/ops.cpp"
 
 namespace fastsync::cpu {
 namespace {

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastsync import _C
+from tests.passes import passes_of
 
 PASSES = ("pack", "unpack", "reduce")
 
@@ -17,7 +17,7 @@ class FailingPass:
     def __init__(self, name: str) -> None:
         get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
         get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        passes = get_pointer(_C.passes("cpu"), None)
+        passes = get_pointer(passes_of("cpu"), None)
         assert passes is not None
         at = passes + PASSES.index(name) * ctypes.sizeof(ctypes.c_void_p)
         self._function = ctypes.c_void_p.from_address(at)

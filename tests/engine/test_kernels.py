@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fastsync
 from fastsync import _C
-from tests import fake_device
+from tests import fake_device, passes
 from tests.engine.entry_points import average
 from tests.engine.stderr import NO_TIMES, expected_on_stderr
 from tests.fake_device import DEVICE
@@ -30,10 +30,10 @@ def _events_of_pack() -> set[str]:
 def test_torchs_own_operations_run_where_they_are_asked_for() -> None:
     assert _C.kernels("cpu") == "fused"
     assert "aten::cat" not in _events_of_pack()
-    _C.use_kernels("aten")
+    passes.use_kernels("aten")
     assert _C.kernels("cpu") == "generic"
     assert "aten::cat" in _events_of_pack()
-    _C.use_kernels("auto")
+    passes.use_kernels("auto")
     assert _C.kernels("cpu") == "fused"
 
 

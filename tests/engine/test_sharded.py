@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_a_shard_is_the_references_to_the_bit(world_size: int, shared_memory: bo
 
 
 def _by_torchs_own_operations(rank: int, world_size: int) -> None:
-    _C.use_kernels("aten")
+    os.environ["FASTSYNC_KERNELS"] = "aten"
     _as_the_reference(rank, world_size, "cpu")
 
 

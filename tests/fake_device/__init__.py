@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 import setup
-from fastsync import _C as fastsync_C
-from tests import compiled, ranks
+from tests import compiled, passes, ranks
 
 DEVICE = "fake_device"
 INCLUDED = [f"-I{compiled.ROOT / 'tests/fake_device'}", *setup.system_includes([sysconfig.get_path("include")])]
@@ -48,7 +47,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
 def load() -> Any:
     """Registers the device and its passes with torch and the engine. Returns the extension."""
     extension = load_device()
-    fastsync_C.register_passes(DEVICE, extension.passes_over(fastsync_C.passes("cpu")))
+    passes.register_passes(DEVICE, extension.passes_over(passes.passes_of("cpu")))
     return extension
 
 

@@ -1,20 +1,20 @@
-// Only tests call these functions. They choose the kernels, and give a device passes of its own.
+// These functions choose the kernels, and give a device passes of its own.
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
 
 #include "passes/backend.h"
 
-namespace fastsync {
+using fastsync::Passes;
 
 // The capsules point to a struct Passes.
-void bind_for_tests(pybind11::module_& m) {
+PYBIND11_MODULE(fastsync_passes, m) {
   const auto type_of = [](const std::string& device) { return c10::Device(device).type(); };
-  m.def("use_kernels", &use_kernels, pybind11::arg("name"));
+  m.def("use_kernels", &fastsync::use_kernels, pybind11::arg("name"));
   m.def(
-      "passes",
+      "passes_of",
       [type_of](const std::string& device) {
-        const Passes* const fused = fused_passes(type_of(device));
+        const Passes* const fused = fastsync::fused_passes(type_of(device));
         TORCH_CHECK_VALUE(fused != nullptr, "device_type: no passes were built for ", device);
         return pybind11::capsule(static_cast<const void*>(fused));
       },
@@ -22,9 +22,7 @@ void bind_for_tests(pybind11::module_& m) {
   m.def(
       "register_passes",
       [type_of](const std::string& device, const pybind11::capsule& passes) {
-        register_passes(type_of(device), *passes.get_pointer<const Passes>());
+        fastsync::register_passes(type_of(device), *passes.get_pointer<const Passes>());
       },
       pybind11::arg("device_type"), pybind11::arg("passes"));
 }
-
-}  // namespace fastsync

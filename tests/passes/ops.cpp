@@ -1,5 +1,5 @@
-// torch.ops.fastsync.{pack,unpack,reduce} are the passes on tensors. Only tests and benchmarks call them, so shapes are
-// not checked. tests/reference.py specifies them.
+// torch.ops.fastsync.{pack,unpack,reduce} are the passes on tensors. Shapes are not checked. tests/reference.py
+// specifies them.
 #include <torch/library.h>
 
 #include <limits>
