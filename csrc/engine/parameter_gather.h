@@ -13,13 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/bucket.h"
 #include "engine/engine_state.h"
-#include "engine/sync_times.h"
-#include "passes/workspace.h"
-#include "sums/flat_gradients.h"
-#include "transport/team.h"
-#include "transport/teams.h"
+#include "sums/planned_sum.h"
 
 namespace fastsync {
 
@@ -30,6 +25,9 @@ class ParameterGather;
 struct GatherMemory {
   GatherMemory(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
       : teams(std::move(group), device, "parameters") {}
+
+  // Makes the work that gathers the values, of which each rank has one part.
+  std::unique_ptr<SumWork> make_work(FlatGradients values, int first_tag, int64_t module);
 
   Teams teams;
   at::Tensor buffer;  // undefined at first
@@ -56,37 +54,13 @@ class GatherWork {
  private:
   friend class ParameterGather;
 
-  // A piece of each rank's row, in bytes. It travels by itself.
-  struct Piece {
-    int64_t begin;
-    int64_t end;
-    std::unique_ptr<Transfer> transfer;
-  };
-
-  bool is_encoded() const { return !shards_.empty(); }
-  bool is_copied() const { return buffer_.data_ptr() != output_.data_ptr(); }
-  at::Tensor row(const Piece& piece, int64_t rank) const;
-  at::Tensor shard(const Piece& piece, int64_t rank) const;
-  Range values_of(const Piece& piece) const;
-
-  void lay_out_rows();
-  void send(int first_tag, int64_t module);
-  void pack(const Piece& piece) const;
-  void receive();
-  void unpack(const Piece& piece) const;
   void let_go();
 
   std::shared_ptr<ParameterGather> engine_;
   const GatheredModule* module_ = nullptr;  // the engine's
   int64_t step_ = 0;
-  at::Tensor output_;                  // all ranks' shards, as bytes
-  std::vector<FlatGradients> shards_;  // each rank's part of the output; none if values travel as they are
   std::shared_ptr<GatherMemory> memory_;
-  std::shared_ptr<Team> team_;
-  std::shared_ptr<void> use_;  // the result of Team::use_rows
-  at::Tensor buffer_;          // the rows lie in it; the output itself if nothing is copied
-  Rows rows_{};
-  std::vector<Piece> pieces_;
+  std::unique_ptr<SumWork> work_;
   bool is_received_ = false;
   std::shared_ptr<Stopwatch> stopwatch_;
 };
@@ -109,10 +83,8 @@ class ParameterGather : public EngineState, public std::enable_shared_from_this<
   void give_up() const override;
 
  private:
-  std::vector<FlatGradients> encoded(GatheredModule& module, const at::Tensor& output,
-                                     const std::vector<int64_t>& numels, DType wire) const;
+  FlatGradients flatten(GatheredModule& module, const at::Tensor& output, const std::vector<int64_t>& numels) const;
   std::shared_ptr<GatherMemory> free_memory(c10::Device device);
-  static void note_costs(BucketTotals& totals, const at::Tensor& output, const Teams& teams);
 
   std::vector<GatheredModule> modules_;
   Agreement agreement_;

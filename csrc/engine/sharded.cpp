@@ -79,6 +79,7 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
                     " gradients; fastsync handles float32, float64, float16 and bfloat16");
   SendOptions options{compressions_->at(values.numel()), step_under_way(), first_tag(bucket->agreement->number)};
   options.scatter = scatter;
+  options.number.id = scatter ? bucket->agreement->number : -1;
   auto if_it_fails = c10::make_scope_exit([&] {
     if (scatter) {
       bucket->set_scale({});  // because it has followed this rank's shard alone; the ranks agree on the next one anew
@@ -95,8 +96,8 @@ void ShardedState::run(const at::Tensor& identity, const std::string& name, cons
 
 void ShardedState::give_up() const {
   EngineState::give_up();
-  if (teams_ && teams_->shared()) {
-    teams_->shared()->give_up();
+  if (teams_) {
+    teams_->give_up();
   }
 }
 

@@ -29,7 +29,7 @@ int64_t Shards::pieces_number() {
 }
 
 void Shards::meet() {
-  engine_.wait_for_ranks("the step of the optimizer", [&] { meeting_->meet(); });
+  engine_.wait_for_ranks("the step of the optimizer", [&] { group_->barrier(); });
 }
 
 std::vector<std::vector<std::vector<Shards::Place>>> Shards::places() {
@@ -60,8 +60,8 @@ std::vector<std::vector<double>> Shards::compare(const std::vector<double>& numb
   engine_.check_not_forked("step in the process that attached it, or call detach() in the child");
   std::vector<std::vector<double>> all;
   engine_.wait_for_ranks(what, [&] {
-    meeting_->tell(numbers);
-    all = meeting_->hear();
+    group_->begin_all_gather(numbers);
+    all = group_->end_all_gather();
     for (const auto& theirs : all) {
       TORCH_CHECK(theirs.size() == numbers.size(), "another rank is not there, but averages gradients or is elsewhere ",
                   "in the optimizer: every rank has to call optimizer.step() after the same backwards, and its ",
@@ -104,14 +104,14 @@ void Shards::tell_stats(bool has_failed) {
     on_host.select(1, kNumNonfinite).fill_(1.0);
   }
   const auto* const numbers = on_host.const_data_ptr<double>();
-  meeting_->tell({numbers, numbers + on_host.numel()});
+  group_->begin_all_gather({numbers, numbers + on_host.numel()});
   has_told_stats_ = true;  // not if telling has failed
 }
 
 void Shards::hear_stats() {
   std::vector<std::vector<double>> all;
   engine_.wait_for_ranks("adding up the norm of the gradients", [&] {
-    all = meeting_->hear();
+    all = group_->end_all_gather();
     for (const auto& theirs : all) {
       TORCH_CHECK(theirs.size() == kNumStats * layout_.buckets.size(), "another rank steps with the optimizer, where ",
                   "this rank averages gradients: every rank has to call optimizer.step() after the same backwards");

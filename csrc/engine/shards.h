@@ -14,7 +14,7 @@
 #include "engine/gradient.h"
 #include "engine/gradient_flags.h"
 #include "engine/layout.h"
-#include "transport/meeting.h"
+#include "transport/shard_group.h"
 
 namespace fastsync {
 
@@ -30,10 +30,10 @@ class Shards final : public Passenger {
   Shards(EngineState& engine, const std::vector<Parameter>& parameters, const Layout& layout, GradientFlags& flags)
       : engine_(engine), parameters_(parameters), layout_(layout), flags_(flags) {}
 
-  // Has ranks keep shards from the first step on. They meet there.
-  void set_meeting(std::shared_ptr<Meeting> meeting) { meeting_ = std::move(meeting); }
-  bool are_kept() const { return meeting_ != nullptr; }
-  bool share_memory() const { return meeting_->shares_memory(); }
+  // Has these ranks keep shards from the first step on.
+  void set_group(std::shared_ptr<ShardGroup> group) { group_ = std::move(group); }
+  bool are_kept() const { return group_ != nullptr; }
+  const ShardGroup* group() const { return group_.get(); }  // null unless shards are kept
 
   // ---- between steps ----
 
@@ -72,7 +72,7 @@ class Shards final : public Passenger {
   const std::vector<Parameter>& parameters_;
   const Layout& layout_;
   GradientFlags& flags_;
-  std::shared_ptr<Meeting> meeting_;  // null unless shards are kept
+  std::shared_ptr<ShardGroup> group_;  // null unless shards are kept
   std::vector<bool> have_means_;
   bool has_told_stats_ = false;
 };

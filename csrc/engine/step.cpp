@@ -215,19 +215,16 @@ void Step::send_next() {
   const bool is_last = index + 1 == layout().buckets.size();
   const at::Tensor weight = weights_ && !has_failed() ? weights_->factor(device) : at::Tensor();
   const at::Tensor side_values = is_last ? side_values_to_send(device, grads, weight) : at::Tensor();
-  const SendOptions options{engine_.compressions()->at(next.num_reals),
-                            number(),
-                            first_tag(engine_.agreement_->number) + static_cast<int>(index) * kTagsPerBucket,
-                            engine_.num_steps(),
-                            /*is_weighted_mean=*/info_.is_weighted && engine_.op_ != Op::kSum,
-                            weight,
-                            /*in_place=*/false,
-                            /*scatter=*/nullptr,
-                            /*may_be_taken_back=*/engine_.is_revocable(),
-                            /*keeps_shard=*/engine_.shards_.are_kept(),
-                            /*may_share_memory=*/!engine_.shards_.are_kept() || engine_.shards_.share_memory(),
-                            /*has_failed=*/has_failed(),
-                            /*needs_stats=*/engine_.needs_stats()};
+  const SendOptions options{.compression = engine_.compressions()->at(next.num_reals),
+                            .step = number(),
+                            .tag = first_tag(engine_.agreement_->number) + static_cast<int>(index) * kTagsPerBucket,
+                            .number = {.step_count = engine_.num_steps()},
+                            .is_weighted_mean = info_.is_weighted && engine_.op_ != Op::kSum,
+                            .weight = weight,
+                            .shards = engine_.shards_.group(),
+                            .may_be_taken_back = engine_.is_revocable(),
+                            .has_failed = has_failed(),
+                            .needs_stats = engine_.needs_stats()};
   works_.push_back(bucket.send(std::move(grads), options, engine_.start_bucket(bucket), side_values, stand_in));
   if (is_last) {
     engine_.end_step();

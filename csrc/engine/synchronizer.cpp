@@ -323,8 +323,8 @@ void Synchronizer::set_optimizer(std::string description) {
   agree_anew("shard_optimizer was called");
 }
 
-void Synchronizer::set_shards(std::shared_ptr<Meeting> shards) {
-  shards_.set_meeting(std::move(shards));
+void Synchronizer::set_shards(std::shared_ptr<ShardGroup> shards) {
+  shards_.set_group(std::move(shards));
   for (Parameter& parameter : parameters_) {
     parameter.is_sparse = false;  // so that a sparse gradient is refused
   }
@@ -334,7 +334,7 @@ void Synchronizer::set_shards(std::shared_ptr<Meeting> shards) {
 void Synchronizer::set_shards_apart() {
   const int tag = first_tag(agreement_->number) + kMaxBuckets * kTagsPerBucket - 1;
   const auto most_buckets = std::min<int64_t>(kMaxBuckets, static_cast<int64_t>(parameters_.size()));
-  set_shards(std::make_shared<MeetingByMessages>(group_, device_to_agree_on(), kNumStats * most_buckets, tag));
+  set_shards(std::make_shared<ShardGroupByMessages>(group_, device_to_agree_on(), kNumStats * most_buckets, tag));
 }
 
 std::vector<int64_t> Synchronizer::num_writes() {

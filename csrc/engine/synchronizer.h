@@ -118,7 +118,7 @@ class Synchronizer : public EngineState, public GradientListener, public std::en
   // ---- with shards, see Note [Shards] ----
 
   // Has ranks keep shards of the means, which are dense, from the first step on.
-  void set_shards(std::shared_ptr<Meeting> shards);
+  void set_shards(std::shared_ptr<ShardGroup> shards);
   // Does so for ranks that share no memory. The ranks must have agreed.
   void set_shards_apart();
   // The description of what ranks do with their shards, which has to be equal on all of them. Empty without shards.

@@ -134,6 +134,8 @@ void dispatch(DType dtype, const Call& call) {
       return call(Int8Block{});
     case DType::kInt4:
       return call(Int4Block{});
+    case DType::kBytes:
+      return;
   }
 }
 
@@ -193,7 +195,7 @@ struct WireUnit {
 };
 
 inline WireUnit unit_of(DType wire) {
-  WireUnit unit{};
+  WireUnit unit{1, 1, 8};  // of bytes
   dispatch(wire, [&](auto w) {
     using W = decltype(w);
     unit = {kUnitValues<W>, sizeof(W), 8 * static_cast<int>(sizeof(W))};

@@ -19,9 +19,10 @@
 
 namespace fastsync {
 
-// The type of a gradient or of a wire. Only wires have blocks: kInt8 and kInt4.
-enum class DType : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt8, kInt4 };
-constexpr int kNumDTypes = 6;
+// The type of a gradient or of a wire. Only wires have blocks: kInt8 and kInt4. No pass takes kBytes: these are values
+// of any type, which are only gathered.
+enum class DType : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt8, kInt4, kBytes };
+constexpr int kNumDTypes = 7;
 
 using c10::BFloat16;
 using c10::Half;

@@ -56,6 +56,16 @@ FlatGradients::FlatGradients(std::vector<at::Tensor> of, DType wire, c10::Device
       num_values(wire_length(segments, alignment)),
       limit(saturation_limit(wire, /*world_size=*/1)) {}
 
+FlatGradients::FlatGradients(const at::Tensor& bytes)
+    : device(bytes.device()),
+      grads{bytes},
+      grad_dtype(DType::kBytes),
+      wire_dtype(DType::kBytes),
+      alignment(1),
+      segments{{bytes.data_ptr(), bytes.numel(), /*offset=*/0}},
+      num_values(bytes.numel()),
+      limit(saturation_limit(wire_dtype, /*world_size=*/1)) {}
+
 void FlatGradients::unpack_to_nowhere() {
   for (size_t i = 0; i < segments.size(); ++i) {
     segments[i].data = nowhere.emplace_back(at::empty_like(grads[i])).data_ptr();
@@ -65,6 +75,10 @@ void FlatGradients::unpack_to_nowhere() {
 void FlatGradients::pack(const std::vector<Range>& ranges, DType dtype, void* wire, Position position) const {
   RECORD_FUNCTION("fastsync::pack", {});
   const std::vector<Segment> from = cut(segments, ranges, grad_dtype);
+  if (dtype == DType::kBytes) {
+    copy_bytes(from, wire, /*to_wire=*/true);
+    return;
+  }
   run_pack(pack_args(from, dtype, wire, position, /*gap_alignment=*/1), device, *workspace);
 }
 
@@ -95,9 +109,27 @@ void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, i
   const std::vector<Segment> to = output.defined()
                                       ? cut({{output.data_ptr(), output.numel(), /*offset=*/0}}, ranges, grad_dtype)
                                       : cut(segments, ranges, grad_dtype);
+  if (wire_dtype == DType::kBytes) {
+    copy_bytes(to, wire, /*to_wire=*/false);
+    return;
+  }
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
               stats.data_ptr<double>(), num_wires, stride, factor, position, 1.0 / mean_factor},
              device, *workspace);
+}
+
+void FlatGradients::copy_bytes(const std::vector<Segment>& of, const void* wire, bool to_wire) const {
+  for (const Segment& segment : of) {
+    const auto bytes_at = [&](const void* begin) {
+      return at::for_blob(const_cast<void*>(begin), {segment.numel})
+          .options(at::TensorOptions().dtype(at::kByte).device(device))
+          .target_device(device)
+          .make_tensor();
+    };
+    const at::Tensor own = bytes_at(segment.data);
+    const at::Tensor travelling = bytes_at(advance(wire, segment.offset));
+    to_wire ? travelling.copy_(own) : own.copy_(travelling);
+  }
 }
 
 ReduceArgs FlatGradients::reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel,

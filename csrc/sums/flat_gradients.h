@@ -33,6 +33,9 @@ struct FlatGradients {
   // Each begins at a multiple of least_alignment on the wire, at least.
   FlatGradients(std::vector<at::Tensor> grads, DType wire_dtype, c10::Device device, int64_t least_alignment = 1);
 
+  // Values of any dtype, as their bytes, which travel as they are.
+  explicit FlatGradients(const at::Tensor& bytes);
+
   c10::Device device;
   std::vector<at::Tensor> grads;
   std::vector<at::Tensor> nowhere;  // after unpack_to_nowhere, takes the results
@@ -77,6 +80,7 @@ struct FlatGradients {
  private:
   PackArgs pack_args(const std::vector<Segment>& from, DType dtype, void* wire, Position position,
                      int64_t gap_alignment) const;
+  void copy_bytes(const std::vector<Segment>& segments, const void* wire, bool to_wire) const;
 };
 
 }  // namespace fastsync

@@ -81,7 +81,7 @@ class Planner {
  public:
   // Each chunk has num_shards shards, which different ranks add up. The key must outlive the planner.
   Planner(const PlanKey& key, std::shared_ptr<Team> team, DType packed_as, int64_t num_shards, double factor)
-      : key_(key), plan_{std::move(team), packed_as, factor}, num_shards_(num_shards) {}
+      : key_(key), plan_{std::move(team), nullptr, packed_as, factor}, num_shards_(num_shards) {}
 
   // Returns how many values each chunk but the last has, if there are so many values in all.
   int64_t chunk_length(int64_t num_values) const {
@@ -298,6 +298,32 @@ Plan reduce_scatter(const PlanKey& key, const std::shared_ptr<Team>& team) {
   return std::move(planner).done();
 }
 
+// A rank takes its own values as well, as the wire has carried them.
+Plan all_gather(const PlanKey& key, const std::shared_ptr<Team>& team) {
+  const bool in_place = gathers_in_place(key);
+  Planner planner(key, team, key.wire_dtype, /*num_shards=*/1, key.factor);
+  for (Chunk& chunk : planner.cut(key.num_values, in_place ? key.num_values : planner.chunk_length(key.num_values))) {
+    const Rows rows = planner.gather_rows(planner.row_of(chunk, chunk.end - chunk.begin, key.wire_dtype));
+    chunk.phases = {gather(team, key.tag, rows)};
+    chunk.packed_at = rows.begin(team->rank());
+    chunk.unpacked_from = {rows.offset, rows.length, rows.stride, /*count=*/1};
+    for (int64_t member = 0; member < team->size() && !in_place; ++member) {
+      const int64_t part = member * key.num_values;
+      const bool is_own = member == team->rank();
+      if (is_own) {
+        chunk.packed = {{part + chunk.begin, part + chunk.end, /*offset=*/0}};
+      }
+      if (!is_own || key.wire_dtype != DType::kBytes) {
+        const int64_t offset = values_in(member * rows.stride, key.wire_dtype);
+        chunk.unpacked.push_back({part + chunk.begin, part + chunk.end, offset});
+      }
+    }
+  }
+  Plan plan = std::move(planner).done();
+  plan.bytes = in_place ? team->size() * key.num_values : plan.bytes;
+  return plan;
+}
+
 // Plans for two levels. Inside a node, where links are fast, values travel in the gradients' dtype. Between nodes they
 // travel in the wire's dtype. Local rank l is the rank with index l in its node. The first ranks of each node have
 // peers: the ranks with the same index on all other nodes.
@@ -325,7 +351,7 @@ class TwoLevelPlanner {
 
   Plan make() && {
     for (Chunk& chunk : planner_.cut(key_.num_values, planner_.chunk_length(key_.num_values))) {
-      const Layout layout = lay_out(chunk);
+      const RowLayout layout = lay_out(chunk);
       exchange_in_node(chunk, layout);
       if (levels_.peers) {
         send_between_nodes(chunk, layout);
@@ -337,7 +363,7 @@ class TwoLevelPlanner {
 
  private:
   // The shards and rows of a chunk, see Note [Regions].
-  struct Layout {
+  struct RowLayout {
     int64_t sub_shard;     // how many values a sub-shard has; in one step a shard is one sub-shard
     int64_t shard;         // how many values a shard has
     int64_t begin;         // the index of the first value of this rank's shard, in the bucket
@@ -350,9 +376,9 @@ class TwoLevelPlanner {
 
   bool in_one_step() const { return key_.between_nodes == Algorithm::kOneShot; }
 
-  Layout lay_out(const Chunk& chunk) {
+  RowLayout lay_out(const Chunk& chunk) {
     const int64_t nodes = levels_.num_nodes;
-    Layout layout{};
+    RowLayout layout{};
     layout.sub_shard = planner_.shard_length(chunk);
     layout.shard = (in_one_step() ? 1 : nodes) * layout.sub_shard;
     layout.begin = chunk.begin + levels_.node->rank() * layout.shard;
@@ -369,7 +395,7 @@ class TwoLevelPlanner {
     return layout;
   }
 
-  void exchange_in_node(Chunk& chunk, const Layout& layout) const {
+  void exchange_in_node(Chunk& chunk, const RowLayout& layout) const {
     Phase& phase =
         chunk.phases.emplace_back(exchange(levels_.node, key_.tag, layout.in_node.sent, layout.in_node.received));
     planner_.pack_shards(chunk, layout.shard);
@@ -386,7 +412,7 @@ class TwoLevelPlanner {
   }
 
   // Sends the sums of the phase before to the peers.
-  void send_between_nodes(Chunk& chunk, const Layout& layout) const {
+  void send_between_nodes(Chunk& chunk, const RowLayout& layout) const {
     const std::shared_ptr<Team>& peers = levels_.peers;
     std::vector<int64_t>& sums = chunk.phases.back().reduce->outs;
     const int64_t own_row = layout.own_block.begin(peers->rank());
@@ -410,7 +436,7 @@ class TwoLevelPlanner {
   }
 
   // Each rank reads the side values that the first local rank has, because that rank has peers on all nodes.
-  void gather_in_node(Chunk& chunk, const Layout& layout) {
+  void gather_in_node(Chunk& chunk, const RowLayout& layout) {
     Phase& phase = chunk.phases.emplace_back(gather(levels_.node, key_.tag + 3, layout.blocks));
     planner_.unpack_shards(chunk, layout.shard, layout.blocks);
     Rows of_first = planner_.rows_of_first(layout.from_nodes);
@@ -433,26 +459,43 @@ class TwoLevelPlanner {
   Planner planner_;
 };
 
+Plan two_level(const PlanKey& key, const Levels& levels) { return TwoLevelPlanner(key, levels).make(); }
+
 }  // namespace
 
 std::unique_ptr<Transfer> Phase::expect(const at::Tensor& memory) const {
   return is_gather ? team->all_gather(memory, sent, tag) : team->all_to_all(memory, sent, received, tag);
 }
 
-Plan make_plan(const PlanKey& key, const std::shared_ptr<Team>& team) {
-  switch (key.algorithm) {
-    case Algorithm::kOneShot:
-      return key.keeps_shard && !key.shares_memory ? two_shot(key, team) : one_shot(key, team);
-    case Algorithm::kTwoShot:
-      return two_shot(key, team);
-    case Algorithm::kReduceScatter:
-      return reduce_scatter(key, team);
-    default:
-      TORCH_INTERNAL_ASSERT(false, "no plan of one level");
-  }
+// The nodes of two levels are the hosts if ranks share memory, else the nodes that the compression names.
+Plan make_plan(const PlanKey& key, Teams& teams) {
+  const auto shared = key.shares_memory ? teams.shared() : nullptr;
+  const std::shared_ptr<Team> team = shared ? shared : teams.all();
+  Plan plan = [&] {
+    switch (key.algorithm) {
+      case Algorithm::kOneShot:
+        return key.keeps_shard && !key.shares_memory ? two_shot(key, team) : one_shot(key, team);
+      case Algorithm::kTwoShot:
+        return two_shot(key, team);
+      case Algorithm::kReduceScatter:
+        return reduce_scatter(key, team);
+      case Algorithm::kAllGather:
+        return all_gather(key, team);
+      case Algorithm::kTwoLevel:
+        return two_level(
+            key, key.shares_memory ? teams.hosts() : levels_of(*team, nodes_of(key.ranks_per_node, team->size())));
+      case Algorithm::kAllReduce:
+        break;
+    }
+    TORCH_INTERNAL_ASSERT(false, "the process group adds by itself");
+  }();
+  plan.shared = shared;
+  return plan;
 }
 
-Plan make_plan(const PlanKey& key, const Levels& levels) { return TwoLevelPlanner(key, levels).make(); }
+bool gathers_in_place(const PlanKey& key) {
+  return key.wire_dtype == DType::kBytes && !key.shares_memory && key.num_values % kRowAlignment == 0;
+}
 
 PlanKey with_room_for_side_values(PlanKey key) {
   constexpr int64_t kSideBytes = 4096;

@@ -13,6 +13,7 @@
 //                   anew.
 //   reduce_scatter  The exchange of two_shot alone. The rows are added up into the output.
 //   two_level       See TwoLevelPlanner.
+//   all_gather      A gather of what each rank has. Nothing is added up. Parameters travel by it.
 //
 // With keeps_shard, each rank takes only its own shard of each chunk, and gets the same bits as without. A two_shot
 // then has no gather, unless its wire rounds the means. Without shared memory a one_shot becomes an exchange, because a
@@ -75,23 +76,23 @@ struct Chunk {
   Rows unpacked_from = {};           // rows that unpacking adds up; the offsets of `unpacked` count from the first
 };
 
-enum class Algorithm : int8_t { kAllReduce, kOneShot, kTwoShot, kTwoLevel, kReduceScatter };
+enum class Algorithm : int8_t { kAllReduce, kOneShot, kTwoShot, kTwoLevel, kReduceScatter, kAllGather };
 
 // All that determines a plan, apart from the teams. A change of the key makes a new plan.
 struct PlanKey {
   Algorithm algorithm;
-  Algorithm between_nodes;  // kOneShot or kTwoShot, for kTwoLevel
-  int64_t ranks_per_node;   // determines the teams, for kTwoLevel without shared memory
-  bool shares_memory;       // whether the rows lie in memory that all ranks of a host share
-  int64_t region_bytes;     // each rank's part of that memory; 0 before there is any
-  int tag;                  // the tag of the first phase's messages; the next three tags are the plan's as well
+  Algorithm between_nodes = Algorithm::kTwoShot;  // kOneShot or kTwoShot, for kTwoLevel
+  int64_t ranks_per_node = 1;                     // determines the teams, for kTwoLevel without shared memory
+  bool shares_memory;                             // whether the rows lie in memory that all ranks of a host share
+  int64_t region_bytes;                           // each rank's part of that memory; 0 before there is any
+  int tag;  // the tag of the first phase's messages; the next three tags are the plan's as well
   DType grad_dtype;
   DType wire_dtype;
-  int64_t num_values;  // how many values the bucket takes on the wire, or each shard of a reduce-scatter
-  int64_t side_bytes;
-  bool keeps_shard;  // whether a rank takes only its own shards
-  bool rows_add_up;  // whether the mean is the sum of what the ranks send, because each has weighted its values
-  double factor;     // multiplies the mean or, in a reduce-scatter, the sum
+  int64_t num_values;  // how many values the bucket takes on the wire, or each shard of a reduce-scatter or all-gather
+  int64_t side_bytes = 0;
+  bool keeps_shard = false;  // whether a rank takes only its own shards
+  bool rows_add_up = false;  // whether the mean is the sum of what the ranks send, because each has weighted its values
+  double factor = 1.0;       // multiplies the mean or, in a reduce-scatter, the sum
 
   bool operator==(const PlanKey& other) const = default;
 
@@ -100,9 +101,10 @@ struct PlanKey {
 };
 
 struct Plan {
-  std::shared_ptr<Team> team;  // the rows lie in this team's memory
-  DType packed_as;             // the dtype that packing encodes to
-  double factor;               // multiplies each row that is unpacked
+  std::shared_ptr<Team> team;          // the rows lie in this team's memory
+  std::shared_ptr<SharedTeam> shared;  // the same team if its ranks share memory, else null
+  DType packed_as;                     // the dtype that packing encodes to
+  double factor;                       // multiplies each row that is unpacked
   std::vector<Chunk> chunks = {};
   // With keeps_shard: which of the bucket's values each of the team's ranks takes. The offsets count from the first of
   // them. Empty without.
@@ -116,10 +118,12 @@ struct Plan {
   }
 };
 
-// Makes a plan of kOneShot, kTwoShot or kReduceScatter.
-Plan make_plan(const PlanKey& key, const std::shared_ptr<Team>& team);
-// Makes a plan of kTwoLevel.
-Plan make_plan(const PlanKey& key, const Levels& levels);
+// Makes a plan, except of kAllReduce. Its ranks are those of this rank's host if the key says so and there is room in
+// their memory. Before there is room on a single host, all ranks are the same ranks.
+Plan make_plan(const PlanKey& key, Teams& teams);
+
+// Whether an all-gather has its rows in the memory of the values, so that it copies nothing.
+bool gathers_in_place(const PlanKey& key);
 
 // Returns the key with room for more side values, because their number changes from sync to sync.
 PlanKey with_room_for_side_values(PlanKey key);

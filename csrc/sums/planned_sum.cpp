@@ -12,10 +12,10 @@ namespace fastsync {
 
 // A plan's memory is zero at first, because the gaps between gradients are added and encoded with the blocks around
 // them.
-PlannedSum::PlannedSum(FlatGradients gradients, SumMemory& memory)
+PlannedSum::PlannedSum(FlatGradients gradients, SumMemory& memory, const SumNumber& number)
     : SumWork(std::move(gradients)),
       plan_(memory.plan),
-      use_(plan_->team->use_rows()),
+      use_(plan_->shared ? plan_->shared->begin(number) : nullptr),
       transfers_(plan_->chunks.size() * plan_->num_phases()),
       num_driven_(plan_->num_phases() > 1 ? 0 : static_cast<int>(plan_->chunks.size())) {
   if (!memory.buffer.defined() || memory.buffer.numel() < plan_->bytes) {
@@ -64,7 +64,9 @@ void PlannedSum::drive() {
     driven_.set(gradients_.device);
   } catch (...) {
     error_ = std::current_exception();
-    plan_->team->give_up();  // so that nobody waits for this rank
+    if (plan_->shared) {
+      plan_->shared->regions()->give_up();  // so that nobody waits for this rank
+    }
     set_driven(kFailed);
   }
 }
@@ -203,8 +205,10 @@ void PlannedSum::receive(const std::function<void()>& on_reduced) {
   for (const auto& transfer : transfers_) {
     transfer->wait_until_sent();  // last, because by now it rarely has to wait
   }
-  plan_->team->have_read();
-  use_.reset();
+  if (plan_->shared) {
+    plan_->shared->have_read();
+    use_.reset();
+  }
 }
 
 int64_t PlannedSum::sent_bytes() const {

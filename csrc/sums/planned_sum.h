@@ -28,8 +28,8 @@ struct SumMemory {
 
 class PlannedSum final : public SumWork {
  public:
-  // Prepares a sum by the memory's plan.
-  PlannedSum(FlatGradients gradients, SumMemory& memory);
+  // Prepares a sum by the memory's plan. In shared memory it waits until nobody reads the rows of the sum before.
+  PlannedSum(FlatGradients gradients, SumMemory& memory, const SumNumber& number);
 
   // Packs chunk after chunk. Each chunk is on its way before the next one is packed.
   void send() override;
@@ -54,7 +54,7 @@ class PlannedSum final : public SumWork {
   void sum_side_values(const Rows& rows);
 
   const std::shared_ptr<const Plan> plan_;
-  std::shared_ptr<void> use_;                         // the result of Team::use_rows; null once all rows are read
+  std::shared_ptr<void> use_;                         // the result of SharedTeam::begin; null once all rows are read
   std::vector<std::unique_ptr<Transfer>> transfers_;  // by chunk and phase; null until their rows are expected
 
   std::atomic<bool> has_driver_ = false;

@@ -95,19 +95,6 @@ class Team {
   // Whether all ranks have one buffer, so that rows need not travel.
   bool shares_memory() const { return region_bytes_ > 0; }
 
-  // Tells the team that a sum begins. `step_count` is how many half steps have begun. A sum that failed and is tried
-  // again in its step has the same count, so the ranks take it for the same sum. With 0 each call begins a new sum.
-  // `sum_id` is a number that the ranks have agreed on. It tells sums apart if a rank may take one for another, and is
-  // below 0 if no rank can.
-  virtual void begin(int64_t /*step_count*/, int64_t /*sum_id*/ = -1) {}
-  // Waits until nobody reads the rows of the sum before, so that the next sum may fill them. That sum holds the result
-  // for as long as it uses the rows.
-  virtual std::shared_ptr<void> use_rows() { return nullptr; }
-  // Tells the other ranks that this rank has read all rows that it needs.
-  virtual void have_read() {}
-  // Tells the other ranks that this rank sends no more, so that nobody waits for it until the time-out.
-  virtual void give_up() {}
-
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
   c10::Device device() const { return device_; }
 

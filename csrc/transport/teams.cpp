@@ -53,7 +53,8 @@ void Teams::make_room(int64_t bytes) {
   hosts_ = levels_of(*all_, host_->hosts());  // again, because `node` still is the team in shared memory
   shared_.reset();
   try {
-    shared_ = SharedTeam::make(all_->group(), host_, bytes, what_);
+    shared_ = std::make_shared<SharedTeam>(all_->group(), std::make_shared<SharedRegions>(all_->group(), host_, bytes),
+                                           what_);
     hosts_.node = shared_;
   } catch (const CannotShare& failure) {
     why_not_shared_ = failure.why;

@@ -52,6 +52,12 @@ class Teams {
 
   // The team of this rank's host, in shared memory. Null if there is none.
   const std::shared_ptr<SharedTeam>& shared() const { return shared_; }
+  // Tells the ranks that share memory that this rank sends no more. They would not notice it by the process group.
+  void give_up() const {
+    if (shared_) {
+      shared_->regions()->give_up();
+    }
+  }
   int64_t num_hosts() const { return hosts_.num_nodes; }
   // Whether the hosts are known, and are the same nodes as nodes_of makes.
   bool hosts_have(int64_t ranks_per_node) const;
