@@ -6,10 +6,10 @@
 
 #include <vector>
 
+#include "../passes/ops.cpp"
 #include "cuda_runtime.h"
 #include "passes/aten/passes.h"
 #include "passes/cuda/chunk_table.h"
-#include "../passes/ops.cpp"
 
 namespace fastsync::cpu {
 namespace {
