@@ -57,7 +57,7 @@ std::unique_ptr<SumWork> Bucket::make_sum(std::vector<at::Tensor> grads, const S
   FlatGradients gradients = sums_.flatten(std::move(grads), options, side_values);
   if (options.may_be_taken_back) {
     const at::Tensor scale = scale_.value();
-    before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.residuals(), factors()};
+    before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.snapshot(), factors()};
   }
   std::unique_ptr<SumWork> sum;
   guard([&] {

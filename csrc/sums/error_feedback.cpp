@@ -53,6 +53,22 @@ void ErrorFeedback::take_back(size_t index) {
 
 std::vector<at::Tensor> ErrorFeedback::residuals() const { return flat_clones(residuals_); }
 
+// New memory in each step would cost page faults.
+std::vector<at::Tensor> ErrorFeedback::snapshot() {
+  if (!memory_.defined()) {
+    return residuals();
+  }
+  if (!snapshot_.defined() || snapshot_.numel() != memory_.numel() || snapshot_.dtype() != memory_.dtype()) {
+    snapshot_ = at::empty_like(memory_);
+  }
+  snapshot_.copy_(memory_);
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& residual : residuals_) {
+    copies.push_back(snapshot_.as_strided(residual.sizes(), residual.strides(), residual.storage_offset()));
+  }
+  return copies;
+}
+
 void ErrorFeedback::set_residuals(const std::vector<at::Tensor>& residuals) {
   before_.clear();
   if (residuals.empty() && memory_.defined()) {

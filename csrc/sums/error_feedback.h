@@ -23,6 +23,8 @@ class ErrorFeedback {
   // Returns a residual for each gradient, flat, in the order of its indices and not of its memory. A residual is
   // undefined if nothing is kept.
   std::vector<at::Tensor> residuals() const;
+  // Returns the same for set_residuals, in memory that holds until the next call.
+  std::vector<at::Tensor> snapshot();
   // Writes them to the memory of those that there are, if they fit.
   void set_residuals(const std::vector<at::Tensor>& residuals);
 
@@ -36,6 +38,7 @@ class ErrorFeedback {
 
   std::vector<at::Tensor> residuals_;  // by gradient; undefined if nothing is kept
   at::Tensor memory_;                  // holds all residuals, laid out as gradients on the wire; undefined before lend
+  at::Tensor snapshot_;                // the memory of the newest snapshot; undefined if there was none
   int64_t alignment_ = 0;              // the alignment of the residuals in memory_
   std::unordered_map<size_t, at::Tensor> before_;  // the residuals before the newest sum, of stand-ins
 };
