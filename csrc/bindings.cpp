@@ -436,5 +436,4 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "kernels", [](const std::string& type) { return fastsync::kernels_on(device_type(type)); },
       py::arg("device_type"));
-
 }

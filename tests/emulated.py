@@ -22,7 +22,7 @@ SOURCES = {
     f"{SHIM}/ops.cpp": FLAGS,
     "csrc/passes/backend.cpp": FLAGS,
     "csrc/passes/workspace.cpp": FLAGS,
-    "csrc/passes/graph_memory.cpp": FLAGS,
+    "csrc/passes/cuda_graphs.cpp": FLAGS,
     **FIBERS,
 }
 

@@ -6,8 +6,8 @@
 
 #include "passes/aten/passes.h"
 #include "passes/backend.h"
-#include "passes/graph_memory.h"
-#include "transport/progress_thread.h"
+#include "passes/cuda_graphs.h"
+#include "transport/streams.h"
 
 namespace fastsync {
 

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 #include "sums/all_reduce_sum.h"
 #include "sums/plan.h"
 #include "sums/sparse_sum.h"

@@ -11,6 +11,7 @@
 #include "engine/sync_times.h"
 #include "sums/sum_work.h"
 #include "transport/progress_thread.h"
+#include "transport/streams.h"
 
 namespace fastsync {
 

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
 

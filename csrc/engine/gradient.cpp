@@ -7,8 +7,8 @@
 #include <limits>
 #include <utility>
 
-#include "passes/graph_memory.h"
-#include "transport/progress_thread.h"
+#include "passes/cuda_graphs.h"
+#include "transport/streams.h"
 
 namespace fastsync {
 

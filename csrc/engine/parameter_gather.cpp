@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "passes/backend.h"
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 #include "sums/plan.h"
 #include "transport/without_python_objects.h"
 

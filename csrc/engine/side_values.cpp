@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "passes/backend.h"
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 
 namespace fastsync {
 

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "engine/ranks_differ.h"
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 #include "transport/agreement.h"
 
 namespace fastsync {

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "passes/graph_memory.h"
-#include "transport/progress_thread.h"
+#include "passes/cuda_graphs.h"
+#include "transport/streams.h"
 
 namespace fastsync {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 #include "transport/without_python_objects.h"
 
 namespace fastsync {

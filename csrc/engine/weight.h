@@ -13,7 +13,7 @@
 #include <string>
 
 #include "engine/passenger.h"
-#include "transport/progress_thread.h"
+#include "transport/streams.h"
 #include "transport/team.h"
 
 namespace fastsync {

@@ -5,7 +5,7 @@
 #include <set>
 
 #include "engine/ranks_differ.h"
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 #include "transport/agreement.h"
 
 namespace fastsync {

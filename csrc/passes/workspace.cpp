@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "passes/cuda/chunk_table.h"
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 
 namespace fastsync {
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "transport/progress_thread.h"
+#include "transport/streams.h"
 
 namespace fastsync {
 

@@ -14,7 +14,7 @@
 
 #include "sums/plan.h"
 #include "sums/sum_work.h"
-#include "transport/progress_thread.h"
+#include "transport/streams.h"
 #include "transport/team.h"
 
 namespace fastsync {

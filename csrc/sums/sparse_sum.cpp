@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "passes/aten/passes.h"
-#include "transport/progress_thread.h"
+#include "transport/streams.h"
 
 namespace fastsync {
 

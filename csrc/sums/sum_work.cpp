@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "transport/progress_thread.h"
+#include "transport/streams.h"
 
 namespace fastsync {
 

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 #include "transport/backend_name.h"
 #include "transport/without_python_objects.h"
 

@@ -2,14 +2,11 @@
 // thread of the engine. On CUDA there is no thread: tasks go to the engine's own stream, beside backward's.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <c10/core/Event.h>
+#include <c10/core/Device.h>
 #include <sys/types.h>
 
 #include <functional>
 #include <memory>
-#include <optional>
 
 namespace fastsync {
 
@@ -37,23 +34,5 @@ class ProgressThread {
 // Calls the function on a thread that nobody waits for, and ignores what it throws. Then it destroys the function and
 // what that holds: messages under way on a CPU, and perhaps the last reference to a process group.
 void wait_in_background(std::function<void()> wait);
-
-c10::Stream current_stream(c10::Device device);
-
-// Marks how far the current stream has got, so that another stream can wait for that. Does nothing on a CPU.
-class StreamMark {
- public:
-  void set(c10::Device device);
-  void wait() const;
-
- private:
-  std::optional<c10::Event> event_;
-};
-
-// Keeps the tensor's memory until the current stream has done its work with it, even if another stream allocated it.
-void use_on_current_stream(const at::Tensor& tensor);
-
-// Makes a future of a tensor on the device.
-c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::Device device);
 
 }  // namespace fastsync

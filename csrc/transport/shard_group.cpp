@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 
 namespace fastsync {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 #include "transport/backend_name.h"
 #include "transport/progress_thread.h"
 #include "transport/without_python_objects.h"

@@ -1,4 +1,4 @@
-#include "passes/graph_memory.h"
+#include "passes/cuda_graphs.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
