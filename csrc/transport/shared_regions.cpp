@@ -9,33 +9,28 @@
 
 namespace fastsync {
 
-namespace {
-
-// The group's time-out, or PyTorch's default if a backend that wraps another one does not tell.
-std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
-  try {
-    return group.getBackend(c10::kCPU)->getBackendOptions()->timeout;
-  } catch (const std::exception&) {
-    return kBackendDefaultTimeout;
-  }
-}
-
-}  // namespace
-
-SharedRegions::SharedRegions(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host,
+SharedRegions::SharedRegions(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<const Host> host,
                              int64_t region_bytes)
-    : host_(std::move(host)),
-      rank_(std::ranges::find(ranks(), group->getRank()) - ranks().begin()),
+    : group_(std::move(group)),
+      host_(std::move(host)),
+      rank_(std::ranges::find(ranks(), group_->getRank()) - ranks().begin()),
       region_bytes_(region_bytes),
-      timeout_(timeout_of(*group)),
       process_id_(getpid()),
       has_cores_(size() <= num_usable_cores()),
-      shared_(host_->share(group, control_bytes() + size() * region_bytes)) {}
+      shared_(host_->share(group_, control_bytes() + size() * region_bytes)) {}
 
 // A forked child does not have the memory, and its parent has not left.
 SharedRegions::~SharedRegions() {
   if (getpid() == process_id_) {
     numbers_of(rank_)[kLeft].raise_to(1);
+  }
+}
+
+std::chrono::milliseconds SharedRegions::timeout() const {
+  try {
+    return group_->getBackend(c10::kCPU)->getBackendOptions()->timeout;
+  } catch (const std::exception&) {
+    return kBackendDefaultTimeout;
   }
 }
 
@@ -65,11 +60,12 @@ void SharedRegions::wait_for_all(size_t which, int64_t number, const std::string
       const std::lock_guard<std::mutex> lock(mutex_);
       TORCH_CHECK(failure_.empty(), failure_);
     }
-    deadline = deadline ? deadline : Waiting::Clock::now() + timeout_;
+    deadline = deadline ? deadline : Waiting::Clock::now() + timeout();
     try {
       const auto look = [&] { check_others_are_there(which, number); };
       TORCH_CHECK(waiting_[which].until(theirs, number, has_cores_, *deadline, look), "waited for rank ", ranks()[peer],
-                  what, " until the process group's time-out, ", std::chrono::duration<double>(timeout_).count(), " s");
+                  what, " until the process group's time-out, ", std::chrono::duration<double>(timeout()).count(),
+                  " s");
     } catch (const c10::Error& error) {
       const std::lock_guard<std::mutex> lock(mutex_);
       failure_ = error.what_without_backtrace();

@@ -26,8 +26,7 @@ class SharedRegions {
 
   // Makes a region of so many bytes for each rank of this rank's host. All ranks of the group call it together. Throws
   // CannotShare.
-  SharedRegions(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::shared_ptr<const Host> host,
-                int64_t region_bytes);
+  SharedRegions(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<const Host> host, int64_t region_bytes);
   ~SharedRegions();
   SharedRegions(const SharedRegions&) = delete;
   SharedRegions& operator=(const SharedRegions&) = delete;
@@ -36,7 +35,8 @@ class SharedRegions {
   int64_t size() const { return static_cast<int64_t>(ranks().size()); }
   int64_t rank() const { return rank_; }  // this rank's index among them
   int64_t region_bytes() const { return region_bytes_; }
-  std::chrono::milliseconds timeout() const { return timeout_; }
+  // The group's time-out, or PyTorch's default if a backend that wraps another one does not tell.
+  std::chrono::milliseconds timeout() const;
   // All regions, in the order of the ranks.
   at::Tensor memory() const;
   // Has children that this process forks keep the memory. Otherwise they do not have it.
@@ -65,10 +65,10 @@ class SharedRegions {
   int64_t control_bytes() const;
   void check_others_are_there(size_t which, int64_t number) const;
 
-  std::shared_ptr<const Host> host_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const std::shared_ptr<const Host> host_;
   const int64_t rank_;
   const int64_t region_bytes_;
-  const std::chrono::milliseconds timeout_;
   const pid_t process_id_;
   const bool has_cores_;  // whether there is a core for each rank
   std::shared_ptr<SharedMemory> shared_;

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
 
 import fastsync
 from fastsync import _C, Compression
@@ -119,6 +120,15 @@ def _by_torchs_own_operations(rank: int, world_size: int) -> None:
 
 def test_gathered_parameters_by_torchs_own_operations_are_the_references_to_the_bit() -> None:
     run_ranks(_by_torchs_own_operations, 2)
+
+
+@on_ranks(2)
+def test_one_pass_unpacks_the_shards_of_all_ranks(rank: int, world_size: int) -> None:
+    engine = engine_of("int8", ["module"])
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        begin(engine, 0, shard_of(rank, 300, torch.float32, 0), [100, 200])[1].wait()
+    counts = {event.key: event.count for event in recorded.key_averages()}
+    assert [counts["fastsync::pack"], counts["fastsync::unpack"]] == [1, 1]
 
 
 @pytest.mark.gpu
