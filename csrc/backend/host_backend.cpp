@@ -119,8 +119,8 @@ Host::Exchange exchange_in(const HostBackend::StorePtr& store, int rank, int siz
       throw;
     }
     std::vector<std::string> texts;
-    for (const std::string& key : keys) {
-      texts.push_back(store->get_to_str(key));
+    for (const std::vector<uint8_t>& text_of_rank : store->multiGet(keys)) {
+      texts.emplace_back(text_of_rank.begin(), text_of_rank.end());
     }
     return texts;
   };

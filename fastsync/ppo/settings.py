@@ -66,8 +66,8 @@ class RunSettings:
     sign, such as int8+ef for error feedback. auto measures and chooses."""
     bucket_cap_mb: float = 25.0  # MiB of gradients that are sent together. Smaller buckets are sent earlier.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What ranks compute on: cpu, which send by Gloo, or cuda, a GPU for each, by NCCL. auto takes GPUs if rank 0 sees
-    one for each rank of its machine."""
+    """What ranks compute on: cpu, or cuda, a GPU for each. auto takes GPUs if rank 0 sees one for each rank of its
+    machine."""
     precision: Precision = "fp32"  # Precision of the computation. bf16 and fp16 use autocast, fp16 also a GradScaler.
     fused: bool = True
     """On CPUs use fused operators in place of code that you have not changed. --no-fused: only plain PyTorch."""

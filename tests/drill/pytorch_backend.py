@@ -17,6 +17,7 @@ import torch
 
 REASONS = {
     "monitored_barrier is only implemented for GLOO": "dist.monitored_barrier asks for Gloo by its name",
+    "timed out in monitoredBarrier": "the test asks for the words of Gloo's time-out",
 }
 """Of a difference: a part of its error, or of its test's name, and why it is none of ours."""
 MODULE = "torch.testing._internal.distributed.distributed_test"

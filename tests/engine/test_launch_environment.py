@@ -210,7 +210,7 @@ def test_nccl_is_chosen_where_slurm_shows_each_rank_its_own_gpu(only: SetOnly, m
     assert _backend_for(1, this_rank()) == "nccl"
     only(slurm(1, GPUS_ON_NODE=1))
     with pytest.warns(UserWarning, match="rank 0 sees 1 GPU"):
-        assert _backend_for(1, this_rank()) == "gloo"
+        assert _backend_for(1, this_rank()) == "fastsync"
 
 
 def test_fastsync_train_starts_ranks_once(only: SetOnly, capsys: pytest.CaptureFixture[str]) -> None:
