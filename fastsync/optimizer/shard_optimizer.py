@@ -41,7 +41,9 @@ def shard_optimizer(
 
     Args:
         sync: what ``attach`` has returned, with ``op="mean"``.
-        optimizer: torch's AdamW, Adam or SGD of these parameters, or a wrapper of one.
+        optimizer: one of torch's of these parameters whose step is elementwise, such as AdamW or SGD, or Muon, of
+            which each matrix is stepped by one rank. Or one that ``fastsync.optimizer.register_elementwise`` or
+            ``register_tensorwise`` was told of, or a wrapper of one.
         master_weights: give each bfloat16 and float16 parameter a float32 master, and its state float32, too. Then
             ``optimizer`` steps the masters, and the parameters are their roundings. A single rank does so as well.
         parameter_compression: how new float32 parameters travel: ``"none"``, or ``"bf16"`` for half the bytes. With
