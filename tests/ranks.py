@@ -127,7 +127,9 @@ def on_ranks(
             told = dict(zip((each.name for each in parameters), arguments, strict=True))
             random_state = torch.get_rng_state()
             for number, case in enumerate(combined or [{}]):
-                if combined:
+                if combined:  # each begins with what a fresh rank has
+                    torch.set_default_device(None)
+                    torch.set_default_dtype(torch.float32)
                     renew_group(number, case.get("shared_memory"))
                     torch.set_rng_state(random_state)
                 own = {name: value for name, value in case.items() if name in taken}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from tests.models import (
     assert_all_bitwise_equal,
     assert_same_on_all_ranks,
     grads_of,
+    group_of_one,
     random_grads,
 )
 from tests.ranks import on_ranks
@@ -37,7 +38,13 @@ OPTIMIZERS = {
     "SGD, not fused": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
 each_way = pytest.mark.parametrize("way", ["attach", "hook"])
-pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    """One group for all tests: it takes longer to come and go than most of them take."""
+    with group_of_one():
+        yield
 
 
 def _given(way: str, like: Sequence[Tensor], wire: str = "none", *, are_all_used: bool = True) -> tuple[nn.Module, Any]:

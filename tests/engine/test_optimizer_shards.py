@@ -39,9 +39,9 @@ in_both_ways = on_ranks(2, cases=BOTH_WAYS)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-@on_ranks(cases=BOTH_WAYS | {"seed": range(4)})
+@on_ranks(cases=BOTH_WAYS | {"seed": range(6)})
 def test_steps_are_those_of_every_rank(rank: int, world_size: int, seed: int) -> None:
-    train_both(rank, world_size, 10 * world_size + seed, 10)
+    train_both(rank, world_size, 10 * world_size + seed, 8)
 
 
 @on_ranks(3, cases=BOTH_WAYS)

@@ -281,18 +281,17 @@ def averages(sync: GradientSynchronizer, parameters: list[nn.Parameter], rank: i
     return sync.stats().describe_transport()
 
 
-@on_ranks(
-    2,
-    cases={
-        "where, call, error, said": [
-            (0, Call("memfd_create"), errno.EPERM, r"memfd_create of \d+ bytes: Operation not permitted"),
-            (0, Call("fallocate"), errno.ENOSPC, r"fallocate of \d+ bytes: No space left on device"),
-            (1, Call("fallocate"), errno.ENOSPC, r"fallocate of \d+ bytes: No space left on device"),
-            # As where processes may not look at each other.
-            (1, OPENS_MEMORY, errno.EACCES, r"open of another process's memory, /proc/\d+/fd/\d+: Permission denied"),
-        ]
-    },
+@pytest.mark.parametrize(
+    ("where", "call", "error", "said"),
+    [
+        (0, Call("memfd_create"), errno.EPERM, r"memfd_create of \d+ bytes: Operation not permitted"),
+        (0, Call("fallocate"), errno.ENOSPC, r"fallocate of \d+ bytes: No space left on device"),
+        (1, Call("fallocate"), errno.ENOSPC, r"fallocate of \d+ bytes: No space left on device"),
+        # As where processes may not look at each other.
+        (1, OPENS_MEMORY, errno.EACCES, r"open of another process's memory, /proc/\d+/fd/\d+: Permission denied"),
+    ],
 )
+@on_ranks(2)
 def test_where_a_rank_cannot_share_memory_all_send_messages(
     rank: int, world_size: int, where: int, call: Call, error: int, said: str
 ) -> None:
