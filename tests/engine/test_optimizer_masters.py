@@ -96,7 +96,7 @@ def train_on_hosts(rank: int, world_size: int, nodes: Nodes) -> None:
         train_both(rank, world_size, seed)
 
 
-@in_each_way
+@in_each_way({})
 def test_masters_of_further_optimizers(rank: int, world_size: int) -> None:
     for seed, kind in enumerate(["NAdam", "Adagrad", "Rprop", *OF_WHOLE]):
         train_both(rank, world_size, 300 + seed, ("none", "bf16")[seed % 2], kind)
