@@ -192,9 +192,17 @@ def renew_group(number: int, shared_memory: bool | None = None) -> None:
     if shared_memory is not None:
         os.environ["FASTSYNC_SHARED_MEMORY"] = str(int(shared_memory))
     if number > 0:
-        dist.destroy_process_group()
-        gc.collect()  # models and handles of the case before, which hold the group
+        close_group()
         _reopen(number)
+
+
+def close_group() -> None:
+    """Ends the default process group, and what is left of models in it."""
+    world = dist.group.WORLD
+    dist.destroy_process_group()
+    gc.collect()  # DDP is part of reference cycles and holds the group
+    # Whoever ends the group waits for its threads, which may want the GIL. This lets go of it, unlike DDP.
+    del world
 
 
 def _rank_main(
@@ -223,11 +231,7 @@ def _rank_main(
         _reopen(0)
         fn, args = pickle.loads(call)
         result = pickle.dumps(getattr(fn, "on_a_rank", fn)(rank, world_size, *args))
-        world = dist.group.WORLD
-        dist.destroy_process_group()
-        gc.collect()  # DDP is part of reference cycles and holds the group
-        # Whoever ends the group waits for its threads, which may want the GIL. This lets go of it, unlike DDP.
-        del world
+        close_group()
         _file(folder, rank, "result").write_bytes(result)
     except BaseException:
         # The monotonic clock is the machine's, so it orders the failures of different processes.
