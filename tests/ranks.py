@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -96,17 +97,48 @@ def run_ranks(
 
 
 def on_ranks(
-    world_size: int | None = None, *, parametrized: Sequence[str] = (), **options: Any
+    world_size: int | None = None,
+    *,
+    cases: Mapping[str, Iterable[Any]] | None = None,
+    parametrized: Sequence[str] = (),
+    **options: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of what each of so many ranks does: ``body(rank, world_size, *parameters)``.
 
     What the body takes beyond the first two are the test's parameters and fixtures, which reach the ranks by pickle.
     Without a number the world size is a parameter too. ``options`` are those of ``run_ranks``; of ``parametrized`` ones
     the test's parameters tell the values.
+
+    The ranks call the body for each combination of ``cases``, one after the other, each in a new process group: values
+    by the parameter's name. Names with a comma between them have their values in tuples. ``shared_memory`` is that of
+    ``run_ranks``, and the body need not take it.
     """
+    combined = [
+        {name: value for names, values in zip(cases, case, strict=True) for name, value in _named(names, values)}
+        for case in (itertools.product(*cases.values()) if cases else [])
+    ]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        _, given, *parameters = inspect.signature(body).parameters.values()
+        _, given, *all_parameters = inspect.signature(body).parameters.values()
+        parameters = [each for each in all_parameters if not combined or each.name not in combined[0]]
+        taken = [each.name for each in all_parameters]
+
+        def on_a_rank(rank: int, world_size: int, *arguments: Any) -> None:
+            told = dict(zip((each.name for each in parameters), arguments, strict=True))
+            random_state = torch.get_rng_state()
+            for number, case in enumerate(combined or [{}]):
+                if combined:  # each begins with what a fresh rank has
+                    torch.set_default_device(None)
+                    torch.set_default_dtype(torch.float32)
+                    renew_group(number, case.get("shared_memory"))
+                    torch.set_rng_state(random_state)
+                own = {name: value for name, value in case.items() if name in taken}
+                try:
+                    body(rank, world_size, **told, **own)
+                except BaseException as error:
+                    if case and hasattr(error, "add_note"):
+                        error.add_note(f"the case was {case}")
+                    raise
 
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
@@ -117,10 +149,14 @@ def on_ranks(
         told = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in parametrized]
         of_size = [given] if world_size is None else []
         test.__signature__ = inspect.Signature([*of_size, *parameters, *told])  # type: ignore[attr-defined]
-        test.on_a_rank = body  # type: ignore[attr-defined]
+        test.on_a_rank = on_a_rank  # type: ignore[attr-defined]
         return test
 
     return decorate
+
+
+def _named(names: str, values: Any) -> Iterable[tuple[str, Any]]:
+    return zip(names.split(", "), values, strict=True) if "," in names else [(names, values)]
 
 
 def fresh_process_context() -> BaseContext:
@@ -147,6 +183,28 @@ def open_group(file: str, rank: int, world_size: int, *, backend: str = "gloo", 
     store.wait([f"connected {other}" for other in range(world_size)], limit)
 
 
+_reopen: Callable[[int], None]
+"""Opens the default process group of this rank once more."""
+
+
+def renew_group(number: int, shared_memory: bool | None = None) -> None:
+    """On a rank: opens the default process group anew, as for fresh ranks, for the case with this number from 0."""
+    if shared_memory is not None:
+        os.environ["FASTSYNC_SHARED_MEMORY"] = str(int(shared_memory))
+    if number > 0:
+        close_group()
+        _reopen(number)
+
+
+def close_group() -> None:
+    """Ends the default process group, and what is left of models in it."""
+    world = dist.group.WORLD
+    dist.destroy_process_group()
+    gc.collect()  # DDP is part of reference cycles and holds the group
+    # Whoever ends the group waits for its threads, which may want the GIL. This lets go of it, unlike DDP.
+    del world
+
+
 def _rank_main(
     rank: int, world_size: int, call: bytes, folder_name: str, timeout: float, backend: str, shared_memory: bool
 ) -> None:
@@ -165,14 +223,15 @@ def _rank_main(
         # DDP and optimizers import it; imported while a group is open, it keeps the group's threads alive until the
         # interpreter shuts down, which may then abort.
         importlib.import_module("torch._dynamo")
-        open_group(str(folder / "store"), rank, world_size, backend=backend, timeout=timeout)
+        global _reopen
+
+        def _reopen(number: int) -> None:
+            open_group(str(folder / f"store{number}"), rank, world_size, backend=backend, timeout=timeout)
+
+        _reopen(0)
         fn, args = pickle.loads(call)
         result = pickle.dumps(getattr(fn, "on_a_rank", fn)(rank, world_size, *args))
-        world = dist.group.WORLD
-        dist.destroy_process_group()
-        gc.collect()  # DDP is part of reference cycles and holds the group
-        # Whoever ends the group waits for its threads, which may want the GIL. This lets go of it, unlike DDP.
-        del world
+        close_group()
         _file(folder, rank, "result").write_bytes(result)
     except BaseException:
         # The monotonic clock is the machine's, so it orders the failures of different processes.

@@ -24,10 +24,10 @@ from torch.distributed import TCPStore
 import fastsync
 from benchmarks.network.namespaces import Network
 from fastsync.elastic.elastic import JOINS, STORE
-from tests.engine import test_elastic
+from tests.engine import elastic
+from tests.engine.elastic import NUM_STEPS, Changes, Moment, Result, Training, check, go_on
 from tests.engine.hosts import entered
 from tests.engine.sites import make_model, make_optimizer, train_step
-from tests.engine.test_elastic import NUM_STEPS, Changes, Moment, Training, check, go_on
 from tests.ranks import run_ranks
 
 SHARED, MESSAGES, HOSTS = "shared memory", "messages", "two hosts"
@@ -85,9 +85,9 @@ def note_and_end(kills: str, rank: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def take(rank: int, world_size: int, kills: str, *given: Any) -> tuple[Changes, list[Tensor]] | None:
+def take(rank: int, world_size: int, kills: str, *given: Any) -> tuple[Changes, Result] | None:
     """Takes steps. Returns None if the others have gone on without this rank."""
-    test_elastic.end_now, test_elastic.Training = partial(note_and_end, kills, rank), Watched
+    elastic.end_now, elastic.Training = partial(note_and_end, kills, rank), Watched
     try:
         return go_on(rank, world_size, *given)
     except RuntimeError as error:
@@ -151,7 +151,7 @@ def test_losses(
             said.write_text("")
             ran = run(take, size, str(said), store, compression, lost, new, timeout, lost=[] if stops else lost)
             kills += [(int(line.split()[0]), line.partition(" ")[2]) for line in said.read_text().splitlines()]
-            check(ran, list(range(size - len(new))), compression, run)
+            check(ran, list(range(size - len(new))), compression, run, plays=way == SHARED)
 
 
 SITE_STEPS, SYNC_EVERY = 60, 3

@@ -9,6 +9,7 @@ import importlib
 import tempfile
 import unittest
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import fastsync
+from tests.drill import pytorchs_own
 
 REASONS = {
     "can only be called once": "the test registers a hook of its own",
@@ -54,13 +56,11 @@ class OnCpu(TorchFunctionMode):
 def theirs() -> Iterator[type[unittest.TestCase]]:
     """The class with PyTorch's tests of DDP. Meanwhile torch is changed in this process."""
     with pytest.MonkeyPatch.context() as changed, tempfile.TemporaryDirectory() as folder:
-        for name, value in (RANKS | {"TEMP_DIR": folder}).items():
-            changed.setenv(name, value)
         common: Any = importlib.import_module("torch.testing._internal.common_distributed")
         changed.setattr(common, "skip_if_lt_x_gpu", lambda *_, **__: lambda test: test)
         changed.setattr(common, "skip_if_no_gpu", lambda test: test)
-        changed.setattr(common, "get_timeout", lambda test: 60)
-        module: Any = importlib.import_module("torch.testing._internal.distributed.distributed_test")
+        tests = pytorchs_own.on_cpu(pytorchs_own.import_tests(RANKS | {"TEMP_DIR": folder}, changed), OnCpu)
+        tests.has_our_hook = False
         for name in ("set_device", "synchronize", "manual_seed", "empty_cache"):
             changed.setattr(torch.cuda, name, lambda *_, **__: None)
         changed.setattr(torch.cuda, "device_count", lambda: int(RANKS["WORLD_SIZE"]))
@@ -70,43 +70,23 @@ def theirs() -> Iterator[type[unittest.TestCase]]:
 
         def init(self: DistributedDataParallel, module: nn.Module, **options: Any) -> None:
             wrap(self, module, **{k: v for k, v in options.items() if k not in ("device_ids", "output_device")})
-            if TestOnCpu.has_our_hook:
+            if tests.has_our_hook:
                 fastsync.register_comm_hook(self)
 
         changed.setattr(DistributedDataParallel, "__init__", init)
 
-        class TestOnCpu(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
-            has_our_hook = False
-
-            def setUp(self) -> None:
-                super().setUp()
-                self._start_processes(torch.multiprocessing.get_context("fork").Process)
-
-            @classmethod
-            def _run(cls, *args: Any, **options: Any) -> None:
-                torch.set_num_threads(1)
-                with OnCpu():
-                    super()._run(*args, **options)
-
-        yield TestOnCpu
-        for rank in torch.multiprocessing.active_children():  # of a test that was interrupted
-            rank.kill()
+        yield tests
+        pytorchs_own.end_ranks()
 
 
 def problem_of(theirs: Any, name: str, has_our_hook: bool) -> str:
-    """Runs a test. Returns what it says if it does not pass."""
-    result, theirs.has_our_hook = unittest.TestResult(), has_our_hook
-    theirs(name).run(result)
-    return "".join(text for _, text in (*result.failures, *result.errors, *result.skipped)).strip()
+    theirs.has_our_hook = has_our_hook
+    return pytorchs_own.problem_of(theirs(name))
 
 
 def test_with_our_hook(theirs: Any, subtests: pytest.Subtests) -> None:
     tests = [each for each in dir(theirs) if each.startswith("test_")]
     for name in [each for each in tests if "ddp" in each.lower() or "DistributedDataParallel" in each]:
         with subtests.test(name):
-            if problem_of(theirs, name, has_our_hook=False):
-                pytest.skip("does not pass without our hook: needs a GPU, or what is not here")
-            problem = problem_of(theirs, name, has_our_hook=True)
-            if reason := next((why for part, why in REASONS.items() if problem and part in problem + name), None):
-                pytest.xfail(reason)
-            assert not problem, problem.splitlines()[-1]
+            without = problem_of(theirs, name, has_our_hook=False)
+            pytorchs_own.compare(without, partial(problem_of, theirs, name, True), name, REASONS)

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore
+
+from fastsync.elastic.elastic import STORE
+from tests.engine.elastic import Training
 
 
 @pytest.fixture
 def store() -> TCPStore:
     """A store that outlives the ranks, as a launcher's."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def store_port(store: TCPStore) -> int:
+    """Where ranks find that store."""
+    return store.port
+
+
+@pytest.fixture
+def alone(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    """An elastic training of this process alone."""
+    monkeypatch.setenv(STORE, f"127.0.0.1:{store.port}")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Training([0])
+    dist.destroy_process_group()

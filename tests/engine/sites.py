@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
@@ -21,6 +23,13 @@ def make_muon_and_adamw(model: nn.Module) -> list[Optimizer]:
     inside = model[2].weight
     others = [parameter for parameter in model.parameters() if parameter is not inside]
     return [Muon([inside], lr=0.02), AdamW(others, lr=0.01)]
+
+
+def make_site(kind: Any, **options: Any) -> tuple[nn.Module, AdamW, Any]:
+    """A model, its optimizer, and the DiLoCo or LocalSGD around them."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    return model, optimizer, kind(model, optimizer, **options)
 
 
 def train_step(model: nn.Module, optimizer: Optimizer | list[Optimizer], site: int, step: int) -> None:

@@ -20,6 +20,7 @@ from fastsync.sync.fsdp import ShardedHandle
 from tests.bitwise import assert_bitwise_equal
 from tests.models import Mlp, batch
 from tests.ranks import on_ranks
+from tests.refused import refused
 
 
 def _parameters(*sizes: int) -> list[nn.Parameter]:
@@ -52,8 +53,7 @@ def test_what_still_lives_on_one_rank_decides_nothing(rank: int, world_size: int
 @pytest.mark.usefixtures("one_rank")
 def test_none_does_not_pass_for_a_parameter_that_is_gone() -> None:
     _averages(_parameters(4), 0, 1)
-    with pytest.raises(ValueError, match="number 0 is a NoneType"):
-        fastsync.all_reduce_gradients([None])
+    refused(lambda: fastsync.all_reduce_gradients([None]), "number 0 is a NoneType")
 
 
 @on_ranks(2)
@@ -109,8 +109,7 @@ def test_whatever_is_wrapped_is_registered(rank: int, world_size: int) -> None:
         assert isinstance(handle, kind)
         model(batch(rank, 0)).sum().backward()
         assert handle.stats().num_steps == 1
-    with pytest.raises(ValueError, match=r"this Mlp is neither .* pass what accelerator\.prepare\(\) returned"):
-        fastsync.register_prepared(Mlp())
+    refused(lambda: fastsync.register_prepared(Mlp()), "pass what accelerator.prepare() returned")
 
 
 @pytest.mark.parametrize("has_group", [True, False])

@@ -24,6 +24,7 @@ from tests.models import (
     grads_of,
 )
 from tests.ranks import on_ranks
+from tests.refused import refused
 
 # ---- kinds of parameters ----------------------------------------------------------------------------------------
 
@@ -118,8 +119,7 @@ def test_rank_0s_parameters_and_buffers_are_everybodys_whatever_their_dtype(rank
 
     model = nn.Linear(2, 2)
     model.register_parameter("table", nn.Parameter(torch.zeros(2 + rank, dtype=torch.int64), requires_grad=False))
-    with pytest.raises(ValueError, match=r"rank 0: parameter table of shape \[2\], .*torch.int64; rank 1: .*\[3\]"):
-        fastsync.attach(model)
+    refused(lambda: fastsync.attach(model), "rank 0: parameter table of shape [2],")
 
 
 SHAPES = [(7, 33), (300,), (2, 3, 4), (250,)]
@@ -195,8 +195,7 @@ class Blocks(nn.Module):
         return self.last(hidden)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@on_ranks(2)
+@on_ranks(2, cases={"use_reentrant": [False, True]})
 def test_gradient_checkpoints(rank: int, world_size: int, use_reentrant: bool) -> None:
     for shared in (False, True):
         for ends in (False, True):
@@ -312,9 +311,7 @@ def test_an_operator_without_a_gradient_for_a_parameter(rank: int, world_size: i
 # ---- several engines, groups and dtypes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
-@pytest.mark.parametrize("num_groups", [1, 2])
-@on_ranks(2, parametrized=["shared_memory"])
+@on_ranks(2, cases={"num_groups": [1, 2], "shared_memory": [False, True]})
 def test_several_engines(rank: int, world_size: int, num_groups: int) -> None:
     """In one backward and apart, each with gradients that get ready in other orders.
 
@@ -342,8 +339,7 @@ def test_several_engines(rank: int, world_size: int, num_groups: int) -> None:
     assert [sync.stats().num_steps for sync in syncs] == [4, 4]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@on_ranks(2)
+@on_ranks(2, cases={"overlap": [False, True]})
 def test_a_model_that_is_cast(rank: int, world_size: int, overlap: bool) -> None:
     """It is laid out anew; its parameters have other accumulators then, or some of them have."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

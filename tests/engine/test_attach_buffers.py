@@ -13,6 +13,7 @@ import fastsync
 from fastsync.distributed import as_bytes
 from tests.models import SMALL_BUCKETS, Fails, assert_same_on_all_ranks
 from tests.ranks import on_ranks
+from tests.refused import refused
 
 
 class Normed(nn.Module):
@@ -40,8 +41,7 @@ def _inputs(rank: int, step: int) -> Tensor:
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-@pytest.mark.parametrize(("wire", "shared_memory"), [("none", True), ("int8", True), ("bf16", False)])
-@on_ranks(2, parametrized=("shared_memory",))
+@on_ranks(2, cases={"wire, shared_memory": [("none", True), ("int8", True), ("bf16", False)]})
 def test_broadcast_is_what_ddp_does(rank: int, world_size: int, wire: str) -> None:
     """Before each forward buffers are what DDP has broadcast by then, and never what other dtypes would round."""
     ddp = DistributedDataParallel(Normed())
@@ -98,8 +98,7 @@ class Averaging(nn.Module):
         return self.linear(inputs)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@on_ranks(2)
+@on_ranks(2, cases={"checkpointed": [False, True]})
 def test_other_tensors_in_their_places(rank: int, world_size: int, checkpointed: bool) -> None:
     model, first = Averaging(), Averaging()
     sync = fastsync.attach(model, broadcast_buffers=True, bucket_cap_mb=SMALL_BUCKETS)
@@ -116,8 +115,7 @@ def test_other_tensors_in_their_places(rank: int, world_size: int, checkpointed:
     model.average = torch.zeros(4)  # on all ranks
     model.linear(_inputs(rank, 9)).sum().backward()
     model.average = torch.zeros(2 + rank)
-    with pytest.raises(ValueError, match=r"rank 0: buffer of shape \[2\].*; rank 1: .* of shape \[3\]"):
-        model.linear(_inputs(rank, 9)).sum().backward()
+    refused(lambda: model.linear(_inputs(rank, 9)).sum().backward(), "rank 0: buffer of shape [2]")
 
 
 @on_ranks(2)
@@ -171,8 +169,7 @@ class Positions(nn.Module):
         return self.linear(inputs + self.table[: len(inputs)])
 
 
-@pytest.mark.parametrize("broadcasts", [False, True])
-@on_ranks(2)
+@on_ranks(2, cases={"broadcasts": [False, True]})
 def test_buffers_made_under_inference_mode(rank: int, world_size: int, broadcasts: bool) -> None:
     model = Positions()
     with torch.inference_mode():
@@ -198,12 +195,10 @@ def test_parameters_made_under_inference_mode_are_named(rank: int, world_size: i
     with torch.inference_mode():
         made = nn.Linear(2, 2)
     model.append(made)
-    with pytest.raises(ValueError, match=r"parameter 2\.weight was made under torch\.inference_mode"):
-        fastsync.attach(model)
+    refused(lambda: fastsync.attach(model), "parameter 2.weight was made under")
     made.requires_grad_(False)
     for call in (fastsync.attach, fastsync.sync_weights):
-        with pytest.raises(ValueError, match=r"2\.weight was made under torch\.inference_mode"):
-            call(model)
+        refused(lambda: call(model), "2.weight was made under torch.inference_mode")
 
 
 @on_ranks(2)
@@ -222,7 +217,5 @@ def test_a_buffer_that_modules_share_travels_once(rank: int, world_size: int) ->
 
 @pytest.mark.usefixtures("one_rank")
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="broadcast_buffers: expected True or False, got 'mean'"):
-        fastsync.attach(Normed(), broadcast_buffers="mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="broadcast_buffers: loose parameters have no buffers"):
-        fastsync.attach(Normed().parameters(), broadcast_buffers=True)
+    refused(lambda: fastsync.attach(Normed(), broadcast_buffers="mean"), "broadcast_buffers:")  # type: ignore[arg-type]
+    refused(lambda: fastsync.attach(Normed().parameters(), broadcast_buffers=True), "broadcast_buffers:")

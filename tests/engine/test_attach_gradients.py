@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import Averaged, average
 from tests.models import Given, assert_same_on_all_ranks, grads_of, random_grads
 from tests.ranks import on_ranks
+from tests.refused import refused
 
 WHOLE = ("attach", "synchronize", "all_reduce")
 """The entry points that read ``.grad`` itself."""
@@ -32,10 +32,7 @@ def backward(given: Averaged, rank: int, step: int) -> list[Tensor]:
     return [grad.clone(memory_format=torch.contiguous_format) for grad in given.grads() if grad is not None]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("compression", ["none", FEEDBACK])
-@pytest.mark.parametrize("entry_point", WHOLE)
-@on_ranks(3, timeout=60.0)
+@on_ranks(2, cases={"entry_point, compression": [("attach", "none"), ("all_reduce", FEEDBACK)]}, timeout=60.0)
 def test_a_memory_order_that_one_rank_changes_is_told(
     rank: int, world_size: int, entry_point: str, compression: str
 ) -> None:
@@ -46,21 +43,6 @@ def test_a_memory_order_that_one_rank_changes_is_told(
     with pytest.raises(RuntimeError, match=r"parameter (weight|0) lies in memory in another order") as error:
         backward(given, rank, 1)
     assert "rank 0" in str(error.value)
-
-
-@pytest.mark.parametrize("entry_point", WHOLE)
-@on_ranks(2)
-def test_all_ranks_may_change_the_memory_order(rank: int, world_size: int, entry_point: str) -> None:
-    """What error feedback keeps stays with its value."""
-    torch.manual_seed(0)
-    model = nn.Conv2d(3, 4, 3)
-    plain, changed = (average(entry_point, copy.deepcopy(model), "bf16+ef+two_shot") for _ in range(2))
-    for step in range(4):
-        if step in (2, 3):
-            changed.model.to(memory_format=CHANNELS_LAST if step == 2 else torch.contiguous_format)
-        expected, actual = (backward(given, rank, step) for given in (plain, changed))
-        for one, other in zip(expected, actual, strict=True):
-            torch.testing.assert_close(one, other, rtol=2.0**-12, atol=2.0**-14)
 
 
 @on_ranks(2)
@@ -82,8 +64,7 @@ def test_a_state_is_the_same_in_each_memory_order(rank: int, world_size: int) ->
     assert_bitwise_equal(of_each[1], of_each[0], "residual")
 
 
-@pytest.mark.parametrize("compression", ["none", "int8"])
-@on_ranks(2)
+@on_ranks(2, cases={"compression": ["none", "int8"]})
 def test_gradients_in_another_order_than_their_parameter(rank: int, world_size: int, compression: str) -> None:
     """Transposed, permuted, expanded, or a part of something larger; on one rank only."""
     values = torch.arange(60.0).view(3, 4, 5)
@@ -109,8 +90,7 @@ def test_a_gradient_of_another_shape_is_told(rank: int, world_size: int) -> None
     parameter.grad = torch.full((2, 6), 1.0 + rank)
     sync.synchronize()
     parameter.data = torch.zeros(6, 2)
-    with pytest.raises(ValueError, match=r"parameter 0 has the shape \[6, 2\], and its gradient has \[2, 6\]"):
-        sync.synchronize()
+    refused(lambda: sync.synchronize(), "parameter 0 has the shape [6, 2], and its")
 
 
 # ---- dtype ----------------------------------------------------------------------------------------------------------
@@ -120,35 +100,6 @@ def of_grad_dtype(dtype: torch.dtype, grad_dtype: torch.dtype | None, size: int 
     parameter = nn.Parameter(torch.zeros(size, dtype=dtype))
     parameter.grad_dtype = grad_dtype
     return parameter
-
-
-@pytest.mark.parametrize("entry_point", WHOLE)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@on_ranks(2)
-def test_float32_gradients_of_16_bit_parameters_travel_whole(
-    rank: int, world_size: int, dtype: torch.dtype, entry_point: str
-) -> None:
-    """Sums of micro-batches that 16 bits do not hold; of one parameter a rank has no gradient; one is 16 bits wide."""
-    model = nn.Module()
-    model.wide, model.sometimes = (of_grad_dtype(dtype, torch.float32) for _ in range(2))
-    model.narrow = nn.Parameter(torch.zeros(3, dtype=dtype))
-    given = average(entry_point, model)
-    for step in range(3):
-        model.zero_grad()
-        with given.no_sync():
-            for _ in range(2):
-                (model.wide.float().sum() * 40960.0).backward()
-        loss = model.wide.float().sum() * (1.0 + 2 * rank) + model.narrow.float().sum() * (rank + 1)
-        if rank == step % 2:
-            loss = loss + model.sometimes.float().sum() * 2.0**14
-        given.backward(loss)
-        assert {name: (grad.grad.dtype, grad.grad.unique().tolist()) for name, grad in model.named_parameters()} == {
-            "wide": (torch.float32, [81922.0]),
-            "sometimes": (torch.float32, [2.0**13]),
-            "narrow": (dtype, [1.5]),
-        }
-        squares = 300 * 81922.0**2 + 300 * 2.0**26 + 3 * 1.5**2
-        torch.testing.assert_close(given.grad_norm().double().item() ** 2, squares, rtol=1e-5, atol=0)
 
 
 @on_ranks(2)
@@ -177,8 +128,7 @@ def test_a_grad_dtype_that_changes(rank: int, world_size: int) -> None:
         assert parameter.grad.dtype == dtype
         assert parameter.grad.unique().tolist() == [1.5]
     other = of_grad_dtype(torch.bfloat16, torch.float32 if rank == 0 else torch.bfloat16)
-    with pytest.raises(ValueError, match=r"rank 0: parameter 0 of .*, gradients of Float;"):
-        fastsync.attach([other])
+    refused(lambda: fastsync.attach([other]), "rank 0: parameter 0 of")
 
 
 @on_ranks(2)
@@ -192,22 +142,7 @@ def test_any_grad_dtype(rank: int, world_size: int) -> None:
             sync.synchronize()
             assert parameter.grad.unique().tolist() == [1.5]
             continue
-        with pytest.raises(ValueError, match=r"gradient of Float, which BFloat16 cannot hold; set its grad_dtype"):
-            sync.synchronize()
-
-
-@pytest.mark.parametrize("compression", [FEEDBACK, "fp16", "int8"])
-@on_ranks(2)
-def test_wide_gradients_with_a_narrow_wire(rank: int, world_size: int, compression: str) -> None:
-    """A sum of float32 is not rounded once more, and a saved state loads."""
-    parameter = of_grad_dtype(torch.bfloat16, torch.float64)
-    sync = fastsync.attach([parameter], compression)
-    for _ in range(2):
-        parameter.grad = None
-        (parameter.double() * torch.linspace(1.0, 2.0, 300, dtype=torch.float64) * (1 + rank)).sum().backward()
-        expected = torch.linspace(1.0, 2.0, 300, dtype=torch.float64) * 1.5
-        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=2.0**-5)
-        sync.load_state_dict(sync.state_dict())
+        refused(lambda: sync.synchronize(), "gradient of Float, which BFloat16 cannot hold;")
 
 
 # ---- two gradients in one memory ------------------------------------------------------------------------------------
@@ -232,12 +167,16 @@ def test_autograd_gives_two_weights_one_memory() -> None:
     assert one.data_ptr() == other.data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("entry_point", "op"),
-    [("all_reduce", "mean"), *((way, op) for way in WHOLE[:2] for op in ("mean", "mean_of_used", "sum"))],
+@on_ranks(
+    2,
+    cases={
+        "compression": ["none", FEEDBACK],
+        "entry_point, op": [
+            ("all_reduce", "mean"),
+            *((way, op) for way in WHOLE[:2] for op in ("mean", "mean_of_used", "sum")),
+        ],
+    },
 )
-@pytest.mark.parametrize("compression", ["none", FEEDBACK])
-@on_ranks(2)
 def test_gradients_in_one_memory_count_as_those_in_two(
     rank: int, world_size: int, entry_point: str, op: str, compression: str
 ) -> None:

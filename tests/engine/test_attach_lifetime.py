@@ -8,9 +8,9 @@ import io
 import pickle
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from tests.engine.attached import (
 from tests.engine.entry_points import AVERAGING, average
 from tests.models import Mlp, assert_all_bitwise_equal, batch
 from tests.ranks import on_ranks, open_group, run_ranks
+from tests.refused import refused
 
 # ---- the model and its handle ---------------------------------------------------------------------------------------
 
@@ -128,8 +129,7 @@ def _group_goes_first(rank: int, world_size: int, folder: str) -> None:
         dist.destroy_process_group()
         if number == 0:
             open_group(f"{folder}/store", rank, world_size)
-            with pytest.raises(ValueError, match="averaged already, by attach"):
-                attach(models[0])
+            refused(partial(attach, models[0]), "averaged already, by attach")
             attach(models[2])
             assert_averages(models[2], rank, 0)
             handles[0].detach()
@@ -199,26 +199,21 @@ def test_hooks_put_on_after_attach(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_handles_are_found_by_their_modules(rank: int, world_size: int) -> None:
     model, ddp_model = Mlp(), DistributedDataParallel(Mlp())
-    with pytest.raises(ValueError, match="no handles of fastsync belong to this Mlp"):
-        fastsync.handle_of(model)
+    refused(lambda: fastsync.handle_of(model), "no handles of fastsync belong to this Mlp")
     for _ in range(2):
         sync = attach(model)
         assert fastsync.handle_of(model) is fastsync.handle_of(model.layers[0]) is sync
         sync.detach()
-        with pytest.raises(ValueError, match="no handles"):
-            fastsync.handle_of(model)
+        refused(lambda: fastsync.handle_of(model), "no handles")
     hook = fastsync.register_comm_hook(ddp_model)
     assert fastsync.handle_of(ddp_model) is hook
     both = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     handles = [attach(each) for each in both]
     assert [fastsync.handle_of(each) for each in both] == handles
-    with pytest.raises(ValueError, match="no handles of fastsync belong to this ModuleList"):
-        fastsync.handle_of(both)
+    refused(lambda: fastsync.handle_of(both), "no handles of fastsync belong to this ModuleList")
 
 
-@pytest.mark.parametrize("entry_point", [*AVERAGING, "drop-in hook without a state"])
-@pytest.mark.parametrize("is_default", [True, False])
-@on_ranks(1)
+@on_ranks(1, cases={"is_default": [True, False], "entry_point": [*AVERAGING, "drop-in hook without a state"]})
 def test_a_process_group_that_was_destroyed_is_freed(
     rank: int, world_size: int, is_default: bool, entry_point: str
 ) -> None:

@@ -12,7 +12,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -107,8 +106,7 @@ def test_python_runs_while_backward_waits(rank: int, world_size: int) -> None:
         came.result()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@on_ranks(2)
+@on_ranks(2, cases={"overlap": [True, False]})
 def test_one_engine_is_ahead_of_another(rank: int, world_size: int, overlap: bool) -> None:
     """Rank 0's second model waits for rank 1's, whose first is a step ahead of rank 0's: none may wait for itself."""
     torch.manual_seed(1)
@@ -246,8 +244,7 @@ def test_forked_children(rank: int, world_size: int) -> None:
     assert_averages(model, rank, 4)
 
 
-@pytest.mark.parametrize(("shared_memory", "compression"), [(True, "none"), (True, "bf16"), (False, "bf16")])
-@on_ranks(2, parametrized=("shared_memory",))
+@on_ranks(2, cases={"shared_memory, compression": [(True, "none"), (True, "bf16"), (False, "bf16")]})
 def test_forked_children_of_a_ddp_hook_and_of_fully_shard(rank: int, world_size: int, compression: str) -> None:
     ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
     fastsync.register_comm_hook(ddp, compression)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -23,9 +23,11 @@ from tests.models import (
     assert_all_bitwise_equal,
     assert_same_on_all_ranks,
     grads_of,
+    group_of_one,
     random_grads,
 )
 from tests.ranks import on_ranks
+from tests.refused import refused
 
 SHAPES = [(7, 33), (300,), (2, 3, 4)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -36,7 +38,13 @@ OPTIMIZERS = {
     "SGD, not fused": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
 each_way = pytest.mark.parametrize("way", ["attach", "hook"])
-pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    """One group for all tests: it takes longer to come and go than most of them take."""
+    with group_of_one():
+        yield
 
 
 def _given(way: str, like: Sequence[Tensor], wire: str = "none", *, are_all_used: bool = True) -> tuple[nn.Module, Any]:
@@ -163,8 +171,7 @@ def test_gradients_that_no_rank_has_averaged_are_not_clipped(way: str, overlap: 
 def test_the_norm_of_untouched_gradients_is_not_computed_again(way: str) -> None:
     like = [torch.ones(4), torch.ones(3)]
     model, handle = _given(way, like)
-    with pytest.raises(RuntimeError, match="no gradients have been synchronised yet"):
-        fastsync.clip_grad_norm_(handle, 1.0)
+    refused(lambda: fastsync.clip_grad_norm_(handle, 1.0), "no gradients have been synchronised yet", kind=RuntimeError)
     optimizer = OPTIMIZERS["Adam"](model.parameters())
     for _ in range(3):
         _backward(model, [torch.full((4,), 8.0), torch.zeros(3)])
@@ -319,20 +326,6 @@ def test_handles_that_share_an_optimizer_are_clipped_apart(name: str, scales: bo
             torch.testing.assert_close(model.weights[0], expected.weights[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("unscales_first", [True, False])
-@pytest.mark.parametrize("name", ["SGD", "SGD, not fused"])
-def test_a_wrapped_optimizer_clips_as_the_one_inside(name: str, unscales_first: bool) -> None:
-    model, sync = _given("attach", [torch.ones(4)])
-    optimizer, scaler = OPTIMIZERS[name](model.parameters()), _scaler()
-    _backward(model, [torch.full((4,), 2.0)], scaler)
-    if unscales_first:
-        scaler.unscale_(optimizer)
-    wrapper = OptimizerWrapper(OptimizerWrapper(optimizer))
-    assert fastsync.clip_grad_norm_(sync, 1.0, optimizer=wrapper, scaler=scaler).item() == 4.0
-    scaler.step(optimizer)
-    torch.testing.assert_close(model.weights[0].detach(), torch.full((4,), -0.1 * 0.5))
-
-
 @pytest.mark.parametrize("is_joint", [False, True])
 def test_a_scaler_may_know_the_wrapper_alone(is_joint: bool) -> None:
     model, sync = _given("attach", [torch.ones(4)])
@@ -352,10 +345,7 @@ def test_arguments_that_torchs_function_takes_by_position() -> None:
     _backward(model, [torch.full((4,), 2.0)])
     assert fastsync.clip_grad_norm_(sync, 1.0, math.inf, True).item() == 2.0
     sgd = torch.optim.SGD(model.parameters())
-    with pytest.raises(
-        ValueError, match=r"optimizer: expected the torch.optim.Optimizer .*, got list; if several step"
-    ):
-        fastsync.clip_grad_norm_(sync, 1.0, optimizer=[sgd, sgd])  # type: ignore[arg-type]
+    refused(lambda: fastsync.clip_grad_norm_(sync, 1.0, optimizer=[sgd, sgd]), "optimizer:")  # type: ignore[arg-type]
 
 
 def test_an_optimizer_of_some_of_the_parameters_clips_none_in_its_step() -> None:
@@ -416,15 +406,13 @@ def test_scalers_that_do_not_count() -> None:
 def test_a_max_norm_that_is_not_positive_is_refused(max_norm: Any) -> None:
     model, sync = _given("attach", [torch.ones(2)])
     _backward(model, [torch.ones(2)])
-    with pytest.raises(ValueError, match=f"max_norm: expected a positive number, got {max_norm!r}"):
-        fastsync.clip_grad_norm_(sync, max_norm)
+    refused(lambda: fastsync.clip_grad_norm_(sync, max_norm), "max_norm:")
     assert grads_of(model)[0].tolist() == [1.0, 1.0]
 
 
 def test_what_is_no_handle_of_whole_gradients_is_refused() -> None:
     for wrong in (nn.Linear(1, 1), nn.Linear(1, 1).parameters(), HookState()):
-        with pytest.raises(ValueError, match=r"sync: .*got (Linear|generator|HookState); for parameters .*nn\.utils"):
-            fastsync.clip_grad_norm_(wrong, 1.0)
+        refused(lambda: fastsync.clip_grad_norm_(wrong, 1.0), "sync:")
 
 
 def test_gradients_that_the_next_step_clips_are_not_clipped_again() -> None:
@@ -474,8 +462,7 @@ def test_a_scaler_tells_of_unscaled_gradients_or_is_refused() -> None:
     optimizer, scaler = torch.optim.SGD(model.parameters()), _scaler()
     _backward(model, [torch.ones(4)])
     sync.synchronize()
-    with pytest.raises(ValueError, match="scaler: pass optimizer= too"):
-        fastsync.clip_grad_norm_(sync, 1.0, scaler=scaler)
+    refused(lambda: fastsync.clip_grad_norm_(sync, 1.0, scaler=scaler), "scaler:")
     with pytest.raises(RuntimeError, match="it has scaled no loss yet"):
         fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer, scaler=scaler)
     for unscales_first in (True, False):

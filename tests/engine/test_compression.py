@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.models import (
     train_step,
 )
 from tests.ranks import on_ranks
+from tests.refused import refused
 
 
 def test_a_wires_name_is_shorthand_for_its_compression() -> None:
@@ -73,31 +75,15 @@ def test_every_entry_point_takes_the_words(rank: int, world_size: int) -> None:
     assert_all_bitwise_equal([grads[0].grad], [grads[1].grad], "after two steps, gradient")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("int8+eff", "expected one of .*, got 'int8\\+eff'; did you mean int8\\+ef or "),
-        ("int8_ef", "expected one of .*, got 'int8_ef'; did you mean int8\\+ef or "),
-        ("int8+", "expected one of .*, got 'int8\\+'"),
-        ("ef+int8", "expected one of .*, got 'ef\\+int8'"),
-        ("auto+ef", "expected one of .*, got 'auto\\+ef'"),
-        ("auto:int4", "expected one of .*, got 'auto:int4'; did you mean auto:int8 or "),
-        ("int8+ef+ef", "'int8\\+ef\\+ef' names an option twice, or two algorithms"),
-        ("int8+one_shot+two_shot", ".* names an option twice, or two algorithms"),
-        ("none+ef", "error_feedback needs a wire that loses something"),
-        ("lowrank:", "expected one of .*, got 'lowrank:'; did you mean lowrank"),
-        ("lowrank:few", "expected one of .*, got 'lowrank:few'"),
-        ("lowrank:x", "expected one of .*, got 'lowrank:x'; did you mean lowrank:4"),
-        ("topk", r"expected one of .*, got 'topk'; fastsync\.TopK\(\) is an object, and for DiLoCo alone"),
-        ("int8:4", "expected one of .*, got 'int8:4'"),
-        ("low_rank", "expected one of .*, got 'low_rank'; did you mean lowrank"),
-        ("lowrank:0", "rank has to be at least 1, got 0"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(text: str, message: str) -> None:
+def test_what_is_no_compression_is_refused() -> None:
+    words = ("int8+eff", "int8_ef", "int8+", "ef+int8", "auto+ef", "auto:int4", "int8+ef+ef", "int8+one_shot+two_shot")
+    words += ("none+ef", "lowrank:", "lowrank:few", "lowrank:x", "lowrank:0", "low_rank", "topk", "int8:4")
     for read in (parse_compression, as_compression, fastsync.Compression):
-        with pytest.raises(ValueError, match=f"^compression: {message}"):
-            read(text)
+        for each in words:
+            refused(lambda: read(each), "compression:")
+    for read in (as_compression, fastsync.Compression):
+        for other in (None, 16, b"fp16"):
+            refused(lambda: read(other), "compression:")
 
 
 @pytest.mark.parametrize(
@@ -119,14 +105,6 @@ def test_an_unknown_word_is_refused_with_those_there_are(text: str, meant: str) 
     for read in (parse_compression, as_compression, fastsync.Compression):
         with pytest.raises(ValueError, match=message):
             read(text)
-
-
-@pytest.mark.parametrize("other", [None, 16, b"fp16"])
-def test_what_is_no_word_is_refused(other: object) -> None:
-    message = r"^compression: expected a word such as 'fp16' or 'int8\+ef', a Compression or an Auto, got "
-    for read in (as_compression, fastsync.Compression):
-        with pytest.raises(ValueError, match=f"{message}{other!r}$"):
-            read(other)
 
 
 @pytest.mark.parametrize(
@@ -159,33 +137,34 @@ def test_who_adds_follows_from_the_wire() -> None:
     assert str(fastsync.Compression("bf16", ranks_per_node=8)) == "bf16, fp32 sums, 8 ranks per node"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"wire": "int8", "reduce": "wire"}, "int8 blocks cannot be added on the wire"),
-        ({"wire": "fp16", "reduce": "fp64"}, "reduce has to be one of 'wire', 'fp32', got 'fp64'"),
-        ({"wire": "int8", "algorithm": "ring"}, "algorithm has to be one of None, 'one_shot', 'two_shot', got 'ring'"),
-        ({"wire": "fp16", "algorithm": "one_shot"}, "algorithm='one_shot' needs reduce='fp32'"),
-        ({"wire": "fp16", "error_feedback": True}, "error_feedback needs reduce='fp32'"),
-        ({"reduce": "fp32", "error_feedback": True}, "error_feedback needs a wire that loses something"),
-        ({"wire": "int8", "error_feedback": "yes"}, "error_feedback has to be one of True, False, got 'yes'"),
-        ({"wire": "int8", "ranks_per_node": 0}, "ranks_per_node has to be at least 1, got 0"),
-        ({"wire": "bf16", "reduce": "wire", "ranks_per_node": 2}, "ranks_per_node=2 needs reduce='fp32'"),
-        ({"wire": "int8", "algorithm": "two_shot", "ranks_per_node": 2}, "ranks_per_node=2 has an algorithm"),
-        ({"wire": "int8", "ranks_per_node": True}, "ranks_per_node has to be at least 1, got True"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^compression: {message}"):
-        fastsync.Compression(**options)
+def test_what_does_not_go_together_is_refused() -> None:
+    given: list[dict[str, Any]] = [
+        {"wire": "int8", "reduce": "wire"},
+        {"wire": "fp16", "reduce": "fp64"},
+        {"wire": "int8", "algorithm": "ring"},
+        {"wire": "fp16", "algorithm": "one_shot"},
+        {"wire": "fp16", "error_feedback": True},
+        {"reduce": "fp32", "error_feedback": True},
+        {"wire": "int8", "error_feedback": "yes"},
+        {"wire": "int8", "ranks_per_node": 0},
+        {"wire": "int8", "ranks_per_node": True},
+        {"wire": "bf16", "reduce": "wire", "ranks_per_node": 2},
+        {"wire": "int8", "algorithm": "two_shot", "ranks_per_node": 2},
+        {"wire": "int8", "rank": 4},
+        *({"wire": "lowrank", "rank": rank} for rank in (0, 2.0, True)),
+        {"wire": "lowrank", "error_feedback": False},
+        {"wire": "lowrank", "ranks_per_node": 2},
+        {"wire": "lowrank", "reduce": "wire", "algorithm": "two_shot"},
+    ]
+    for options in given:
+        refused(lambda: fastsync.Compression(**options), "compression:")
 
 
 def test_auto_allows_by_name_what_loses_more() -> None:
     assert as_compression("auto") == Auto()
     assert parse_compression("auto:int8") == Auto(allow=("int8",))
     for allow in ("int8", ("fp16",), ["int8"]):
-        with pytest.raises(ValueError, match=r"allow: expected a tuple of names out of \('int8',\), got"):
-            Auto(allow=allow)
+        refused(lambda: Auto(allow=allow), "allow:")
 
 
 @on_ranks(2, shared_memory=False)

@@ -20,6 +20,7 @@ import fastsync
 from fastsync.distributed import MissingRanksError, dist_mean, dist_sum, group_of_this_rank, process_group
 from tests.ppo.test_launch_torchrun import free_port
 from tests.ranks import on_ranks
+from tests.refused import refused
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -34,8 +35,7 @@ def test_sum_and_mean_over_ranks(rank: int, world_size: int) -> None:
     assert mine.tolist() == [1.0, 3.0 * rank], "the rank's own values must not be overwritten"
     group = dist.new_group(timeout=timedelta(seconds=1))
     if rank == 0:
-        with pytest.raises(RuntimeError, match="1000ms"):
-            dist_sum(torch.zeros(1), process_group=group)
+        refused(lambda: dist_sum(torch.zeros(1), process_group=group), "1000ms", kind=RuntimeError)
     dist.barrier()
 
 
@@ -298,21 +298,16 @@ def test_what_differs_is_named_on_every_rank(rank: int, world_size: int) -> None
     for dtype in (torch.bfloat16, torch.float64, torch.int16, torch.uint8, torch.bool, torch.complex64):
         other = nn.Module()
         other.register_buffer("values", torch.tensor([[1, 0], [0, rank == 2]]).to(dtype).T)
-        with pytest.raises(RuntimeError, match=r"rank 2: values sha256 \w+"):
-            fastsync.check_consistency(other)
+        refused(lambda: fastsync.check_consistency(other), "rank 2: values sha256", kind=RuntimeError)
     other.register_buffer("values", torch.zeros(2 + rank))
-    with pytest.raises(RuntimeError, match=r"rank 2: values sha256 \w+.* A buffer that every rank takes from its own"):
-        fastsync.check_consistency(other)
+    refused(lambda: fastsync.check_consistency(other), "A buffer that every rank takes from its own", kind=RuntimeError)
 
 
 @on_ranks(2)
 def test_buffers_and_ranks_that_do_not_come(rank: int, world_size: int) -> None:
     model = _normalised()
     model(torch.randn(8, 2, generator=torch.Generator().manual_seed(rank)))
-    with pytest.raises(
-        RuntimeError, match=r"rank 0: 1\.running_mean sha256 .* A buffer .*buffers=False.*broadcast_buffers=True"
-    ):
-        fastsync.check_consistency(model)
+    refused(lambda: fastsync.check_consistency(model), "rank 0: 1.running_mean sha256", kind=RuntimeError)
     fastsync.check_consistency(model, buffers=False)
     group = dist.new_group(timeout=timedelta(seconds=1))
     if rank == 0:

@@ -146,9 +146,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("entry_point", ["hook", "attach", "all_reduce", "sharded"])
-@on_ranks(3)
+@on_ranks(3, cases={"entry_point": ["hook", "attach", "all_reduce", "sharded"], "name": MODELS})
 def test_ranks_have_the_gradients_of_one_process(rank: int, world_size: int, entry_point: str, name: str) -> None:
     torch.manual_seed(3)
     alone = MODELS[name]().double()

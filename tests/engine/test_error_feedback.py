@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -48,10 +47,7 @@ def test_residuals_follow_a_cast(rank: int, world_size: int) -> None:
     torch.testing.assert_close(residual_of(sync, "weight"), before.double() - before.bfloat16().double())
 
 
-@pytest.mark.parametrize(
-    "kept", ["None here, zeros there", "None here, the newest there", "the newest", "zeros"], ids=str
-)
-@on_ranks(3)
+@on_ranks(3, cases={"kept": ["None here, zeros there", "None here, the newest there", "the newest", "zeros"]})
 def test_statistics_of_what_no_rank_uses_are_the_same_on_all_ranks(rank: int, world_size: int, kept: str) -> None:
     """Of a gradient that no rank has a new one of, each rank may have kept something else."""
     for algorithm in ("one_shot", "two_shot"):

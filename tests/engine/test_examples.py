@@ -23,6 +23,7 @@ import fastsync
 from tests.forked import run_script
 from tests.models import STAMP
 from tests.ranks import run_ranks
+from tests.refused import refused
 
 pytestmark = pytest.mark.end_to_end
 
@@ -204,8 +205,7 @@ def environment_of(pid: str) -> bytes:
 
 def test_hugging_faces_callback_asks_for_its_trainer():
     hf_trainer = pytest.importorskip("fastsync.integrations.transformers", exc_type=ImportError)
-    with pytest.raises(ValueError, match="trainer: expected the Trainer that this is added to, got 'fp16'"):
-        hf_trainer.FastsyncCallback("fp16")
+    refused(lambda: hf_trainer.FastsyncCallback("fp16"), "trainer:")
 
 
 @pytest.mark.parametrize("name", ["ppo_own_loss", "ppo_layer_norm", "ppo_own_metric"])

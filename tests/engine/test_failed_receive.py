@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.engine.entry_points import Averaged, average
@@ -13,17 +14,14 @@ from tests.ranks import on_ranks
 
 SMALL = 2.0**-14
 GOOD_STEPS = 2
-by_both = pytest.mark.parametrize("shared_memory", [True, False])
-each_entry_point = pytest.mark.parametrize("entry_point", ["attach", "synchronize"])
-
-
+ENTRY_POINTS = ("attach", "synchronize")
 def _grads(rank: int, magnitude: float) -> list[Tensor]:
     return [torch.full((300,), (1.0 + rank) * magnitude)]
 
 
-def _after_a_failure(rank: int, entry_point: str) -> Averaged:
+def _after_a_failure(rank: int, entry_point: str, group: dist.ProcessGroup | None = None) -> Averaged:
     """Rank 1 has averaged its first small gradients, rank 0 has not."""
-    given = average(entry_point, Given(_grads(rank, 1.0)), "fp16")
+    given = average(entry_point, Given(_grads(rank, 1.0)), "fp16", group=group)
     for _ in range(GOOD_STEPS):
         given.step(_grads(rank, 1.0))
     with no_memory_to("unpack", fails=rank == 0):
@@ -35,9 +33,7 @@ def _after_a_failure(rank: int, entry_point: str) -> Averaged:
     return given
 
 
-@by_both
-@each_entry_point
-@on_ranks(2, parametrized=("shared_memory",))
+@on_ranks(2, cases={"shared_memory": [True, False], "entry_point": ENTRY_POINTS})
 def test_ranks_that_agree_afterwards_have_one_scale(rank: int, world_size: int, entry_point: str) -> None:
     given = _after_a_failure(rank, entry_point)
     given.handle.compression = "fp16"
@@ -47,11 +43,13 @@ def test_ranks_that_agree_afterwards_have_one_scale(rank: int, world_size: int, 
         assert mean.unique().tolist() == [1.5 * magnitude]
 
 
-@by_both
-@each_entry_point
-@on_ranks(2, timeout=90, parametrized=("shared_memory",))
-def test_no_rank_goes_on_alone(rank: int, world_size: int, entry_point: str) -> None:
-    given = _after_a_failure(rank, entry_point)
-    why = {0: "rank 1 averaged without agreeing anew.*its newest sync has failed", 1: "failed on rank 1 of 2: "}
-    with pytest.raises(RuntimeError, match=why[rank]):
-        given.step(_grads(rank, SMALL))
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_ranks(4, timeout=90, parametrized=("shared_memory",))
+def test_no_rank_goes_on_alone(rank: int, world_size: int) -> None:
+    """Two ranks of each entry point, which wait at the same time."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
+    given = _after_a_failure(rank % 2, ENTRY_POINTS[rank // 2], pairs[rank // 2])
+    why = ["rank 1 averaged without agreeing anew.*its newest sync has failed", "failed on rank 1 of 2: "]
+    with pytest.raises(RuntimeError, match=why[rank % 2]):
+        given.step(_grads(rank % 2, SMALL))
+    dist.barrier()  # until then the others are there

@@ -19,6 +19,7 @@ from tests.bitwise import assert_bitwise_equal
 from tests.engine.test_optimizer_masters import Reference
 from tests.fake_device import DEVICE, watched
 from tests.models import Given, random_grads
+from tests.refused import refused
 
 NO_SCALER = GradScaler("cpu", enabled=False)
 SHAPES = [(7, 33), (300,), (2, 3, 4), (513, 7), (40_000,)]
@@ -112,8 +113,7 @@ def _gradients_that_a_scaler_has_divided_are_refused(rank: int, world_size: int)
         scaler.scale(model(grads)).backward()
         if divides:
             scaler.unscale_(own)
-            with pytest.raises(RuntimeError, match="was changed since"):
-                own.step()
+            refused(lambda: own.step(), "was changed since", kind=RuntimeError)
             for parameter, value in zip(model.parameters(), before, strict=True):
                 assert_bitwise_equal(parameter.detach().cpu(), value, "a parameter")
         else:
@@ -139,8 +139,7 @@ def _a_failed_step_is_told_before_the_next(rank: int, world_size: int) -> None:
             with failing, pytest.raises(ZeroDivisionError):
                 own.step()
         elif number == 2:
-            with pytest.raises(RuntimeError, match="an earlier step of the optimizer has failed on rank 1"):
-                own.step()
+            refused(lambda: own.step(), "an earlier step of the optimizer has failed on", kind=RuntimeError)
         else:
             own.step()
         own.zero_grad()

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fastsync
 from tests.ranks import on_ranks, run_ranks
+from tests.refused import refused
 
 STEPS = [(3, 5), (0, 4), (4, 1, 3), (2, 2)]
 OPTIMIZERS: list[Callable[..., Optimizer]] = [
@@ -49,12 +50,16 @@ def assert_equal_on_ranks(values: Tensor, world_size: int) -> None:
     assert all(torch.equal(each, theirs[0]) for each in theirs), f"{theirs}"
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps", STEPS, ids=str)
-@pytest.mark.parametrize("make", OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_moments_and_step_counts(steps: tuple[int, ...], make: Any, dtype: torch.dtype) -> None:
-    run_ranks(_trains_two_epochs, len(steps), steps, make, dtype)
+def test_moments_and_step_counts(steps: tuple[int, ...]) -> None:
+    run_ranks(_with_each_optimizer, len(steps), steps)
+
+
+def _with_each_optimizer(rank: int, world_size: int, steps: tuple[int, ...]) -> None:
+    for number, make in enumerate(OPTIMIZERS):
+        _trains_two_epochs(rank, world_size, steps, make, torch.float32)
+        if number % 2 == world_size % 2:
+            _trains_two_epochs(rank, world_size, steps, make, torch.bfloat16)
 
 
 def _trains_two_epochs(rank: int, world_size: int, steps: tuple[int, ...], make: Any, dtype: torch.dtype) -> None:
@@ -143,8 +148,7 @@ def test_what_gc_freeze_has_put_aside(rank: int, world_size: int) -> None:
     assert_equal_on_ranks(torch.stack([state["exp_avg"].norm() for state in optimizer.state.values()]), world_size)
     ddp = torch.nn.parallel.DistributedDataParallel(make_model())
     gc.freeze()
-    with pytest.raises(ValueError, match="is in a DistributedDataParallel"):
-        fastsync.attach(ddp.module)
+    refused(lambda: fastsync.attach(ddp.module), "is in a DistributedDataParallel")
 
 
 @on_ranks(2)
@@ -265,20 +269,15 @@ def test_what_steps_and_was_not_passed_is_refused() -> None:
             other.step()  # it has other parameters
             scaler.step(optimizer) if scales else optimizer.step()
 
-    with pytest.raises(ValueError, match=r"optimizer SGD steps .* Pass it, on every rank: sync\.join\(optimizer, "):
-        step([], False)
-    with pytest.raises(ValueError, match="a GradScaler takes the steps of SGD"):
-        step([optimizer], True)
+    refused(lambda: step([], False), "Pass it, on every rank: sync.join(optimizer,")
+    refused(lambda: step([optimizer], True), "a GradScaler takes the steps of SGD")
     scaler.update()
     gc.collect()
     scheduler = StepLR(optimizer, 1)
-    with pytest.raises(ValueError, match="a scheduler moves the learning rates of SGD"):
-        step([optimizer], False)
+    refused(lambda: step([optimizer], False), "a scheduler moves the learning rates of SGD")
     assert torch.equal(flat(model), before)
-    with pytest.raises(ValueError, match=r"with state_dict\(\) and load_state_dict\(\), .*, got list"):
-        step([[optimizer]], False)
-    with pytest.raises(ValueError, match="a GradScaler takes the steps of SGD"):
-        step([optimizer, scheduler], True)
+    refused(lambda: step([[optimizer]], False), "with state_dict() and load_state_dict(),")
+    refused(lambda: step([optimizer, scheduler], True), "a GradScaler takes the steps of SGD")
     step([optimizer, scheduler, scaler], True)
     assert not torch.equal(flat(model), before)
 

@@ -350,8 +350,7 @@ class _Late(torch.autograd.Function):
 LATE_SECONDS = 5.0  # more than it takes to find out that a rank never comes
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("entry_point", ["hook", "attach"])
+@on_ranks(2, cases={"entry_point": ["hook", "attach"]})
 def test_a_rank_that_is_late_is_waited_for(rank: int, world_size: int, entry_point: str) -> None:
     """Also where some of its buckets are on their way, and it has to agree on the others."""
     torch.manual_seed(rank)

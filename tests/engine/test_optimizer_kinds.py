@@ -16,6 +16,7 @@ from fastsync.distributed import dist_mean
 from tests.engine.entry_points import average
 from tests.models import Mlp, assert_same_on_all_ranks, batch
 from tests.ranks import on_ranks
+from tests.refused import refused
 
 Loss = Callable[[], Tensor]
 
@@ -68,9 +69,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("entry_point", ["attach", "hook"])
-@on_ranks(2)
+@on_ranks(2, cases={"entry_point": ["attach", "hook"], "kind": KINDS})
 def test_steps_with_a_closure(rank: int, world_size: int, entry_point: str, kind: str) -> None:
     make, step = KINDS[kind]
     torch.manual_seed(0)
@@ -90,9 +89,7 @@ def test_steps_with_a_closure(rank: int, world_size: int, entry_point: str, kind
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("is_fused", [True, False])
-@on_ranks(2)
+@on_ranks(2, cases={"is_fused": [True, False]})
 def test_a_compiled_step(rank: int, world_size: int, is_fused: bool) -> None:
     """Clipped, in the step itself if the optimizer is fused. What no rank has averaged is refused there, too."""
     torch._logging.set_logs(dynamo=logging.ERROR)  # it warns that it leaves out what optimizers mark for profilers
@@ -118,8 +115,7 @@ def test_a_compiled_step(rank: int, world_size: int, is_fused: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
     with sync.no_sync():
         model(batch(rank, 0)).square().mean().backward()
-    with pytest.raises(RuntimeError, match="was about to step with gradients that no rank has averaged"):
-        step()
+    refused(lambda: step(), "was about to step with gradients that no rank", kind=RuntimeError)
 
 
 class Private(torch.optim.SGD):
@@ -139,8 +135,7 @@ def _write_samples(model: nn.Module, inputs: Tensor) -> None:
         parameter.grad_sample = torch.stack(samples)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@on_ranks(2)
+@on_ranks(2, cases={"overlap": [True, False]})
 def test_gradients_that_are_written_after_backward(rank: int, world_size: int, overlap: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)

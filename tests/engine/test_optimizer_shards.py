@@ -31,75 +31,49 @@ from tests.engine.optimizer_shards import FURTHER, OF_WHOLE, train_both
 from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
+from tests.refused import refused
+
+BOTH_WAYS = {"shared_memory": [True, False]}
+in_both_ways = on_ranks(2, cases=BOTH_WAYS)
+"""Makes a test of what each of two ranks does that share memory, and then of what two do that do not."""
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("seed", range(24))
-def test_steps_are_those_of_every_rank(seed: int) -> None:
-    run_ranks(train_both, 2 + seed % 4, seed, 10, timeout=60)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@on_ranks(cases=BOTH_WAYS | {"seed": range(6)})
+def test_steps_are_those_of_every_rank(rank: int, world_size: int, seed: int) -> None:
+    train_both(rank, world_size, 10 * world_size + seed, 8)
 
 
-@pytest.mark.parametrize("seed", range(100, 112))
-def test_steps_without_shared_memory_are_those_of_every_rank(seed: int) -> None:
-    run_ranks(train_both, 2 + seed % 3, seed, 10, timeout=60, shared_memory=False)
-
-
-def in_both_ways_of(world_size: int | None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test of what each of some ranks does that share memory, and of what as many do that do not."""
-    given = pytest.mark.parametrize("shared_memory", [True, False], ids=["in_memory", "by_messages"])
-    return lambda body: given(on_ranks(world_size, parametrized=["shared_memory"])(body))
-
-
-in_both_ways = in_both_ways_of(2)
-
-
-@in_both_ways_of(3)
+@on_ranks(3, cases=BOTH_WAYS)
 def test_further_optimizers_step_as_those_of_every_rank(rank: int, world_size: int) -> None:
     for seed, optimizer in enumerate(FURTHER):
         train_both(rank, world_size, 200 + seed, 6, optimizer)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@in_both_ways_of(None)
+@on_ranks(cases=BOTH_WAYS)
 def test_owners_of_whole_tensors_step_as_every_rank(rank: int, world_size: int) -> None:
     for seed, optimizer in enumerate([*OF_WHOLE] * 4):
         train_both(rank, world_size, 300 + seed, 6, optimizer)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("num_hosts", [2, 3])
-def test_hosts_of_one_rank_each(num_hosts: int, seed: int) -> None:
-    run_on_hosts(train_apart, [[rank] for rank in range(num_hosts)], seed)
+@pytest.mark.parametrize("nodes", [[[0], [1]], PAIRS, ALTERNATING, UNEQUAL, THREE], ids=str)
+def test_each_host_steps_its_own_copy(nodes: Nodes) -> None:
+    run_on_hosts(train_on_hosts, nodes)
 
 
-def train_apart(rank: int, world_size: int, nodes: Nodes, seed: int) -> None:
-    train_both(rank, world_size, seed, 5)
-    train_both(rank, world_size, seed, 3, "Muon")
-    model, optimizer, sync = attached()
-    step(model, optimizer, rank)
-    assert_same_on_all_ranks(values(model))
-    assert sync.stats().transport == "process_group"
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(
-    "nodes", [PAIRS, ALTERNATING, UNEQUAL, THREE], ids=["pairs", "alternating", "unequal", "three"]
-)
-def test_each_host_steps_its_own_copy(nodes: Nodes, seed: int) -> None:
-    run_on_hosts(train_on_hosts, nodes, seed)
-
-
-def train_on_hosts(rank: int, world_size: int, nodes: Nodes, seed: int) -> None:
-    train_both(rank, world_size, seed, 5)
-    train_both(rank, world_size, seed, 3, "Muon")
+def train_on_hosts(rank: int, world_size: int, nodes: Nodes) -> None:
+    for seed in range(3):
+        train_both(rank, world_size, 10 * world_size + seed, 5)
+        train_both(rank, world_size, 10 * world_size + seed, 3, "Muon")
     model, optimizer, sync = attached()
     step(model, optimizer, rank)
     assert_same_on_all_ranks(values(model))
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     assert_same_on_all_ranks(list(sync.averaged_gradients().values()))
     stats = sync.stats()
-    assert (stats.transport, stats.num_hosts) == ("two_level", len(nodes))
+    has_rank_each = len(nodes) == world_size
+    assert (stats.transport, stats.num_hosts) == (("process_group", 1) if has_rank_each else ("two_level", len(nodes)))
 
 
 def two_layers() -> nn.Module:
@@ -228,19 +202,6 @@ def test_kept_gradients_count_again(rank: int, world_size: int) -> None:
         same(values(model), values(plain))
 
 
-@on_ranks(3)
-def test_what_no_rank_has_is_not_stepped(rank: int, world_size: int) -> None:
-    model = nn.ParameterList(torch.ones(300) for _ in range(3))
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
-    (model[0].sum() + (model[1].sum() if rank == 1 else 0)).backward()
-    optimizer.step()
-    assert model[0].lt(1).all()
-    assert model[1].lt(1).all()
-    assert model[2].eq(1).all()
-    assert len(optimizer.state_dict()["state"]) == 2
-
-
 @in_both_ways
 def test_a_gradient_that_all_ranks_drop_is_not_stepped(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
@@ -261,17 +222,6 @@ def test_other_parameters_of_the_optimizer_are_stepped_as_ever(rank: int, world_
     (model(torch.full((1, 5), 1.0 + rank)).sum() + (rank * own).sum() + empty.sum()).backward()
     optimizer.step()
     assert own.tolist() == [1.0 - rank] * 3
-
-
-@on_ranks(1)
-def test_a_single_rank_steps_as_ever(rank: int, world_size: int) -> None:
-    (model, optimizer, sync), (plain, own, _) = attached(), attached(shared=False)
-    for number in range(3):
-        step(model, optimizer, rank, number)
-        step(plain, own, rank, number)
-    same(values(model), values(plain))
-    model(torch.full((1, 5), 1.0 + rank)).sum().backward()
-    assert sync.averaged_gradients().keys() == dict(model.named_parameters()).keys()
 
 
 def held_bytes(optimizer: Optimizer) -> int:
@@ -317,8 +267,7 @@ def test_a_rank_that_asks_alone_for_the_state_is_told(rank: int, world_size: int
     model, optimizer, _ = attached(process_group=group)
     step(model, optimizer, rank)
     if rank == 0:
-        with pytest.raises(RuntimeError, match=r"as state_dict\(\) and detach\(\) do on every rank, failed on rank 0"):
-            optimizer.state_dict()
+        refused(lambda: optimizer.state_dict(), "as state_dict() and detach() do on every rank,", kind=RuntimeError)
     dist.barrier()
 
 
@@ -588,37 +537,33 @@ def test_detach_gives_each_rank_its_own_copy(rank: int, world_size: int) -> None
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "type": (lambda p: "AdamW", "expected a torch.optim.Optimizer, got str"),
-    "class": (lambda p: torch.optim.Adafactor(p), "expected one of those that ranks can step together, .*Adafactor"),
-    "flag": (lambda p: AdamW(p, differentiable=True), "differentiable=True"),
-    "missing": (lambda p: AdamW(p[1:]), "it does not have parameter 0.weight"),
-}
+REFUSED: list[Callable[[Any], Any]] = [
+    lambda p: "AdamW",
+    torch.optim.Adafactor,
+    lambda p: AdamW(p, differentiable=True),
+    lambda p: AdamW(p[1:]),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_optimizers_that_are_refused(rank: int, world_size: int, case: str) -> None:
+def test_optimizers_that_are_refused(rank: int, world_size: int) -> None:
     model, sync = after_attach()
-    make, reason = REFUSED[case]
-    with pytest.raises(ValueError, match=r"^optimizer: " + reason):
-        fastsync.shard_optimizer(sync, make(list(model.parameters())))
+    for make in REFUSED:
+        refused(lambda: fastsync.shard_optimizer(sync, make(list(model.parameters()))), "optimizer:")
     assert_averages(model, rank, world_size)
 
 
 @on_ranks(2)
 def test_parameters_that_are_refused(rank: int, world_size: int) -> None:
     flat = torch.zeros(6)
-    cases = {
-        "views of one tensor": [nn.Parameter(flat[:3]), nn.Parameter(flat[3:])],
-        "complex64": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))],
-        "a view with gaps": [nn.Parameter(torch.zeros(3, 4)[:, :2])],
-    }
-    for reason, parameters in cases.items():
+    for parameters in (
+        [nn.Parameter(flat[:3]), nn.Parameter(flat[3:])],
+        [nn.Parameter(torch.zeros(3, dtype=torch.complex64))],
+        [nn.Parameter(torch.zeros(3, 4)[:, :2])],
+    ):
         sync = fastsync.attach(parameters)
-        with pytest.raises(ValueError, match=reason):
-            fastsync.shard_optimizer(sync, SGD(parameters, 0.1))
+        refused(lambda: fastsync.shard_optimizer(sync, SGD(parameters, 0.1)), "parameter")
 
 
 @in_both_ways
@@ -631,18 +576,14 @@ def test_a_rank_without_the_optimizer_is_named(rank: int, world_size: int) -> No
 
 
 @in_both_ways
-def test_ranks_with_different_optimizers_go_on_without(rank: int, world_size: int) -> None:
-    model, sync = after_attach()
-    with pytest.raises(ValueError, match="optimizer SGD of parameters 0 1 2 3"):
-        fastsync.shard_optimizer(sync, (SGD, AdamW)[rank](model.parameters(), lr=0.1))
-    assert_averages(model, rank, world_size)
-
-
-@in_both_ways
 def test_ranks_with_different_optimizers_may_call_it_again(rank: int, world_size: int) -> None:
     model, sync = after_attach()
-    with pytest.raises(ValueError, match="optimizer SGD of parameters 0 1 2 3"):
-        fastsync.shard_optimizer(sync, (SGD, AdamW)[rank](model.parameters(), lr=0.1))
+    other = (SGD, AdamW)[rank](model.parameters(), lr=0.1)
+    refused(lambda: fastsync.shard_optimizer(sync, other), "optimizer SGD of parameters 0 1 2 3")
+    assert_averages(model, rank, world_size)
+    model, sync = after_attach()
+    other = (SGD, AdamW)[rank](model.parameters(), lr=0.1)
+    refused(lambda: fastsync.shard_optimizer(sync, other), "rank 0: ", "rank 1: ")
     optimizer = SGD(model.parameters(), lr=0.1)
     fastsync.shard_optimizer(sync, optimizer)
     plain = after_attach()[0]
@@ -656,21 +597,17 @@ def test_ranks_with_different_optimizers_may_call_it_again(rank: int, world_size
 def test_handles_that_are_refused(rank: int, world_size: int) -> None:
     model, sync = after_attach()
     optimizer = SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match="sync: expected what"):
-        fastsync.shard_optimizer(model, optimizer)  # type: ignore[arg-type]
+    refused(lambda: fastsync.shard_optimizer(model, optimizer), "sync:")  # type: ignore[arg-type]
     joined = after_attach()[1]
     with joined.join(), pytest.raises(ValueError, match=r"sync: inside join\(\)"):
         fastsync.shard_optimizer(joined, optimizer)
     fastsync.shard_optimizer(sync, optimizer)
-    with pytest.raises(ValueError, match="sync: it steps an optimizer already"):
-        fastsync.shard_optimizer(sync, optimizer)
+    refused(lambda: fastsync.shard_optimizer(sync, optimizer), "sync:")
     sync.detach()
-    with pytest.raises(ValueError, match=r"sync: detach\(\) was called"):
-        fastsync.shard_optimizer(sync, optimizer)
+    refused(lambda: fastsync.shard_optimizer(sync, optimizer), "sync:")
     sync = fastsync.attach(model)
     assert_averages(model, rank, world_size)
-    with pytest.raises(ValueError, match="sync: it has averaged gradients 1 times already"):
-        fastsync.shard_optimizer(sync, optimizer)
+    refused(lambda: fastsync.shard_optimizer(sync, optimizer), "sync:")
     model.zero_grad()
     assert_averages(model, rank, world_size)
 
@@ -706,30 +643,18 @@ def test_calls_that_are_refused(rank: int, world_size: int) -> None:
     model, optimizer, sync = attached()
     with pytest.raises(RuntimeError, match=r"join\(\) does not work with shard_optimizer"), sync.join():
         pass
-    with pytest.raises(RuntimeError, match=r"use_group\(\) does not work"):
-        sync.use_group(dist.new_group())
-    with pytest.raises(ValueError, match=r"sync: expected a handle of attach\(op='mean'\)"):
-        attached(op="sum")
+    refused(lambda: sync.use_group(dist.new_group()), "use_group() does not work", kind=RuntimeError)
+    refused(lambda: attached(op="sum"), "sync:")
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
-    with pytest.raises(ValueError, match=r"norm_type 1\.0"):
-        fastsync.clip_grad_norm_(sync, 1.0, norm_type=1.0)
+    refused(lambda: fastsync.clip_grad_norm_(sync, 1.0, norm_type=1.0), "norm_type 1.0")
     with sync.no_sync(), pytest.raises(RuntimeError, match=r"inside no_sync\(\)"):
         optimizer.step()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match=r"the gradient of 0\.weight was changed since"):
-        optimizer.step()
+    refused(lambda: optimizer.step(), "the gradient of 0.weight was changed since", kind=RuntimeError)
     optimizer.zero_grad()
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     model[2].bias.data = torch.zeros(3)
-    with pytest.raises(RuntimeError, match=r"parameter 2\.bias left the memory"):
-        optimizer.step()
-
-
-@in_both_ways
-def test_outer_steps_are_refused(rank: int, world_size: int) -> None:
-    model, optimizer, _ = attached()
-    with pytest.raises(ValueError, match=r"ranks step parameter 0\.weight together"):
-        fastsync.LocalSGD(model, optimizer)
+    refused(lambda: optimizer.step(), "parameter 2.bias left the memory", kind=RuntimeError)
 
 
 @on_ranks(4)
@@ -744,8 +669,7 @@ def test_two_levels_are_refused(rank: int, world_size: int) -> None:
 def test_two_levels_are_refused_where_all_ranks_exchange_shards(rank: int, world_size: int) -> None:
     levels = fastsync.Compression("bf16", ranks_per_node=2)
     model, sync = after_attach(compression=fastsync.Compression("none", ranks_per_node=2))
-    with pytest.raises(ValueError, match="ranks_per_node=2 does not go with"):
-        fastsync.shard_optimizer(sync, AdamW(model.parameters()))
+    refused(lambda: fastsync.shard_optimizer(sync, AdamW(model.parameters())), "ranks_per_node=2 does not go with")
     assert_averages(model, rank, world_size)
     model, optimizer, sync = attached()
     with pytest.raises(ValueError, match="ranks_per_node=2 does not go with"):
@@ -771,8 +695,7 @@ def test_an_optimizer_with_other_parameters_is_told(rank: int, world_size: int) 
     step(model, optimizer, rank)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
-    with pytest.raises(RuntimeError, match="the optimizer got other parameters"):
-        optimizer.step()
+    refused(lambda: optimizer.step(), "the optimizer got other parameters", kind=RuntimeError)
     if rank == 0:
         del optimizer.param_groups[1]
     else:
@@ -782,8 +705,7 @@ def test_an_optimizer_with_other_parameters_is_told(rank: int, world_size: int) 
         optimizer.step()
 
 
-@pytest.mark.parametrize("what", ["settings", "lr", "gradients", "state", "clips"])
-@in_both_ways
+@on_ranks(2, cases=BOTH_WAYS | {"what": ["settings", "lr", "gradients", "state", "clips"]})
 def test_ranks_that_would_step_in_different_ways(rank: int, world_size: int, what: str) -> None:
     model, optimizer, sync = attached()
     step(model, optimizer, rank)
@@ -828,8 +750,7 @@ def test_different_scales_are_told(rank: int, world_size: int) -> None:
     model, optimizer, _ = attached()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**rank)
     scaler.scale(model(torch.full((1, 5), 1.0 + rank)).sum()).backward()
-    with pytest.raises(RuntimeError, match="different clips of the gradients, or scales of a GradScaler"):
-        scaler.step(optimizer)
+    refused(lambda: scaler.step(optimizer), "different clips of the gradients, or scales of", kind=RuntimeError)
 
 
 @in_both_ways
@@ -843,8 +764,7 @@ def test_inf_in_a_gradient_that_is_not_averaged_is_told(rank: int, world_size: i
         optimizer.zero_grad()
         scaler.scale(model(torch.full((1, 5), 1.0 + rank)).sum() + (own * factor).sum()).backward()
         if finds:
-            with pytest.raises(RuntimeError, match="different finds of a GradScaler"):
-                scaler.step(optimizer)
+            refused(lambda: scaler.step(optimizer), "different finds of a GradScaler", kind=RuntimeError)
             assert not hasattr(optimizer, "grad_scale"), "the next step would multiply by it"
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         else:
@@ -894,8 +814,7 @@ def test_a_second_clip_is_told_and_an_old_one_forgotten(rank: int, world_size: i
     (model, optimizer, sync), (plain, own, _) = attached(), attached(shared=False)
     model(torch.full((1, 5), 1.0 + rank)).sum().backward()
     fastsync.clip_grad_norm_(sync, 1e-6)
-    with pytest.raises(RuntimeError, match=r"clipped already.* each synchronised backward$"):
-        fastsync.clip_grad_norm_(sync, 1e-6)
+    refused(lambda: fastsync.clip_grad_norm_(sync, 1e-6), "each synchronised backward", kind=RuntimeError)
     optimizer.zero_grad()
     step(model, optimizer, rank)
     step(plain, own, rank)
@@ -989,8 +908,7 @@ def test_a_step_that_fails_on_one_rank_is_told(rank: int, world_size: int) -> No
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
     else:
-        with pytest.raises(RuntimeError, match="rank 1 has failed"):
-            optimizer.step()
+        refused(lambda: optimizer.step(), "rank 1 has failed", kind=RuntimeError)
     dist.barrier()
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"has failed|has ended"):

@@ -22,7 +22,7 @@ from fastsync._checks import resolve_group
 from fastsync.elastic.elastic import JOINS, STORE
 from fastsync.outer import surviving_group
 from fastsync.outer.surviving_group import SurvivingGroup
-from tests.engine.sites import make_model, make_optimizer, train_step, weights
+from tests.engine.sites import make_model, make_optimizer, make_site, train_step, weights
 from tests.engine.test_launch_local import launch
 from tests.ranks import run_ranks
 
@@ -255,9 +255,7 @@ def test_a_stopped_site_is_left_and_ends_by_itself(tmp_path: Path) -> None:
 
 def begin_where_one_is_behind(rank: int, world_size: int) -> list[Tensor]:
     """Rank 1 takes the comparison at the begin of a block for failed, and rank 0 is at the first mean already."""
-    model = make_model()
-    optimizer = make_optimizer(model)
-    sync = DiLoCo(model, optimizer, sync_every=SYNC_EVERY, timeout=20.0)
+    model, optimizer, sync = make_site(DiLoCo, sync_every=SYNC_EVERY, timeout=20.0)
     with torch.no_grad():
         for parameter in model.parameters():  # all load the same, which the comparison finds out
             parameter.add_(1.0)

@@ -28,9 +28,7 @@ def _warnings_of(loss_of: Callable[[int], torch.Tensor]) -> list[str]:
     return [each for each in found if "have the same gradients in their first step" in each]
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("entry_point", ["attach", "hook"])
-@on_ranks(2, parametrized=("shared_memory",))
+@on_ranks(2, cases={"entry_point": ["attach", "hook"], "shared_memory": [True, False]})
 def test_ranks_with_the_same_data_are_told(rank: int, world_size: int, entry_point: str) -> None:
     torch.manual_seed(0)
     model = average(entry_point, Mlp()).model
@@ -50,8 +48,7 @@ def test_who_calls_synchronize_is_told_by_python(rank: int, world_size: int) -> 
     assert [str(each.message)[:19] for each in said] == ["fastsync: all 2 ran"] * (rank == 0)
 
 
-@pytest.mark.parametrize("entry_point", ["attach", "hook"])
-@on_ranks(3)
+@on_ranks(3, cases={"entry_point": ["attach", "hook"]})
 def test_others_are_left_alone(rank: int, world_size: int, entry_point: str) -> None:
     model, narrow, one, other = (
         average(entry_point, each).model
@@ -66,8 +63,7 @@ def test_others_are_left_alone(rank: int, world_size: int, entry_point: str) -> 
     assert not _warnings_of(lambda step: other([torch.full((3,), torch.inf)]))
 
 
-@pytest.mark.parametrize("entry_point", ["attach", "hook"])
-@on_ranks(3)
+@on_ranks(3, cases={"entry_point": ["attach", "hook"]})
 def test_weights_are_left_alone(rank: int, world_size: int, entry_point: str) -> None:
     weighted = average(entry_point, Mlp())
     weighted.handle.set_weight(1.0)

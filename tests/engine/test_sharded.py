@@ -35,6 +35,7 @@ from tests.engine.sharded import (
     trained_alone,
 )
 from tests.ranks import on_ranks, run_ranks
+from tests.refused import refused
 
 WIRES: list[Wire] = ["none", "fp16", "bf16", "int8"]
 
@@ -87,8 +88,7 @@ def test_a_shard_on_gpus_is_the_references_to_the_bit(world_size: int) -> None:
     run_ranks(_as_the_reference, world_size, "cuda", backend="nccl")
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-@on_ranks(2, parametrized=["shared_memory"])
+@on_ranks(2, cases={"shared_memory": [True, False]})
 def test_the_scale_follows_the_shards_of_all_ranks(rank: int, world_size: int) -> None:
     """Nor is any pass made over the gradients for it, after the first step. Rank 0's shard tells nothing."""
     engine = _C.ShardedState(dist.group.WORLD)
@@ -176,8 +176,7 @@ def _replicates(rank: int, world_size: int) -> float:
     model = Tied()
     for part in (*model.blocks, model):
         module.replicate(part, mesh=mesh["alone"])
-    with pytest.raises(ValueError, match="is replicated and not sharded"):
-        fastsync.register_fsdp(model)
+    refused(lambda: fastsync.register_fsdp(model), "is replicated and not sharded")
     fastsync.register_fsdp(model, replicas="fp16", process_group=mesh["replicate"])
     train(model, rank, world_size)
     return distance(model, trained_alone())
@@ -196,8 +195,7 @@ def _trains_beside_tensor_parallelism(rank: int, world_size: int) -> list[float]
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
         for call in (fastsync.attach, fastsync.all_reduce_gradients):
-            with pytest.raises(ValueError, match=r"is a DTensor.*data-parallel dimension"):
-                call(model, process_group=mesh["data"])
+            refused(lambda: call(model, process_group=mesh["data"]), "data-parallel dimension")
         for part in (*model.blocks, model):
             fully_shard(part, mesh=mesh["data" if is_sharded else "alone"])
         if is_sharded:

@@ -25,6 +25,7 @@ from tests.models import (
     random_grads,
 )
 from tests.ranks import on_ranks
+from tests.refused import refused
 
 # ---- weights, and sums in place of means -----------------------------------------------------------------------------
 
@@ -80,8 +81,7 @@ def test_who_has_no_weight_counts_for_nothing(rank: int, world_size: int) -> Non
             sync.detach()
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-@on_ranks(3, parametrized=("shared_memory",))
+@on_ranks(3, cases={"shared_memory": [True, False]})
 def test_weighted_means_are_the_references_to_the_bit(rank: int, world_size: int) -> None:
     """One multiplication and one rounding on the way to the wire, whatever the gradients' dtype and the weights."""
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
@@ -124,15 +124,12 @@ def test_sums_that_their_dtype_does_not_hold_are_counted(rank: int, world_size: 
 @on_ranks(2)
 def test_what_is_refused(rank: int, world_size: int) -> None:
     model = Given([torch.ones(3)])
-    with pytest.raises(ValueError, match="op: expected 'mean', 'mean_of_used' or 'sum', got 'avg'"):
-        fastsync.attach(model, op="avg")
+    refused(lambda: fastsync.attach(model, op="avg"), "op:")
     sync = fastsync.attach(model)
     for weight in (-1.0, math.inf, math.nan, 10**400, None, "many"):
-        with pytest.raises(ValueError, match="weight: expected a number that is 0 or more"):
-            sync.set_weight(weight)
+        refused(lambda: sync.set_weight(weight), "weight:")
     other = Given([torch.ones(3)])
-    with pytest.raises(ValueError, match=r"rank 0: op mean; rank 1: op sum"):
-        fastsync.attach(other, op="sum" if rank else "mean")
+    refused(lambda: fastsync.attach(other, op="sum" if rank else "mean"), "rank 0: op mean; rank 1: op sum")
 
 
 @on_ranks(2)
@@ -203,8 +200,7 @@ def test_ranks_whose_piggybacked_values_differ_are_told(rank: int, world_size: i
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model)
     for wrong in (torch.ones(2, dtype=torch.float64), torch.tensor(1), 0.5):
-        with pytest.raises(ValueError, match=r"tensor: 'kl' has to be a float32 tensor, got .*; use tensor\.float\(\)"):
-            sync.piggyback("kl", wrong)
+        refused(lambda: sync.piggyback("kl", wrong), "tensor:")
     sync.piggyback("value", torch.ones(2 + rank))
     of_shape = "piggybacked value value of shape"
     with pytest.raises(ValueError, match=rf"rank 0: {of_shape} \[2\]; rank 1: {of_shape} \[3\]"):
@@ -263,7 +259,6 @@ def test_a_failed_sync_leaves_gradients_as_they_were(rank: int, world_size: int)
     sync.synchronize()
     if rank == 0:
         model.weights[0].grad = torch.full((3,), 5.0)
-        with pytest.raises(RuntimeError, match="rank 1"):
-            sync.synchronize()
+        refused(lambda: sync.synchronize(), "rank 1", kind=RuntimeError)
         assert model.weights[0].grad.tolist() == [5.0] * 3
     dist.barrier()

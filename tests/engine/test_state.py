@@ -36,6 +36,7 @@ from tests.models import (
     train_step,
 )
 from tests.ranks import on_ranks, run_ranks
+from tests.refused import refused
 
 SHAPES = [(300,), (260,), (100, 4)]
 FEEDBACK = fastsync.Compression("int8", error_feedback=True)
@@ -116,8 +117,7 @@ def _train(rank: int, ddp: DistributedDataParallel, steps: range) -> list[list[T
 ODD_SHAPES = [(3,), (5, 7), (9,)]  # of no multiples of what gradients are aligned to on the wire
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-@on_ranks(2, timeout=40.0, parametrized=("shared_memory",))
+@on_ranks(2, cases={"shared_memory": [True, False]}, timeout=40.0)
 def test_a_compression_without_error_feedback_drops_residuals(rank: int, world_size: int) -> None:
     """What a rank holds does not change where gradients lie on the wire, nor the means."""
     same_data_is_meant()
@@ -279,20 +279,14 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(entry_point: s
         given = average(entry_point, Given([torch.ones(2), torch.ones(3)]), "fp16")
         given.step([torch.ones(2), torch.ones(3)])
         before = given.handle.state_dict()
-        for scales, message in (
-            ({"weights.0": 2.0, "weights.7": 2.0}, r"no parameter named 'weights\.7'; is it another model's state\?"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                given.handle.load_state_dict({"scales": scales})
-            assert given.handle.state_dict() == before
+        scales = {"weights.0": 2.0, "weights.7": 2.0}
+        refused(lambda: given.handle.load_state_dict({"scales": scales}), "no parameter named 'weights.7'")
+        assert given.handle.state_dict() == before
         for state in ({}, {"scales": None}):
-            with pytest.raises(ValueError, match="state_dict: expected what state_dict\\(\\) returns"):
-                given.handle.load_state_dict(state)
+            refused(lambda: given.handle.load_state_dict(state), "state_dict:")
 
 
-@pytest.mark.parametrize("without", [{"residuals": {}}, {"residuals": None}, {}], ids=str)
-@pytest.mark.parametrize("entry_point", WITH_STATE)
-@on_ranks(2)
+@on_ranks(2, cases={"entry_point": WITH_STATE, "without": [{"residuals": {}}, {"residuals": None}, {}]})
 def test_residuals_may_be_taken_out_of_a_state(
     rank: int, world_size: int, entry_point: str, without: dict[str, Any]
 ) -> None:

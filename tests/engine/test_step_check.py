@@ -166,8 +166,7 @@ def _two_models_share_a_state(rank: int, world_size: int) -> None:
     assert re.search(r"rank 0: engine \d+, \d+ updates?; rank 1: engine \d+, \d+ updates?", message)
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-@on_ranks(2, parametrized=("shared_memory",))
+@on_ranks(2, cases={"shared_memory": [True, False]})
 def test_a_bucket_that_is_sent_again_has_its_stamp(rank: int, world_size: int) -> None:
     model = Given([torch.ones(30)])
     sync = fastsync.attach(model, "bf16")

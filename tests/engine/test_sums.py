@@ -378,7 +378,7 @@ class Ledger:
     def check(self, what: str) -> None:
         for index, (owed, kept) in enumerate(zip(self.owed, self.kept(), strict=True)):
             # float32's own roundings, of which each step makes a handful.
-            torch.testing.assert_close(owed, kept, rtol=0, atol=1e-5, msg=lambda m: f"{what}, {index}: {m}")  # noqa: B023
+            torch.testing.assert_close(owed, kept, rtol=0, atol=1e-5, msg=lambda m: f"{what}, {index}: {m}")
 
     def kept(self) -> list[Tensor]:
         """Over all ranks, as a part of the mean. Zeros are not in the state."""
@@ -394,11 +394,10 @@ class Ledger:
         return kept
 
 
-@pytest.mark.parametrize("entry_point", ["hook", "attach"])
 @pytest.mark.parametrize(
     ("world_size", "way", "other"), [(3, "one_shot", "two_shot"), (3, "two_shot", "one_shot"), (4, 2, "two_shot")]
 )
-@on_ranks()
+@on_ranks(cases={"entry_point": ["hook", "attach"]})
 def test_what_is_applied_and_what_is_kept_are_all_there_was(
     rank: int, world_size: int, entry_point: str, way: Way, other: Way
 ) -> None:
@@ -418,8 +417,7 @@ def test_what_is_applied_and_what_is_kept_are_all_there_was(
         assert ledger.given.handle.state_dict()["residuals"] == {}
 
 
-@pytest.mark.parametrize("way", [*ALGORITHMS, 2])
-@on_ranks(4)
+@on_ranks(4, cases={"way": [*ALGORITHMS, 2]})
 def test_nothing_is_lost_of_pieces_and_of_gradients_that_some_ranks_lack(rank: int, world_size: int, way: Way) -> None:
     """Of pieces, of gradients that nobody, one rank, or all but another one in each step has, and of frozen ones."""
     ledger = Ledger(

@@ -35,8 +35,7 @@ def _num_on_wire(buckets: Sequence[BucketStats]) -> int:
     return sum(-(-bucket.numel // 8) * 8 for bucket in buckets)
 
 
-@pytest.mark.parametrize("entry_point", ["hook", "drop-in hook", "attach"])
-@on_ranks(2, shared_memory=False)
+@on_ranks(2, cases={"entry_point": ["hook", "drop-in hook", "attach"]}, shared_memory=False)
 def test_stats_add_up(rank: int, world_size: int, entry_point: str) -> None:
     is_hook = "hook" in entry_point
     for wire, itemsize in ITEMSIZES.items():
@@ -123,9 +122,7 @@ def test_before_the_first_sync_there_are_no_statistics(entry_point: str) -> None
         assert given.handle.stats().num_steps == 0
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("wire", ["none", "bf16", "int8", "int8+ef"])
-@on_ranks(2, parametrized=["shared_memory"])
+@on_ranks(2, cases={"wire": ["none", "bf16", "int8", "int8+ef"], "shared_memory": [True, False]})
 def test_a_bucket_of_empty_parameters_has_times(rank: int, world_size: int, wire: str) -> None:
     """DDP has a bucket for each dtype, of which each may be the last."""
     for dtypes in ([torch.float32, torch.float64], [torch.float64, torch.float32]):

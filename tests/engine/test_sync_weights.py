@@ -19,6 +19,7 @@ from fastsync.distributed import as_bytes
 from fastsync.sync.handles_in_use import groups_of
 from tests.models import SMALL_BUCKETS, assert_same_on_all_ranks
 from tests.ranks import on_ranks
+from tests.refused import refused
 
 
 class Model(nn.Module):
@@ -50,8 +51,7 @@ def bits(module: nn.Module) -> dict[str, list[int]]:
     return {name: as_bytes(tensor.detach()).tolist() for name, tensor in tensors}
 
 
-@pytest.mark.parametrize("entry_point", ["attach", "hook", "plain DDP", "all_reduce_gradients"])
-@on_ranks(2)
+@on_ranks(2, cases={"entry_point": ["attach", "hook", "plain DDP", "all_reduce_gradients"]})
 def test_all_take_what_rank_0_alone_has_loaded(rank: int, world_size: int, entry_point: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = Model()
@@ -109,10 +109,7 @@ def test_the_group_is_that_of_the_gradients(rank: int, world_size: int) -> None:
     fastsync.sync_weights(one, process_group=dist.group.WORLD)
     assert [p.unique().tolist() for p in both.parameters()] == [[1.0]] * 2 + [[rank + 1.0]] * 2
     fastsync.attach(other)
-    with pytest.raises(
-        ValueError, match=r"^module: the gradients of this ModuleList are averaged over 2 process group"
-    ):
-        fastsync.sync_weights(both)
+    refused(lambda: fastsync.sync_weights(both), "module:")
     fastsync.sync_weights(both, process_group=init_device_mesh("cpu", (world_size,)))
     fastsync.check_consistency(both)
 
@@ -120,14 +117,13 @@ def test_the_group_is_that_of_the_gradients(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_other_models_are_refused_before_anything_is_sent(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
-    for model, message in (
-        (Model(width=7 + rank), r"Model: .*layers.0.weight of shape \[7, 5\].*layers.0.weight of shape \[8, 5\]"),
-        (nn.Linear(2, 2).to(torch.float64 if rank else torch.float32), r"Linear: .*torch.float32.*torch.float64"),
-        (nn.Linear(2, 2, bias=rank > 0), r"Linear: rank 1: bias of shape \[2\], .*; rank 0: nothing"),
+    for model in (
+        Model(width=7 + rank),
+        nn.Linear(2, 2).to(torch.float64 if rank else torch.float32),
+        nn.Linear(2, 2, bias=rank > 0),
     ):
         before = bits(model)
-        with pytest.raises(ValueError, match=rf"^fastsync: the ranks do not agree on the weights of {message}"):
-            fastsync.sync_weights(model)
+        refused(lambda: fastsync.sync_weights(model), "do not agree on the weights", "rank 0: ", "rank 1: ")
         assert bits(model) == before
     fastsync.sync_weights(nn.ReLU())  # has none
     compiled = nn.Linear(2, 2)
@@ -138,10 +134,8 @@ def test_other_models_are_refused_before_anything_is_sent(rank: int, world_size:
 @on_ranks(2)
 def test_what_it_cannot_serve_is_refused(rank: int, world_size: int) -> None:
     sharded = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (world_size,)))
-    with pytest.raises(ValueError, match=r"^module: parameter weight is a DTensor, .*\. Let every rank load its own"):
-        fastsync.sync_weights(sharded)
-    with pytest.raises(ValueError, match=r"^module: expected a module, got list; put several into an nn.ModuleList"):
-        fastsync.sync_weights([nn.Linear(2, 2)])  # type: ignore[arg-type]
+    refused(lambda: fastsync.sync_weights(sharded), "module:")
+    refused(lambda: fastsync.sync_weights([nn.Linear(2, 2)]), "module:")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^process_group: expected a ProcessGroup"):
         fastsync.sync_weights(nn.Linear(2, 2), process_group="dp")  # type: ignore[arg-type]
 
@@ -171,8 +165,7 @@ def test_a_sparse_buffer_is_refused_and_may_be_left_to_each_rank(rank: int, worl
     model = nn.Linear(2, 2)
     model.register_buffer("adjacency", torch.eye(2).to_sparse())
     for call in (fastsync.sync_weights, fastsync.check_consistency, fastsync.attach):
-        with pytest.raises(ValueError, match=r"adjacency has the layout torch\.sparse_coo, and only dense tensors are"):
-            call(model)
+        refused(lambda: call(model), "adjacency has the layout torch.sparse_coo, and")
     fastsync.attach(model, ignored_states=[model.adjacency])
     fastsync.sync_weights(model)
     fastsync.check_consistency(model)

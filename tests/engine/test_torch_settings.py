@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -116,16 +115,11 @@ def _checks(entry_point: str, rank: int, around: Callable[[], Any], around_calls
         assert_all_bitwise_equal(actual, expected, f"{entry_point}, {compression}: tensor")
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("entry_point", [*ALL, *OUTER])
-@on_ranks(2)
+@on_ranks(2, cases={"entry_point": [*ALL, *OUTER], "setting": SETTINGS})
 def test_settings_of_torch_change_nothing(rank: int, world_size: int, entry_point: str, setting: str) -> None:
     _checks(entry_point, rank, SETTINGS[setting], nullcontext)
 
 
-@pytest.mark.parametrize("mode", AROUND_CALLS)
-@pytest.mark.parametrize("entry_point", [*ALL, *OUTER])
-@on_ranks(2)
+@on_ranks(2, cases={"entry_point": [*ALL, *OUTER], "mode": AROUND_CALLS})
 def test_modes_around_calls_change_nothing(rank: int, world_size: int, entry_point: str, mode: str) -> None:
     _checks(entry_point, rank, nullcontext, AROUND_CALLS[mode])

@@ -37,6 +37,7 @@ from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss, reso
 from fastsync.ppo.runs.folder import check_run
 from fastsync.ppo.settings import load_settings
 from tests.ranks import RankError, run_ranks
+from tests.refused import refused
 from tests.toy_envs import Countdown
 
 TINY = Settings(total_steps=600, num_envs=4, num_steps=16, num_epochs=2)
@@ -188,8 +189,7 @@ def lost(new: Any, batch: Batch, settings: Settings, remaining: float) -> tuple[
 
 
 def test_a_loss_of_ones_own_that_is_nan_ends_the_run(tmp_path: Path):
-    with pytest.raises(RankError, match="grad_norm of rank 0 in update 1 are not finite"):
-        trained(tmp_path, loss=lost)
+    refused(lambda: trained(tmp_path, loss=lost), "grad_norm of rank 0 in update 1 are not finite", kind=RankError)
 
 
 def test_a_metric_of_ones_own_is_in_every_log_and_changes_nothing(tmp_path: Path):
@@ -274,8 +274,7 @@ def test_a_network_of_ones_own_is_trained_saved_and_played(tmp_path: Path, capsy
 
 def test_a_network_without_a_name_is_not_mistaken_for_another(tmp_path: Path):
     trained(tmp_path, policy=partial(Normalised))
-    with pytest.raises(ValueError, match=r"policy='functools:partial\(.*:Normalised\)' has no name to"):
-        main([str(next(tmp_path.glob("run *")))])
+    refused(lambda: main([str(next(tmp_path.glob("run *")))]), ":Normalised)' has no name to")
 
 
 def test_a_run_with_a_loss_of_ones_own_goes_on_with_it_and_with_no_other(tmp_path: Path):
@@ -295,10 +294,8 @@ def test_a_run_with_a_loss_of_ones_own_goes_on_with_it_and_with_no_other(tmp_pat
         (replace(by_name, advantages=None), {}),
         (replace(by_name, loss=None), {"loss": annealed_and_penalised}),
     ):
-        with pytest.raises(RankError, match=r"ValueError: (loss|advantages)=.* would resume a run with"):
-            run_ranks(train_once, 1, other, changes)
-        with pytest.raises(ValueError, match="would resume a run with"):
-            check_run(resolve(other, None, changes.get("loss"), None)[0], 1)
+        refused(lambda: run_ranks(train_once, 1, other, changes), "would resume a run with", kind=RankError)
+        refused(lambda: check_run(resolve(other, None, changes.get("loss"), None)[0], 1), "would resume a run with")
     told = replace(by_name, loss=None, total_steps=1800, allow_other_loss=True)
     ((_, said),) = run_ranks(train_once, 1, told, {})
     assert "loss is None from here on, it was 'examples.ppo_own_metric:with_value_error'" in said

@@ -18,6 +18,7 @@ from fastsync.ppo.evaluate import find_checkpoint
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import load_settings
 from tests.forked import Command, until
+from tests.refused import refused
 
 pytestmark = pytest.mark.end_to_end
 
@@ -128,14 +129,12 @@ def test_a_rank_that_is_started_by_others_refuses_with_one_sentence(
     trained: list[Settings] = []
     monkeypatch.setattr("fastsync.ppo.cli.train_rank", trained.append)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit, match=r"^2$"):
-        train_main(["--resume", "nowhere"])
+    refused(lambda: train_main(["--resume", "nowhere"]), "2", kind=SystemExit)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("python -m fastsync.ppo: resume='nowhere' is neither 'auto' nor a checkpoint")
     assert not trained
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        train_main(["--device", "cuda"])
+    refused(lambda: train_main(["--device", "cuda"]), "2", kind=SystemExit)
     assert "device='cuda': torch sees 0 GPU(s) here" in capsys.readouterr().err
     # One of them says it for all, and torchrun ends the others.
     monkeypatch.setenv("RANK", "1")
@@ -148,8 +147,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     missing = ("rich", "pyyaml")
     monkeypatch.setattr("fastsync.doctor.metadata.distributions", lambda name: [] if name in missing else [name])
     for words in (["train"], ["launch", "slurm"], ["eval"]):
-        with pytest.raises(SystemExit, match=r"^training needs pyyaml, rich: pip install "):
-            main(words)
+        refused(lambda: main(words), "training needs pyyaml, rich: pip install", kind=SystemExit)
     monkeypatch.chdir(tmp_path)
     assert main(["launch", "slurm", "--", "-m", "mine"]) == 0  # which does not train by the extra
 

@@ -30,6 +30,7 @@ from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.metrics import add_infos
 from tests.forked import state_of, until
 from tests.ranks import fresh_process_context
+from tests.refused import refused
 from tests.toy_envs import Countdown, Gridded, Named
 
 
@@ -258,8 +259,7 @@ def test_copies_may_differ_in_bounds_alone(vectorization: str):
         assert environments.reset().shape[0] == 3
         environments.step(np.zeros(3, np.int64))
     chosen = settings(f"{__name__}:level_of_another_shape", 3, vectorization=vectorization)
-    with pytest.raises(ValueError, match="level_of_another_shape' has copies that differ in more than the bounds"):
-        make_environments(chosen, rank=0)
+    refused(lambda: make_environments(chosen, rank=0), "level_of_another_shape' has copies that differ")
 
 
 def test_a_process_that_keeps_the_refusal_ends():
@@ -328,8 +328,7 @@ def test_other_autoreset_modes_are_refused(monkeypatch: pytest.MonkeyPatch):
 
     spec = EnvSpec("OwnVector-v0", entry_point=Countdown, vector_entry_point=make)
     monkeypatch.setitem(gymnasium.registry, spec.id, spec)
-    with pytest.raises(ValueError, match=r"env='OwnVector-v0' has metadata\['autoreset_mode'\]="):
-        make_environments(settings(spec.id), rank=0)
+    refused(lambda: make_environments(settings(spec.id), rank=0), "env='OwnVector-v0' has")
 
 
 @pytest.mark.parametrize("env", ["Hangs", "HangsInClose"])

@@ -36,6 +36,7 @@ from fastsync.ppo.runs.folder import CHECKPOINTS
 from tests.ppo.test_modes import WithLayer
 from tests.ppo.test_runs_checkpoints import assert_same
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.toy_envs import Countdown, Endless, InDict, OneForbidden, Payout, SeesAndMayNot, SeveralForbidden
 
 TINY = Settings(total_steps=1_500, num_envs=4, num_epochs=2, checkpoint_interval=1e9)
@@ -326,8 +327,7 @@ def test_an_environment_that_does_not_suit_the_policy_is_refused_before_ranks_st
     ):
         with pytest.raises(ValueError, match=message):
             check_environment(replace(TINY, eval_interval=5, eval_env=env))
-    with pytest.raises(ValueError, match="eval_env='x:y' needs eval_interval, such as 50000"):
-        Settings(eval_env="x:y")
+    refused(lambda: Settings(eval_env="x:y"), "eval_env='x:y' needs eval_interval, such as")
 
 
 class Scaled(gymnasium.wrappers.NormalizeReward[Any, Any]):
@@ -338,7 +338,7 @@ def normalised() -> Any:
     return Scaled(Countdown())
 
 
-def refused(rank: int, world_size: int, settings: Settings) -> str:
+def refused_by_a_rank(rank: int, world_size: int, settings: Settings) -> str:
     with pytest.raises(ValueError, match="eval_env") as error:
         train(settings, torch.device("cpu"))
     return str(error.value)
@@ -346,7 +346,7 @@ def refused(rank: int, world_size: int, settings: Settings) -> str:
 
 def test_a_script_hears_of_a_wrong_environment_before_it_learns(tmp_path: Path):
     settings = replace(TINY, runs_dir=str(tmp_path), run_name="run", eval_interval=1000, eval_env="Pendulum-v1")
-    for refusal in run_ranks(refused, 2, settings):
+    for refusal in run_ranks(refused_by_a_rank, 2, settings):
         assert refusal.startswith("eval_env='Pendulum-v1' has observations")
     assert not (tmp_path / "run" / "progress.csv").exists()
 
@@ -356,8 +356,7 @@ def test_an_environment_that_only_vectors_have_is_refused_before_ranks_start():
     gymnasium.register(env_id, vector_entry_point="gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv")
     try:
         check_environment(replace(TINY, env=env_id))
-        with pytest.raises(ValueError, match="entry_point"):
-            check_environment(replace(TINY, env=env_id, eval_interval=1))
+        refused(lambda: check_environment(replace(TINY, env=env_id, eval_interval=1)), "entry_point")
     finally:
         del gymnasium.registry[env_id]
 
@@ -377,10 +376,8 @@ def test_a_loaded_policy_acts(tmp_path: Path):
         rewards.append(reward)
     assert sum(rewards) == 31.0  # the best there is
     assert policy.act(np.stack([observation] * 3)).tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match=r"observations: expected one of shape \(2,\), or several, got \(3,\)"):
-        policy.act(np.zeros(3))
-    with pytest.raises(ValueError, match="nowhere' is neither a checkpoint nor the folder of a run that has one"):
-        load_policy(tmp_path / "nowhere")
+    refused(lambda: policy.act(np.zeros(3)), "observations:")
+    refused(lambda: load_policy(tmp_path / "nowhere"), "nowhere' is neither a checkpoint nor the folder")
 
 
 @pytest.mark.parametrize("kind", ["Continuous", "FromFive", "Several"])
@@ -453,14 +450,9 @@ def test_a_loaded_policy_acts_by_the_mask(kind: Any, tmp_path: Path):
     several = np.stack([observation] * 3)
     masks = tuple(np.stack([each] * 3) for each in mask) if isinstance(mask, tuple) else np.stack([mask] * 3)
     assert len(policy.act(several, masks)) == 3
-    num_choices = 5 if isinstance(mask, tuple) else 3
     for seen in (observation, several):
-        with pytest.raises(
-            ValueError, match=rf"action_mask: expected that .* of {num_choices} choices, got none; give "
-        ):
-            policy.act(seen)
-    with pytest.raises(ValueError, match=rf"action_mask: expected shape \({num_choices},\), got shape \(2,\)"):
-        policy.act(observation, np.ones(2))
+        refused(lambda: policy.act(seen), "action_mask:")
+    refused(lambda: policy.act(observation, np.ones(2)), "action_mask:")
 
 
 @pytest.mark.parametrize("kind", [InDict, SeesAndMayNot])
@@ -472,8 +464,7 @@ def test_a_loaded_policy_acts_on_rows_of_parts(kind: Any):
     while not over:
         row, _, terminated, truncated, _ = env.step(policy.act(row))
         over = terminated or truncated
-    with pytest.raises(ValueError, match=r"observations: expected .*, in fastsync\.ppo\.envs\.parts\.PartsInARow"):
-        policy.act(np.asarray(kind().reset(seed=1)[0]))
+    refused(lambda: policy.act(np.asarray(kind().reset(seed=1)[0])), "observations:")
 
 
 def test_a_mask_beside_an_image_is_answered_with_the_wrapper():
@@ -481,14 +472,12 @@ def test_a_mask_beside_an_image_is_answered_with_the_wrapper():
     settings = replace(TINY, env="tests.toy_envs:SeesAndMayNot")
     policy = make_policy(settings, env.observation_space, env.action_space)
     image, info = SeesAndMayNot().reset(seed=1)
-    with pytest.raises(ValueError, match=r"got \(1, 36, 36\); wrap .*\.PartsInARow\(env, masks_in_info=True\)"):
-        policy.act(image, info["action_mask"])
+    refused(lambda: policy.act(image, info["action_mask"]), ".PartsInARow(env, masks_in_info=True)")
 
 
 def test_a_policy_without_masks_refuses_one():
     policy = make_policy(TINY, Countdown.observation_space, Countdown.action_space)
-    with pytest.raises(ValueError, match="action_mask: the training had none, got shape"):
-        policy.act(np.zeros(3), np.ones(3))
+    refused(lambda: policy.act(np.zeros(3), np.ones(3)), "action_mask:")
 
 
 def test_environments_of_evaluations_get_arguments_and_their_number():

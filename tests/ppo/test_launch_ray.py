@@ -18,6 +18,7 @@ from fastsync.integrations.ray import launch_on_ray
 from fastsync.ppo.cli import Launch, launch
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import load_checkpoint
+from tests.refused import refused
 
 pytestmark = pytest.mark.timeout(600)  # Ray's processes import for long on few cores
 
@@ -72,8 +73,7 @@ def test_workers_take_the_device_that_is_asked_for(
     for name in ("ray", "ray.train", "ray.train.torch"):
         monkeypatch.setitem(sys.modules, name, ray)
     if backend is None:
-        with pytest.raises(ValueError, match=r"Ray's cluster has 1 GPUs, for 2 ranks; .*--device auto"):
-            launch_on_ray(print, 2, use_gpu=use_gpu)
+        refused(lambda: launch_on_ray(print, 2, use_gpu=use_gpu), "Ray's cluster has 1 GPUs, for 2 ranks;")
         return
     launch_on_ray(print, 2, use_gpu=use_gpu)
     assert ray.TorchConfig.call_args.kwargs["backend"] == backend

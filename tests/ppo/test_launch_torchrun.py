@@ -26,6 +26,7 @@ from fastsync.ppo.ppo import Settings
 from tests.forked import Command, forked_ranks, state_of, until
 from tests.ppo.launched import main
 from tests.ranks import fresh_process_context
+from tests.refused import refused
 
 pytestmark = pytest.mark.end_to_end
 
@@ -127,8 +128,7 @@ def test_ranks_that_torchrun_starts_again_need_a_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(SystemExit, match=r"^2$"):
-        train_main(["--env", "CartPole-v1"])
+    refused(lambda: train_main(["--env", "CartPole-v1"]), "2", kind=SystemExit)
     message = "torchrun starts the ranks again up to 3 times, and they find their run by its name: add --run-name NAME"
     assert message in capsys.readouterr().err
 

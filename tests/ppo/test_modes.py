@@ -19,6 +19,7 @@ from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from tests.models import group_of_one
 from tests.ppo.test_runs_checkpoints import assert_same
 from tests.ranks import run_ranks
+from tests.refused import refused
 
 TINY = Settings(total_steps=600, num_envs=4, num_steps=16, num_epochs=2, lr_schedule="constant")
 
@@ -93,8 +94,7 @@ def test_a_minibatch_of_one_row_is_too_few_for_batch_norm(given: dict[str, int])
     with group_of_one(), make_environments(settings, rank=0) as environments:
         ppo = PPO(settings, environments, torch.device("cpu"), policy=Normed)
         rollout = ppo.collect()
-        with pytest.raises(ValueError, match=r"a minibatch has 1 on each rank.* Lower --num-minibatches .*--num-envs"):
-            ppo.learn(rollout)
+        refused(lambda: ppo.learn(rollout), "a minibatch has 1 on each rank")
     with pytest.raises(ValueError, match=r"a minibatch has 1 on each rank"):  # also before ranks start
         check_environment(replace(settings, policy=f"{__name__}:Normed"))
 

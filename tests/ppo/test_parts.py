@@ -26,6 +26,7 @@ from fastsync.ppo.runs.checkpoints import CheckpointFolder
 from tests.models import group_of_one
 from tests.ppo.test_runs_checkpoints import assert_same
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.toy_envs import OneForbidden, Seeing
 
 TOY = "tests.toy_envs"
@@ -230,8 +231,7 @@ def test_a_mask_that_forbids_everything_is_refused_until_the_episode_ends():
     with make_environments(settings, rank=0) as environments:
         assert played(environments) > 1
         policy = make_policy(TINY, environments.single_observation_space, environments.single_action_space)
-    with pytest.raises(ValueError, match="action_mask: it forbids every action"):
-        policy.act(np.zeros(3, np.float32), np.zeros(3))
+    refused(lambda: policy.act(np.zeros(3, np.float32), np.zeros(3)), "action_mask:")
     with pytest.raises(ValueError, match="action_mask: it forbids every action"):
         policy.act(np.zeros(6, np.float32))  # a row that holds the mask
     assert forbids_all(np.array([[1, 0, 1, 1, 0], [0, 0, 1, 1, 1]]), spaces.MultiDiscrete([2, 3]))

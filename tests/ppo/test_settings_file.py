@@ -11,6 +11,7 @@ import pytest
 from fastsync.ppo.cli import Arguments, Launch, parse
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import PRESETS, dump_settings, load_settings, preset_names
+from tests.refused import refused
 
 
 def write(folder: Path, text: str) -> str:
@@ -107,8 +108,7 @@ def test_what_is_neither_file_nor_preset_is_refused():
     said = r"config='cartpole' is neither a file nor a preset; did you mean CartPole-v1\?; presets: Acrobot-v1, "
     with pytest.raises(ValueError, match=said):
         load_settings("cartpole", Settings)
-    with pytest.raises(ValueError, match=r"config='../presets/Atari' is neither a file nor a preset"):
-        load_settings("../presets/Atari", Settings)
+    refused(lambda: load_settings("../presets/Atari", Settings), "/presets/Atari' is neither a file nor a preset")
 
 
 def test_presets_are_whole_and_say_where_they_are_from():

@@ -6,19 +6,11 @@ import random
 from contextlib import nullcontext
 from mmap import mmap
 
-import hypothesis
 import pytest
 
-from tests.drill import endurance, oracle
+from tests.drill import endurance
 from tests.drill.cases import Case
 from tests.engine.entry_points import ALL
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("entry_point", ALL)
-def test_random_cases(entry_point: str) -> None:
-    hypothesis.seed(0)(oracle.check)(entry_point)
 
 
 @pytest.mark.parametrize("grows", [False, True])
