@@ -110,7 +110,7 @@ def draw(panels: Sequence[Panel], picture: Path) -> None:
         axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).flat
         for each, panel in zip(axes, panels, strict=True):
             _bars(each, panel.bars)
-            each.set_title(panel.title, loc="left", fontsize=11)
+            each.set_title(panel.title, loc="left", x=-0.45, fontsize=11)  # above the labels, too
         figure.supxlabel(CAPTION, x=0.01, ha="left", fontsize=9, color=SOFT)
         figure.savefig(picture, dpi=DPI)
 
@@ -119,8 +119,9 @@ def _bars(axes: Axes, bars: Sequence[Bar]) -> None:
     """A bar for each method, with its milliseconds and how many times as fast as the first one it is."""
     for place, bar in enumerate(bars):
         axes.barh(place, bar.ms, 0.75, **bar.look.bar)
-        times = f" ({bars[0].ms / bar.ms:.1f} ×)" if place else ""
-        axes.annotate(f" {bar.ms:{'.1f' if bar.ms < 100 else '.0f'}} ms{times}", (bar.ms, place), va="center")
+        times = bars[0].ms / bar.ms
+        of_first = f" ({times:{'.2f' if times < 1.2 else '.1f'}} ×)" if place else ""
+        axes.annotate(f" {bar.ms:{'.1f' if bar.ms < 100 else '.0f'}} ms{of_first}", (bar.ms, place), va="center")
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(bars) - 0.5, -0.5)  # from the top down
@@ -140,12 +141,12 @@ def title(record: Record) -> str:
     if "link" not in settings:
         return f"Synchronisation alone, one host: {ranks} ranks"
     hosts = ranks // (per_host := settings.get("ranks_per_host", 1))
-    of_ranks = f"{per_host} rank{'s' if per_host > 1 else ''} each"
-    return f"Synchronisation alone, {hosts} simulated hosts, {of_ranks}, {format_rate(settings['link'])}"
+    of_ranks = f"{per_host} rank{'s' if per_host > 1 else ''}"
+    return f"Synchronisation alone, {hosts} simulated hosts × {of_ranks}, {format_rate(settings['link'])}"
 
 
 CAPTION = (
-    "Medians. ×: the first line's time divided by this. Synchronisation alone: 12.6 M float32\n"
-    "parameters, no forward and no optimizer. The hook is fastsync's; int8 has error\n"
-    "feedback. Simulated: network namespaces on one machine, a shaped link."
+    "Medians. ×: the first line's time divided by this. Synchronisation alone:\n"
+    "12.6 M float32 parameters, no forward and no optimizer. The hook is fastsync's;\n"
+    "int8 has error feedback. Simulated: network namespaces, a shaped link."
 )

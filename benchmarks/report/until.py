@@ -199,7 +199,7 @@ def picture(records: Sequence[Record], file: Path) -> None:
             for place, row in enumerate(rows):
                 _draw(axes, place, row)
             settings = of_group[0].settings
-            title = f"{settings['env']} until {settings['until']:g}, hyperparameters of {settings['hyperparameters']}"
+            title = f"{settings['env']} until {settings['until']:g}, hyperparameters: {settings['hyperparameters']}"
             axes.set_title(title, loc="left", fontsize=11)
             axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
             axes.set_ylim(len(rows) - 0.5, -0.5)  # from the top down

@@ -69,7 +69,7 @@ def test_the_headline_is_drawn_from_kept_rows(tmp_path: Path):
     rows = [next(path for path in RESULTS if path.name.startswith(name)) for name in names]
     alone, between, gpt, update = map(headline.read_panel, rows)
     assert alone.title == "Synchronisation alone, one host: 2 ranks"
-    assert between.title == "Synchronisation alone, 2 simulated hosts, 2 ranks each, 1 Gbit/s"
+    assert between.title == "Synchronisation alone, 2 simulated hosts × 2 ranks, 1 Gbit/s"
     assert gpt.title == "The whole step of a small GPT, 2 ranks"
     assert [bar.label for bar in gpt.bars] == ["DDP", "attach", "attach, fp16"]
     assert [round(bar.ms, 1) for bar in update.bars] == [36.8, 35.0]
