@@ -21,10 +21,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from fastsync import _ppo
 from fastsync.ppo import fused
 from fastsync.ppo.adam import Adam
-from fastsync.ppo.batches import Batch
 from fastsync.ppo.fused import METRICS, Perceptron, what_ran
 from fastsync.ppo.policies import ActorCritic, Categorical, Policy, categorical, choose, make_policy
-from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss
+from fastsync.ppo.ppo import Batch, Evaluated, Settings, minibatch_loss, ppo_loss
 
 
 def view_of(values: Tensor) -> Tensor:
