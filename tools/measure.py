@@ -31,6 +31,12 @@ class Measurement:
     minutes: int
 
     @property
+    def words(self) -> list[str]:
+        """Those of the command, without where its rows go: for scaling that is a folder, and else a file."""
+        where = "--report" if self.command.startswith("scaling ") else "--json"
+        return [*self.command.split(), where]
+
+    @property
     def resumes(self) -> bool:
         return "--resume" in self.command
 
@@ -80,14 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(each: Measurement, folder: Path) -> int:
     """Runs a benchmark, unless its rows are there. Rows that it has when it fails get another name."""
-    rows = folder / f"{each.theme}.json"
+    rows = folder / (each.theme if each.words[-1] == "--report" else f"{each.theme}.json")
     if rows.exists() and not each.resumes:
         print(f"{each.theme}: {rows} is there")
         return 0
     print(f"{each.theme}: some {each.minutes} minutes", flush=True)
-    status = subprocess.run([sys.executable, "-m", "benchmarks", *each.command.split(), "--json", rows]).returncode
+    status = subprocess.run([sys.executable, "-m", "benchmarks", *each.words, str(rows)]).returncode
     if status and rows.exists() and not each.resumes:
-        rows.rename(rows.with_suffix(".failed.json"))
+        rows.rename(rows.with_name(f"{rows.name}.failed"))
     return int(bool(status))
 
 

@@ -40,4 +40,4 @@ def test_what_is_there_is_not_measured_again(
 
 @pytest.mark.parametrize("each", PLAN, ids=lambda each: each.theme)
 def test_each_command_of_the_plan_can_be_read(each: Measurement, tmp_path: Path) -> None:
-    python_command(["-m", "benchmarks", *each.command.split(), "--json", str(tmp_path / "rows.json")])
+    python_command(["-m", "benchmarks", *each.words, str(tmp_path / "rows.json")])
