@@ -4,8 +4,9 @@ update, loop.
 The algorithm: Schulman et al., "Proximal policy optimization algorithms", 2017, https://arxiv.org/abs/1707.06347
 Comments give shapes of tensors: T steps of a rollout, N environments of this rank, B rows of a minibatch.
 
-Your edits here take effect. On CPUs a fused operator of csrc/ppo replaces each function under ``@fused.Operator``, but
-only while you have not changed the function. The run prints which operators it uses. With ``--no-fused`` it uses none.
+Your edits here take effect. On CPUs fused operators of csrc/ppo replace ``ppo_loss`` and, with that loss,
+``minibatch_loss``, but only while you have changed neither. The run prints which operators it uses. With ``--no-fused``
+it uses none.
 """
 
 from __future__ import annotations
@@ -378,7 +379,6 @@ Loss = Callable[[Evaluated, Batch, Settings, float], tuple[Tensor, dict[str, Ten
 Advantages = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Settings], Tensor]
 
 
-@fused.Operator
 def minibatch_loss(
     policy: Policy, batch: Batch, settings: Settings, remaining: float, loss: Loss
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -463,6 +463,9 @@ class PPO:
         torch.manual_seed(settings.seed)
         self.settings, self.environments, self.device = settings, environments, device
         self.loss, self.estimate_advantages = loss, advantages
+        # On CPUs one operator does all of minibatch_loss with ppo_loss, while you have changed neither.
+        is_fused = settings.fused and loss is ppo_loss
+        self.minibatch_loss = fused.Operator(minibatch_loss) if is_fused else minibatch_loss
         self.step = 0  # environment steps so far, over all ranks
         self.update = 0  # updates so far, one per rollout
         first, num_envs = environments.first_index, environments.num_envs
@@ -594,10 +597,10 @@ class PPO:
         *first, last = Shuffler.cut(minibatch, settings.num_micro_batches)
         for part in first:
             with self.sync.no_sync():
-                loss, metrics = minibatch_loss(self.policy, part, settings, remaining, self.loss)
+                loss, metrics = self.minibatch_loss(self.policy, part, settings, remaining, self.loss)
                 self.scaler.scale(loss).backward()
             part_metrics.append(metrics)
-        loss, metrics = minibatch_loss(self.policy, last, settings, remaining, self.loss)
+        loss, metrics = self.minibatch_loss(self.policy, last, settings, remaining, self.loss)
         for others in part_metrics:
             metrics = {name: others[name] + value for name, value in metrics.items()}  # sums of weighted rows
         if settings.target_kl is not None:
@@ -655,7 +658,7 @@ def train(
     settings, loss, advantages = resolve(
         settings, (policy, ActorCritic), (loss, ppo_loss), (advantages, estimate_advantages)
     )
-    fused.enable(settings.fused, own=[loss, advantages])
+    fused.enable(settings.fused, own=[loss, advantages, *([] if loss is ppo_loss else [minibatch_loss])])
     with open_session(settings, device) as session:
         ppo = PPO(settings, session.environments, session.device, policy, loss, advantages)
         session.begin(ppo)

@@ -40,7 +40,7 @@ from tests.ranks import RankError, run_ranks
 from tests.toy_envs import Countdown
 
 TINY = Settings(total_steps=600, num_envs=4, num_steps=16, num_epochs=2)
-OPERATORS = (ppo_loss, categorical, choose, minibatch_loss)
+OPERATORS = (ppo_loss, categorical, choose, Operator(minibatch_loss))
 VECTOR, TWO = spaces.Box(-1, 1, (4,)), spaces.Discrete(2)
 Weights = dict[str, Tensor]
 
