@@ -49,7 +49,7 @@ wheel: build
 	FASTSYNC_WHEEL=1 $(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 train: $(VENV)/.train build
-	$(BIN)/fastsync train --env CartPole-v1 --nproc 2
+	$(BIN)/fastsync train --config CartPole-v1 --nproc 2
 	@$(BIN)/fastsync plot
 
 # Each process begins with neighbours, which share what is dear to make; one that has done takes tests of another.

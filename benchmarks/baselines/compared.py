@@ -24,6 +24,8 @@ class Trainer:
     """Which of the settings it does not have, so that its own way stands instead."""
     refuses: Callable[[Training], str | None] = lambda _: None
     """Why it cannot be trained so."""
+    has_scopes: bool = False
+    """Whether it can normalise advantages over the rollout, too."""
 
     def python(self) -> str | None:
         """The interpreter that has it; None where it is not installed."""
@@ -74,12 +76,12 @@ def _cleanrl_refuses(training: Training) -> str | None:
 
 SB3 = "stable_baselines3"
 COMPARED = {
-    "sb3": Trainer("SB3 DummyVecEnv", "stable-baselines3", SB3, has_threads=True),
+    "sb3": Trainer("SB3 DummyVecEnv", "stable-baselines3", SB3, has_threads=True, has_scopes=True),
     "sb3-subproc": Trainer("SB3 SubprocVecEnv", "stable-baselines3, SubprocVecEnv", SB3, has_threads=True),
     "cleanrl": Trainer("CleanRL's loop", "cleanrl loop", has_threads=True, refuses=_cleanrl_refuses),
     "sbx": Trainer("SBX", "sbx", "sbx", "sbx", lacks=_sbx_lacks),
     "rlox": Trainer("rlox", "rlox", "rlox", "rlox", has_threads=True, lacks=_fixed_clip),
     "rejax": Trainer("Rejax, gymnax", "rejax", "rejax", "rejax", lacks=_rejax_lacks, refuses=_gymnax_refuses),
-    "fastsync": Trainer("fastsync", "fastsync", lacks=_no_gsde),
+    "fastsync": Trainer("fastsync", "fastsync", lacks=_no_gsde, has_scopes=True),
 }
 """By the names of the option."""

@@ -22,6 +22,11 @@ def train(training: Training, *, package: str = "stable_baselines3", processes: 
             returns = [episode["r"] for episode in self.model.ep_info_buffer]
             self.is_over = watch.look(self.num_timesteps, returns)
 
+        def _on_rollout_end(self) -> None:
+            if training.norm_advantages == "rollout":
+                buffer = self.model.rollout_buffer
+                buffer.advantages = (buffer.advantages - buffer.advantages.mean()) / (buffer.advantages.std() + 1e-8)
+
         def _on_step(self) -> bool:
             return not self.is_over
 
@@ -33,6 +38,8 @@ def train(training: Training, *, package: str = "stable_baselines3", processes: 
         options |= {"use_sde": True, "sde_sample_freq": 4}
     if training.clip_value_loss and not in_jax:
         options["clip_range_vf"] = _schedule(training.clip, training.anneal_clip)
+    if training.norm_advantages == "rollout":
+        options["normalize_advantage"] = False  # that is for minibatches
     if not training.is_atari:
         options["policy_kwargs"] = {"net_arch": [training.hidden_size, training.hidden_size]}
     envs = _environments(training, processes)

@@ -78,6 +78,7 @@ def _settings(training: Training, folder: str) -> Any:
         hidden_sizes=(training.hidden_size, training.hidden_size),
         ent_coef=training.entropy,
         norm_observations=training.normalize,
+        norm_advantages=training.norm_advantages,
         norm_rewards=training.normalize,
         seed=training.seed,
         runs_dir=folder,

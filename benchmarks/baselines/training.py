@@ -40,6 +40,8 @@ class Training:
     """Exploration that depends on the state, with new noise every fourth step (Raffin et al., 2021)."""
     normalize: bool = False
     """Observations and rewards, by running moments."""
+    norm_advantages: str = "minibatch"
+    """Advantages have mean 0 and variance 1 in each minibatch, or in the rollout, as fastsync's option has it."""
     hidden_size: int = 64
     nproc: int = 1
     threads: int = 1

@@ -1,18 +1,20 @@
-"""``python -m benchmarks headline``: the picture of the README, from rows of ``sync`` and ``link``."""
+"""``python -m benchmarks headline``: the README's picture, from rows of ``sync``, ``link``, ``scaling`` and ``ppo``."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import matplotlib as mpl
+import numpy as np
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.harness.records import Record, read_json
-from benchmarks.report.looks import LOOKS
+from benchmarks.harness.statistics import replicates
+from benchmarks.report.looks import LOOKS, Look
 from benchmarks.report.pictures import DPI, SOFT, STYLE, WIDTH
 from benchmarks.report.table import print_lines
 from benchmarks.units import format_rate
@@ -24,7 +26,14 @@ LABELS = {
     "fastsync.attach/fp16": "attach, fp16",
     "fastsync.attach/int8+ef": "attach, int8",
 }
-"""The methods that are shown, from the top down."""
+"""The methods of ``sync`` and ``link`` that are shown, from the top down."""
+WHOLE = ("ddp", "fastsync.attach/none", "fastsync.attach/fp16")
+"""Those of ``scaling``."""
+UPDATES = {
+    "fastsync, 2 ranks, 2 × the batch": ("averages gradients", "fastsync.attach/none"),
+    "fastsync, 2 × 1 rank, no communication": ("sends nothing", "ddp"),
+}
+"""Those of ``ppo``, with a label and a look."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,20 @@ class Options:
     """Draw what a step takes, a panel for each file of rows. Of each the medians are drawn."""
 
     rows: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Files that --json of sync or link has written."""
+    """Files that --json has written: of sync or link, for synchronisation alone; of scaling or ppo, for whole steps."""
     picture: Path = Path("docs/pictures/headline.png")
+
+
+class Bar(NamedTuple):
+    label: str
+    look: Look
+    ms: float
+
+
+class Panel(NamedTuple):
+    title: str
+    bars: Sequence[Bar]
+    """The first one is what the others are compared with."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,58 +70,83 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def read_panel(path: Path) -> dict[str, Record]:
-    """The rows of a file by their method.
+def read_panel(path: Path) -> Panel:
+    """A panel of the rows in a file.
 
     Raises:
         ValueError: there is no such file, or a method is missing.
     """
-    panel = {record.method: record for record in read_json(path)}
-    if missing := LABELS.keys() - panel.keys():
+    records = read_json(path)
+    kind = records[0].benchmark if records else ""
+    if kind == "scaling":
+        most = max(record.settings["world_size"] for record in records)
+        records = [record for record in records if record.settings["world_size"] == most]
+        shown = {method: (LABELS[method], method) for method in WHOLE}
+    elif kind == "ppo":
+        records = [record for record in records if record.settings["hyperparameters"] == "cleanrl"]
+        shown = UPDATES
+    else:
+        shown = {method: (label, method) for method, label in LABELS.items()}
+    if missing := shown.keys() - {record.method for record in records}:
         raise ValueError(f"{path} has no rows of {', '.join(sorted(missing))}: measure them with --methods")
-    return panel
+    of_method = {method: [record for record in records if record.method == method] for method in shown}
+    bars = [Bar(label, LOOKS[look], milliseconds(of_method[method])) for method, (label, look) in shown.items()]
+    return Panel(title(of_method[next(iter(shown))][0]), bars)
 
 
-def draw(panels: Sequence[Mapping[str, Record]], picture: Path) -> None:
+def milliseconds(launches: Sequence[Record]) -> float:
+    """What a step takes, or an update: the median over the launches."""
+    settings, seconds = launches[0].settings, float(np.median(replicates([record.samples for record in launches])))
+    if launches[0].benchmark == "ppo":
+        seconds = settings["num_envs"] * settings["num_steps"] / (launches[0].figures["steps_per_second"] or 0.0)
+    return seconds * 1e3
+
+
+def draw(panels: Sequence[Panel], picture: Path) -> None:
     """Draws a panel for each, below each other."""
     with mpl.rc_context(STYLE):
-        figure = Figure((WIDTH, 2.15 * len(panels) + 0.3))
-        for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
-            _bars(axes, {method: panel[method].quantiles["median"] * 1e3 for method in LABELS})
-            axes.set_title(title(panel["ddp"].settings), loc="left", fontsize=11)
-        figure.supxlabel(caption(panels[-1]["ddp"]), x=0.01, ha="left", fontsize=9, color=SOFT)
+        heights = [len(panel.bars) + 0.8 for panel in panels]
+        figure = Figure((WIDTH, 0.37 * sum(heights) + 0.6))
+        axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).flat
+        for each, panel in zip(axes, panels, strict=True):
+            _bars(each, panel.bars)
+            each.set_title(panel.title, loc="left", x=-0.45, fontsize=11)  # above the labels, too
+        figure.supxlabel(CAPTION, x=0.01, ha="left", fontsize=9, color=SOFT)
         figure.savefig(picture, dpi=DPI)
 
 
-def _bars(axes: Axes, medians: Mapping[str, float]) -> None:
-    """A bar for each method, with its milliseconds and how many times as fast as DDP it is."""
-    for place, (method, ms) in enumerate(medians.items()):
-        axes.barh(place, ms, 0.75, **LOOKS[method].bar)
-        times = medians["ddp"] / ms
-        axes.annotate(f" {ms:{'.1f' if ms < 100 else '.0f'}} ms ({times:.1f} ×)", (ms, place), va="center")
-    axes.set_yticks(range(len(LABELS)), list(LABELS.values()))
+def _bars(axes: Axes, bars: Sequence[Bar]) -> None:
+    """A bar for each method, with its milliseconds and how many times as fast as the first one it is."""
+    for place, bar in enumerate(bars):
+        axes.barh(place, bar.ms, 0.75, **bar.look.bar)
+        times = bars[0].ms / bar.ms
+        of_first = f" ({times:{'.2f' if times < 1.2 else '.1f'}} ×)" if place else ""
+        axes.annotate(f" {bar.ms:{'.1f' if bar.ms < 100 else '.0f'}} ms{of_first}", (bar.ms, place), va="center")
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(LABELS) - 0.5, -0.5)  # from the top down
-    axes.set_xlim(0, 1.6 * max(medians.values()))
+    axes.set_ylim(len(bars) - 0.5, -0.5)  # from the top down
+    axes.set_xlim(0, 1.6 * max(bar.ms for bar in bars))
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
 
 
-def title(settings: Mapping[str, Any]) -> str:
-    """Says what the ranks shared, and which hosts and links were simulated."""
+def title(record: Record) -> str:
+    """Says whether it is synchronisation alone, what the ranks shared, and which hosts and links were simulated."""
+    settings = record.settings
+    if record.benchmark == "ppo":
+        return f"The whole update of PPO on {settings['env']}, {settings['nproc']} ranks"
     ranks = settings["world_size"]
+    if record.benchmark == "scaling":
+        return f"The whole step of a small GPT, {ranks} ranks"
     if "link" not in settings:
-        return f"One host: {ranks} ranks"
+        return f"Synchronisation alone, one host: {ranks} ranks"
     hosts = ranks // (per_host := settings.get("ranks_per_host", 1))
-    of_ranks = f"{per_host} rank{'s' if per_host > 1 else ''} each"
-    return f"{hosts} simulated hosts, {of_ranks}, {format_rate(settings['link'])}"
+    of_ranks = f"{per_host} rank{'s' if per_host > 1 else ''}"
+    return f"Synchronisation alone, {hosts} simulated hosts × {of_ranks}, {format_rate(settings['link'])}"
 
 
-def caption(record: Record) -> str:
-    """Says what a step is and what the words of the panels mean."""
-    settings, cores = record.settings, record.environment["cores"]
-    simulated = "\nSimulated: network namespaces on this machine, a shaped link." if "link" in settings else ""
-    return (
-        f"Median time of a step, {settings['numel'] / 1e6:.1f} M float32 parameters, {cores} cores. "
-        f"×: DDP's time\ndivided by this. The hook is fastsync's; int8 is with error feedback.{simulated}"
-    )
+CAPTION = (
+    "Medians. ×: the first line's time divided by this. Synchronisation alone:\n"
+    "12.6 M float32 parameters, no forward and no optimizer. The hook is fastsync's;\n"
+    "int8 has error feedback. Simulated: network namespaces, a shaped link."
+)

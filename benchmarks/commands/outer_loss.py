@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -73,7 +74,7 @@ class Options:
     links: Path | None = None
     """Rows of ``outer``, for --picture: what a step takes over each link."""
     picture: Path | None = None
-    """File to draw the loss into, over the time that it takes to reach it."""
+    """File to draw the loss of --methods into, over the time that it takes to reach it."""
     steps: int = 500
     warm_steps: int = 300
     batch: int = 4
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         collected = collect(measure_rank, 2, options, options.json)
     if options.picture is not None and options.links is not None:
-        draw(collected.records, read_json(options.links), options.picture)
+        draw(collected.records, read_json(options.links), options.methods, options.picture)
     print_tables(
         [collected.records], lambda record: f"Loss on unseen data, in {loss_unit(record)}", COLUMNS, collected.notes
     )
@@ -247,8 +248,9 @@ TIMED = {EACH_STEP: "ddp", "int8": "fastsync.DiLoCo/int8+ef, H=50", "topk": "fas
 """Which row of ``outer`` tells what a step takes, or an outer step beside its steps."""
 
 
-def draw(losses: Sequence[Record], links: Sequence[Record], path: Path) -> None:
-    """Draws the mean loss of all seeds over the time that steps take on each link, from the warm start if any."""
+def draw(losses: Sequence[Record], links: Sequence[Record], shown: Sequence[str], path: Path) -> None:
+    """Draws the mean loss of the methods that are shown, and over all seeds, against the time
+    that steps take on each link, from the warm start if any."""
     starts = {record.settings["start"] for record in losses}
     first = [record for record in losses if record.settings["start"] == ("warm" if "warm" in starts else "scratch")]
     rates = sorted({record.settings["link"] for record in links}, reverse=True)
@@ -257,20 +259,32 @@ def draw(losses: Sequence[Record], links: Sequence[Record], path: Path) -> None:
         panels = figure.subplots(len(rates), 1, sharex=True, squeeze=False).flat
         for axes, rate in zip(panels, rates, strict=True):
             timed = {record.method: record for record in links if record.settings["link"] == rate}
-            for method, look in looks(each.method for each in first).items():
+            for method, look in looks(each.method for each in first if each.method in (EACH_STEP, *shown)).items():
                 of_method = [record.figures for record in first if record.method == method]
                 minutes = [int(step) * seconds_a_step(method, timed) / 60 for step in of_method[0]]
                 means = [sum(figures[step] for figures in of_method) / len(of_method) for step in of_method[0]]
-                axes.plot(minutes, means, markersize=5, label=method, **look.line)
+                axes.plot(minutes, means, markersize=5, label=name_of(method), **look.line)
             axes.set(xscale="log", ylabel=f"loss, {loss_unit(first[0])}")
             axes.set_title(f"simulated link of {format_rate(rate)}", loc="left", fontsize=11)
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")  # they would overlap
             axes.grid(visible=True)
         figure.axes[-1].set_xlabel("minutes")
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left")
         figure.supxlabel(CAPTION, x=0.01, ha="left", fontsize=9, color=SOFT)
         figure.savefig(path, dpi=DPI)
+
+
+def name_of(method: str) -> str:
+    """What a picture calls a method."""
+    kind, _, rest = method.partition("/")
+    if kind in (EACH_STEP, ATTACH):
+        wire, *options = (rest or "full width").split("+")
+        return f"synchronised each step, {wire}{', error feedback' if 'ef' in options else ''}"
+    how, *changed = kind.split("-")
+    changes = [f", outer {change.replace('lr', 'lr ').replace('momentum', 'momentum ')}" for change in changed]
+    return f"each {rest} steps, {how}{''.join(changes)}"
 
 
 CAPTION = (

@@ -54,12 +54,16 @@ class Options:
     which their schedules go by."""
     threshold: float | None = None
     """Another mean return to wait for."""
+    norm_advantages: tuple[Literal["minibatch", "rollout"], ...] = ("minibatch",)
+    """Over what advantages are normalised. rollout is for SB3 DummyVecEnv and fastsync alone."""
     gsde: bool = True
     """Explore by gSDE where the hyperparameters do and the trainer can. --no-gsde: nobody does."""
     json: Path | None = None
     """File to write all rows to: one a training, with settings, versions and hardware."""
+    resume: bool = False
+    """Keep the rows that --json has, and train what is missing. They must be of this machine and this commit."""
     rows: tuple[Path, ...] = ()
-    """Files that --json has written: show these, and measure nothing."""
+    """Files that --json has written: show those of --trainers, and measure nothing."""
     plot: Path | None = None
     """File to draw seconds and intervals into: a name that ends in .svg or .png."""
     oversubscribe: bool = False
@@ -72,9 +76,11 @@ class Options:
         check_at_least(self, repetitions=1, first_seed=0)
         for option in ("json", "plot"):
             check_file(option, getattr(self, option))
+        if self.resume and self.json is None:
+            raise ValueError("resume needs json, the file whose rows are kept")
         if self.plot is not None and self.plot.suffix not in (".svg", ".png"):
             raise ValueError(f"plot={self.plot} must be the name of a file that ends in .svg or .png")
-        for option in ("env", "hyperparameters", "trainers", "nproc"):
+        for option in ("env", "hyperparameters", "trainers", "nproc", "norm_advantages"):
             if not getattr(self, option):
                 raise ValueError(f"{option}: choose at least one")
         for option in ("nproc", "threads"):
@@ -176,24 +182,35 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = tyro.cli(Options, prog="python -m benchmarks ppo --until", args=arguments)
     if options.rows:
-        collected = Collected([record for file in options.rows for record in read_json(file)], [], 0)
+        chosen = {COMPARED[name].trainer for name in options.trainers}
+        records = [record for file in options.rows for record in read_json(file)]
+        chosen |= {f"{trainer}, {ALONE}" for trainer in chosen}
+        collected = Collected([record for record in records if record.settings["trainer"] in chosen], [], 0)
     else:
+        kept = rows_to_keep(options.json) if options.resume and options.json else []
         with termination_raises():
-            collected = collect(measure_all, 1, options, options.json, lambda measure, _, *given: [measure(*given)])
+            collected = collect(
+                measure_all, 1, options, options.json, lambda measure, _, *given: [measure(*given, kept=kept)]
+            )
     print_report(collected)
     if options.plot is not None:
         picture(collected.records, options.plot)
     return collected.status
 
 
-def measure_all(options: Options, rows: RowFile) -> list[str]:
-    """Runs all trainings, one after the other. After each the rows have it. Returns notes.
+def measure_all(options: Options, rows: RowFile, kept: Sequence[Record] = ()) -> list[str]:
+    """Runs all trainings that are not among the kept rows, one after the other. After each the rows have it.
+
+    Returns:
+        Notes.
 
     Raises:
         TrainingError: some failed or hung, each of which the message names. The others have been measured.
     """
     notes, failures, where = list[str](), dict[str, str](), environment(torch.device("cpu"))
     turns = [turn for whose, env in options.pairs() for turn in turns_of(options, whose, env, notes)]
+    rows.replace(kept)
+    turns = [turn for turn in turns if not _is_in(kept, turn)]
     with progress_bars(shown=True) as progress:
         for turn in named(progress, turns, lambda turn: f"{turn.kind}, seed {turn.seed}") if turns else ():
             if turn.kind in failures:
@@ -208,6 +225,30 @@ def measure_all(options: Options, rows: RowFile) -> list[str]:
     if failures:
         raise TrainingError("\n".join([*notes, *failures.values(), "what failed is not tried again"]))
     return notes
+
+
+def rows_to_keep(file: Path) -> list[Record]:
+    """The rows of a file, to go on with.
+
+    Raises:
+        ValueError: they are of another machine or commit.
+    """
+    kept, here = RowFile(file).read(), environment(torch.device("cpu"))
+    for record in kept:
+        for name in ("commit", "cpu", "cores"):
+            if record.environment[name] != here[name]:
+                raise ValueError(
+                    f"json={file} has rows with {name} {record.environment[name]!r}, and here it is {here[name]!r}; "
+                    "write to another file"
+                )
+    return kept
+
+
+def _is_in(rows: Sequence[Record], turn: Turn) -> bool:
+    def key(record: Record) -> tuple[object, ...]:
+        return record.method, *(record.settings[name] for name in ("hyperparameters", "env", "seed"))
+
+    return (turn.name, turn.whose, turn.training.env, turn.seed) in map(key, rows)
 
 
 def turns_of(options: Options, whose: str, env: str, notes: list[str]) -> Iterator[Turn]:
@@ -239,16 +280,28 @@ def methods_of(options: Options, training: Training, notes: list[str]) -> Iterat
         else:
             if lacking := list(who.lacks(training)):
                 _add(notes, f"{who.title} on {training.env}, unlike the hyperparameters: {'; '.join(lacking)}")
-            if name == "fastsync":
-                for nproc in options.nproc:
-                    title = f"fastsync, {nproc} rank{'s' if nproc > 1 else ''}"
-                    yield Method(title, who, replace(training, nproc=nproc))
-            elif who.has_threads:
-                for number in threads:
-                    title = f"{who.title}, {number} thread{'s' if number > 1 else ''}"
-                    yield Method(title, who, replace(training, threads=number))
-            else:
-                yield Method(who.title, who, training)
+            for scope in options.norm_advantages:
+                if scope == "minibatch":
+                    yield from _numbered(name, who, training, options.nproc, threads)
+                elif who.has_scopes:
+                    scoped = replace(training, norm_advantages=scope)
+                    for method in _numbered(name, who, scoped, options.nproc, threads):
+                        yield replace(method, name=f"{method.name}, advantages over the {scope}")
+
+
+def _numbered(
+    name: str, who: Trainer, training: Training, nprocs: Sequence[int], threads: Sequence[int]
+) -> Iterator[Method]:
+    """A trainer with each number of ranks or threads."""
+    if name == "fastsync":
+        for nproc in nprocs:
+            yield Method(f"fastsync, {nproc} rank{'s' if nproc > 1 else ''}", who, replace(training, nproc=nproc))
+    elif who.has_threads:
+        for number in threads:
+            title = f"{who.title}, {number} thread{'s' if number > 1 else ''}"
+            yield Method(title, who, replace(training, threads=number))
+    else:
+        yield Method(who.title, who, training)
 
 
 def _add(notes: list[str], note: str) -> None:

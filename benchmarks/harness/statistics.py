@@ -1,12 +1,13 @@
-"""Tells how sure a figure is: a median by order statistics, ratios and interquartile means by the bootstrap.
+"""Tells how sure a figure is: medians by order statistics, ratios by the bootstrap, and times until something arrives.
 
 A sample must be a repetition of its own. Steps of one launch are alike (the same cores, the same connections), so where
 there are several launches, ``replicates`` takes each launch as one sample: its median.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,54 +85,93 @@ def ratio_interval(numerator: Sequence[float], denominator: Sequence[float]) -> 
     return Interval(ratio, float(found.low), float(found.high))
 
 
-def interquartile_mean(samples: Sequence[float]) -> float:
-    """The mean without the lowest quarter of the samples and without the highest, each rounded down.
+class Time(NamedTuple):
+    """How long a training took until it arrived; or, if it has not, how long it was waited for."""
 
-    A sample may be infinite, such as the time of a run that has not arrived. It counts as one of the highest, so that
-    as many as a quarter of the samples change nothing but which ones are left out; with more the result is infinite.
+    seconds: float
+    arrived: bool
+
+
+def median_time(times: Sequence[Time]) -> Interval:
+    """The median time by the estimator of Kaplan and Meier, and where its interval (log-log) crosses one half.
+
+    A training that has not arrived is censored: it takes longer than it was waited for, and nobody knows how much. So
+    an end may be infinite, which means that it is not known. So may the median, if half of them have not arrived.
     """
-    return float(_interquartile_means(np.asarray(samples, np.float64))) if len(samples) else math.nan
+    from scipy.stats import ecdf
 
-
-def _interquartile_means(samples: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
-    number = samples.shape[-1]
-    return np.sort(samples, axis=-1)[..., number // 4 : number - number // 4].mean(axis=-1)
-
-
-def interquartile_mean_interval(samples: Sequence[float]) -> Interval:
-    """The interquartile mean and its percentile bootstrap interval (R. Agarwal et al., Deep Reinforcement Learning at
-    the Edge of the Statistical Precipice, NeurIPS 2021, sections 4.1 and 4.3, https://arxiv.org/abs/2108.13264).
-
-    The samples are the runs of one task. The bootstrap is stratified: runs of other tasks or methods are not mixed in.
-    """
-    return _bootstrapped([samples], lambda means: means)
-
-
-def interquartile_ratio_interval(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
-    """The ratio of two interquartile means, and its interval as in ``interquartile_mean_interval``.
-
-    Each side is resampled within itself. A ratio of two infinite means is nan: it may be anything.
-    """
-    return _bootstrapped([numerator, denominator], np.divide)
-
-
-def _bootstrapped(strata: Sequence[Sequence[float]], combine: Callable[..., np.ndarray]) -> Interval:
-    """What ``combine`` makes of the interquartile means of the strata, and its interval."""
-    if not all(strata):
+    if not times:
         return UNKNOWN
-    rng, arrays = np.random.default_rng(SEED), [np.asarray(samples, np.float64) for samples in strata]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        value = float(combine(*map(_interquartile_means, arrays)))
-        if min(map(len, arrays)) < 2:
-            return Interval(value, -math.inf, math.inf)
-        drawn = [samples[rng.integers(len(samples), size=(RESAMPLES, len(samples)))] for samples in arrays]
-        found = combine(*map(_interquartile_means, drawn))
-    # What is not known may be anything. The ends are values that were found: there is no middle between a finite one
-    # and an infinite one.
-    lowest, highest = (np.sort(np.where(np.isnan(found), end, found)) for end in (-math.inf, math.inf))
-    left_out = round((1 - CONFIDENCE) / 2 * (RESAMPLES - 1))
-    return Interval(value, float(lowest[left_out]), float(highest[-1 - left_out]))
+    survival = ecdf(_censored(times)).sf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # at 0 and 1 there is no log of a log
+        bounds = survival.confidence_interval(CONFIDENCE, method="log-log")
+    places, shares = survival.quantiles, survival.probabilities
+    lower, upper = (np.where(np.isnan(each.probabilities), shares, each.probabilities) for each in bounds)
+
+    def first(holds: np.ndarray) -> float:
+        return float(places[holds][0]) if holds.any() else math.inf
+
+    value = (first(shares <= 0.5) + first(shares < 0.5)) / 2  # as a median of an even number of samples
+    return Interval(value, first(lower <= 0.5), first(upper <= 0.5))
+
+
+def paired_ratio(pairs: Sequence[tuple[Time, Time]]) -> Interval:
+    """The median over pairs of the first time divided by the second, and its bounds by order statistics.
+
+    Trainings that took turns make pairs, so what slows down both does not count. If one of a pair has not arrived, its
+    ratio is more, or less, than that of what was waited for. It then counts as the largest, or the least. An end that
+    falls on such a pair is not known, and infinite. A pair of which neither has arrived says nothing.
+    """
+    extremes = {(False, True): math.inf, (True, False): -math.inf}
+    return median_interval(
+        [extremes.get((a.arrived, b.arrived), a.seconds / b.seconds) for a, b in pairs if a.arrived or b.arrived]
+    )
+
+
+def probability_of_sooner(ours: Sequence[Time], theirs: Sequence[Time]) -> Interval:
+    """How probable it is that one of ``ours`` arrives before one of ``theirs``, with its percentile bootstrap interval.
+
+    The probability of improvement (R. Agarwal et al., Deep Reinforcement Learning at the Edge of the Statistical
+    Precipice, NeurIPS 2021, section 4.3, https://arxiv.org/abs/2108.13264): the U of Mann and Whitney, divided by the
+    number of pairs. Two that have not arrived are a tie.
+    """
+    from scipy.stats import bootstrap
+
+    if not ours or not theirs:
+        return UNKNOWN
+    ends = [np.asarray([time.seconds if time.arrived else math.inf for time in side]) for side in (ours, theirs)]
+
+    def share(mine: np.ndarray, other: np.ndarray, axis: int = -1) -> np.ndarray:
+        del axis
+        pairs = mine[..., :, None], other[..., None, :]
+        return (np.less(*pairs) + 0.5 * np.equal(*pairs)).mean((-2, -1))
+
+    value = float(share(*ends))
+    if min(map(len, ends)) < 2:
+        return Interval(value, -math.inf, math.inf)
+    found = bootstrap(
+        ends, share, n_resamples=RESAMPLES, batch=500, vectorized=True, confidence_level=CONFIDENCE,
+        method="percentile", rng=np.random.default_rng(SEED),
+    ).confidence_interval  # fmt: skip
+    return Interval(value, float(found.low), float(found.high))
+
+
+def log_rank(ours: Sequence[Time], theirs: Sequence[Time]) -> float:
+    """The p-value of the log-rank test, whose hypothesis is that both take equally long."""
+    from scipy.stats import logrank
+
+    if not any(time.arrived for time in (*ours, *theirs)):
+        return math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # where all are equal, nothing differs from nothing
+        return float(logrank(_censored(ours), _censored(theirs)).pvalue)
+
+
+def _censored(times: Sequence[Time]) -> Any:
+    from scipy.stats import CensoredData
+
+    return CensoredData.right_censored([time.seconds for time in times], [not time.arrived for time in times])
 
 
 def replicates(launches: Sequence[Sequence[float]]) -> list[float]:

@@ -1,7 +1,7 @@
 """Seconds until trainings are good enough: a table and a picture from the rows of ``ppo --until``."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,7 +12,14 @@ from matplotlib.figure import Figure
 
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.records import Record
-from benchmarks.harness.statistics import Interval, interquartile_mean_interval, interquartile_ratio_interval
+from benchmarks.harness.statistics import (
+    Interval,
+    Time,
+    log_rank,
+    median_time,
+    paired_ratio,
+    probability_of_sooner,
+)
 from benchmarks.report.looks import LOOKS
 from benchmarks.report.pictures import DPI, SOFT, STYLE, WIDTH
 from benchmarks.report.table import (
@@ -28,12 +35,14 @@ from benchmarks.report.table import (
 ALONE = ", environment alone"
 SB3 = "stable-baselines3"
 LEGEND = (
-    "seconds: interquartile mean over the seeds, with 95 % intervals of a stratified bootstrap. The clock starts with "
-    "the training's loop, and stops after the update with which the mean return of the last 100 episodes is high "
-    "enough. A training that has not reached it counts as infinitely long: up to a quarter of the seeds the mean stays "
-    "the same whatever they would have taken, beyond it is ∞. steps: environment steps until then, interquartile mean. "
-    "× SB3: seconds of Stable-Baselines3's fastest row over these. steps/s: of whole trainings, median. environments "
-    "alone: steps/s with random actions. compiling: seconds of JAX's compiler, part of those above, median."
+    "seconds: median over the seeds by the estimator of Kaplan and Meier, with its interval of 95 %. The clock starts "
+    "with the training's loop, and stops after the update with which the mean return of the last 100 episodes is high "
+    "enough. A training that has not reached it takes longer than it was waited for. An end that is not known for that "
+    "is –. × SB3: seconds of Stable-Baselines3's fastest row over these, the median of pairs with one seed, which took "
+    "turns. sooner: how probable it is that one of these trainings is sooner than one of that row. log-rank: p-value "
+    "of the hypothesis that both take equally long. steps: environment steps until then, median. steps/s: of whole "
+    "trainings, median. environments alone: steps/s with random actions. compiling: seconds of JAX's compiler, part of "
+    "those above, median."
 )
 
 
@@ -43,10 +52,10 @@ class Summary:
 
     method: str
     trainer: str
-    oversubscribed: bool
-    reached: int
-    times: Sequence[float]
-    """Seconds until it was reached; infinite where it was not."""
+    name: str
+    """The method, and of how many cores if its ranks are more than these."""
+    times: Mapping[int, Time]
+    """Seconds until it was reached, by the seed."""
     steps: Interval
     speed: float
     alone: float | None
@@ -54,12 +63,23 @@ class Summary:
     compiling: float | None
 
     @property
-    def seconds(self) -> Interval:
-        return interquartile_mean_interval(self.times)
+    def reached(self) -> int:
+        return sum(time.arrived for time in self.times.values())
 
     @property
-    def name(self) -> str:
-        return f"{self.method}, {OVERSUBSCRIBED.upper()}" if self.oversubscribed else self.method
+    def seconds(self) -> Interval:
+        return median_time([*self.times.values()])
+
+    def paired(self, other: "Summary") -> Interval:
+        """The seconds of the other over these, by seeds that both have."""
+        seeds = sorted(self.times.keys() & other.times.keys())
+        return paired_ratio([(other.times[seed], self.times[seed]) for seed in seeds])
+
+    def sooner(self, other: "Summary") -> Interval:
+        return probability_of_sooner([*self.times.values()], [*other.times.values()])
+
+    def log_rank(self, other: "Summary") -> float:
+        return log_rank([*self.times.values()], [*other.times.values()])
 
 
 def summaries(records: Sequence[Record]) -> list[Summary]:
@@ -78,14 +98,16 @@ def _summary(records: Sequence[Record], alone: dict[str, float]) -> Summary:
     first, hits = records[0], [bool(record.figures["reached"]) for record in records]
     compiling = [record.figures["compile_seconds"] for record in records]
     known = [seconds for seconds in compiling if seconds is not None]
-    steps = [record.figures["steps"] if hit else math.inf for record, hit in zip(records, hits, strict=True)]
+    steps = [Time(record.figures["steps"] or 0.0, hit) for record, hit in zip(records, hits, strict=True)]
+    crowded = f" on {first.environment['cores']} cores" if first.settings.get(OVERSUBSCRIBED) else ""
     return Summary(
         method=first.method,
         trainer=first.settings["trainer"],
-        oversubscribed=bool(first.settings.get(OVERSUBSCRIBED)),
-        reached=sum(hits),
-        times=[record.samples[0] if hit else math.inf for record, hit in zip(records, hits, strict=True)],
-        steps=interquartile_mean_interval(steps),
+        name=f"{first.method}{crowded}",
+        times={
+            record.settings["seed"]: Time(record.samples[0], hit) for record, hit in zip(records, hits, strict=True)
+        },
+        steps=median_time(steps),
         speed=median(record.figures["steps_per_second"] or 0.0 for record in records),
         alone=alone.get(first.settings["trainer"] + ALONE),
         compiling=median(known) if known else None,
@@ -114,8 +136,10 @@ def print_report(collected: Collected) -> None:
         times = {
             "trainer": lambda row: row.name,
             "reached": lambda row: f"{row.reached}/{len(row.times)}",
-            "seconds [95 %]": lambda row: _interval(row.seconds, ".1f"),
-            "× SB3 [95 %]": lambda row, sb3=sb3: _ratio(sb3, row),
+            "seconds [95 %]": lambda row: in_brackets(row.seconds, ".1f"),
+            "× SB3 [95 %]": lambda row, sb3=sb3: times_of(sb3, row, ".2f"),
+            "sooner [95 %]": lambda row, sb3=sb3: _beside(sb3, row, lambda: in_brackets(row.sooner(sb3), ".2f")),
+            "log-rank": lambda row, sb3=sb3: _beside(sb3, row, lambda: _figure(row.log_rank(sb3), ".2g")),
         }
         speeds = {
             "trainer": lambda row: row.name,
@@ -141,23 +165,29 @@ def _title(records: Sequence[Record]) -> str:
 
 
 def _figure(value: float, form: str) -> str:
-    return "∞" if value == math.inf else "" if math.isnan(value) else f"{value:{form}}"
+    return f"{value:{form}}" if math.isfinite(value) else "–"
 
 
-def _interval(interval: Interval, form: str) -> str:
-    value, low, high = interval
-    ends = "" if low == -math.inf or math.isnan(low) else f" [{_figure(low, form)}, {_figure(high, form)}]"
-    return f"{_figure(value, form)}{ends}"
+def in_brackets(interval: Interval, form: str) -> str:
+    """The value, and both ends in brackets. What is not known is –."""
+    value, low, high = (_figure(each, form) for each in interval)
+    return value if low == high == "–" else f"{value} [{low}, {high}]"
 
 
-def _ratio(sb3: Summary | None, row: Summary) -> str:
-    if sb3 is None or not (math.isfinite(sb3.seconds.value) and math.isfinite(row.seconds.value)):
-        return ""
-    return "1" if row.method == sb3.method else _interval(interquartile_ratio_interval(sb3.times, row.times), ".2f")
+def times_of(sb3: Summary | None, row: Summary, form: str) -> str:
+    """How many times as fast a row is as Stable-Baselines3; 1 for that itself."""
+    if sb3 is not None and row.method == sb3.method:
+        return "1"
+    return _beside(sb3, row, lambda: in_brackets(row.paired(sb3), form) if sb3 else "")
+
+
+def _beside(sb3: Summary | None, row: Summary, shown: Callable[[], str]) -> str:
+    """Nothing if there is no other row to compare with."""
+    return "" if sb3 is None or row.method == sb3.method else shown()
 
 
 def picture(records: Sequence[Record], file: Path) -> None:
-    """Seconds with their intervals, a row a method and a panel for each environment and whose hyperparameters."""
+    """Seconds of each training, a row a method and a panel for each environment and whose hyperparameters."""
     groups = [(of_group, rows) for of_group in by_hyperparameters(records) if (rows := summaries(of_group))]
     if not groups:
         return
@@ -169,37 +199,28 @@ def picture(records: Sequence[Record], file: Path) -> None:
             for place, row in enumerate(rows):
                 _draw(axes, place, row)
             settings = of_group[0].settings
-            title = f"{settings['env']} until {settings['until']:g}, hyperparameters of {settings['hyperparameters']}"
+            title = f"{settings['env']} until {settings['until']:g}, hyperparameters: {settings['hyperparameters']}"
             axes.set_title(title, loc="left", fontsize=11)
             axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
             axes.set_ylim(len(rows) - 0.5, -0.5)  # from the top down
             axes.margins(x=0.12)  # for the figures
             axes.set_xlim(left=0)
             axes.grid(axis="x")
-            axes.set_xlabel("seconds")
+            axes.set_xlabel("seconds: a point a training, a line at the median", fontsize=9)
         metadata = dict.fromkeys(("Creator", "Date")) if file.suffix == ".svg" else None
         figure.savefig(file, dpi=DPI, metadata=metadata)
 
 
 def _draw(axes: Axes, place: int, row: Summary) -> None:
-    """The mean and its interval. An arrow ends one that has no right end, and words stand for a mean that is none."""
+    """Each training that arrived is a point, and a line is the median. Words tell of those that have not."""
     look = LOOKS["fastsync.attach/none" if row.trainer == "fastsync" else "ddp"]
-    value, low, high = row.seconds
-    arrived = [time for time in row.times if math.isfinite(time)]
-    if not math.isfinite(value):
-        axes.plot(arrived, [place] * len(arrived), alpha=0.0)  # so that the axis goes as far
-        axes.annotate(
-            f"reached by {row.reached} of {len(row.times)}", (0.02, place), xycoords=("axes fraction", "data"),
-            va="center", color=SOFT, fontsize=9,
-        )  # fmt: skip
-        return
-    axes.plot([value], [place], look.marker, color=look.colour)
-    right = value
-    if math.isfinite(low):
-        right = high if math.isfinite(high) else max(arrived)
-        axes.hlines(place, low, right, color=look.colour, linewidth=2)
-        if not math.isfinite(high):
-            axes.plot([right], [place], ">", color=look.colour)
+    arrived = [time.seconds for time in row.times.values() if time.arrived]
+    axes.plot(arrived, [place] * len(arrived), "o", color=look.colour, alpha=0.35, markersize=4)
+    value, told = row.seconds.value, [f"{row.reached} of {len(row.times)}"] * (row.reached < len(row.times))
+    if math.isfinite(value):
+        axes.plot([value], [place], "|", color=look.colour, markersize=16, markeredgewidth=2.5)
+        told.insert(0, f"{value:.1f}")
     axes.annotate(
-        f"{value:.1f}", (right, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=SOFT
-    )
+        ", ".join(told), (max(arrived, default=0.0), place), xytext=(7, 0), textcoords="offset points", va="center",
+        fontsize=9, color=SOFT,
+    )  # fmt: skip

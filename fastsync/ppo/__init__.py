@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ..doctor import load
 
 if TYPE_CHECKING:
-    from .batches import Batch
     from .evaluate import load_policy
     from .policies import ActorCritic, Policy, hidden_layers
-    from .ppo import Evaluated, Settings, estimate_advantages, ppo_loss, train
+    from .ppo import Batch, Evaluated, Settings, estimate_advantages, ppo_loss, train
 
 load("_C")
 load("_ppo")
@@ -30,6 +29,5 @@ def __getattr__(name: str) -> Any:
     """Imports a name when it is first used, because processes of environments need none of them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"ActorCritic": "policies", "Batch": "batches", "Policy": "policies", "hidden_layers": "policies"}
-    home |= {"load_policy": "evaluate"}
+    home = {"ActorCritic": "policies", "Policy": "policies", "hidden_layers": "policies", "load_policy": "evaluate"}
     return getattr(import_module(f"{__name__}.{home.get(name, 'ppo')}"), name)

@@ -35,19 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_what_can_be()
     require_extra()
     from ..launch.environment import this_rank
-    from .cli import STOPPED, Arguments, check_device, check_environment, parse, train_rank
+    from .cli import STOPPED, Arguments, check_device, check_environment, parse, say_which_settings, train_rank
     from .runs.folder import check_run
     from .survivors import check_not_joining
 
     prog = "python -m fastsync.ppo"
     try:
-        settings = parse(Arguments, prog, arguments).settings
+        options = parse(Arguments, prog, arguments)
+        settings = options.settings
         check_not_joining()
         this = this_rank()
         if this.rank == 0:
             _check_name(settings)
             check_device(settings)
             check_run(settings, this.world_size, check_environment(settings))
+            say_which_settings(prog, options.config, settings)
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,16 +1,12 @@
-"""The rows of a rollout: memory for them, and minibatches of them."""
+"""The rows of a rollout: memory for them, and what they may hold."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .envs.interface import Array
-from .random_streams import RandomStreams
 
 EXTREME = 1e4
 """The largest magnitude in rows that do not count. Rows with larger ones are set to 0, because their products with a
@@ -98,84 +94,3 @@ def check_rewards(rewards: Array, *, first_index: int) -> None:
             f"environment {first_index + index} has returned the reward {rewards[row, index]} in step {row + 1} of the "
             "rollout; it must be finite"
         )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """B rows of rollouts, in any order."""
-
-    observations: Tensor  # [B, *observation_shape].
-    actions: Tensor  # [B, *action_shape].
-    log_probs: Tensor  # [B]: log-probabilities of the actions in the rollout.
-    values: Tensor  # [B]: values of the critic in the rollout.
-    advantages: Tensor  # [B]: normalised, unless norm_advantages is none.
-    returns: Tensor  # [B]: targets of the critic.
-    weights: Tensor  # [B]: weight of each row in the mean over its minibatch; 0 for restarts, which are no steps.
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Returns a batch with a function applied to each column."""
-        return Batch(**{name: change(column) for name, column in vars(self).items()})
-
-
-class Shuffler:
-    """Shuffles rollouts and cuts them into minibatches.
-
-    The rows of each environment are shuffled separately. Each minibatch takes the same number of rows from each
-    environment, if num_minibatches divides num_steps. So all ranks have equally many rows of a minibatch, and the whole
-    minibatch does not depend on how environments are spread over ranks.
-
-    Args:
-        num_minibatches: number of minibatches per pass, of equal size.
-        streams: random numbers of the environments, on the batches' device.
-    """
-
-    def __init__(self, num_minibatches: int, streams: RandomStreams) -> None:
-        self._num_minibatches = num_minibatches
-        self._streams = streams
-
-    def minibatches(
-        self, batch: Batch, num_epochs: int, normalize: Callable[[Tensor, Tensor], Tensor] | None = None
-    ) -> Iterator[Batch]:
-        """Yields the minibatches of each pass over ``batch``, whose columns are [T, N, ...].
-
-        Args:
-            batch: the rollout.
-            num_epochs: E, the number of passes.
-            normalize: is called once, before the first minibatch, if there are M > 1 minibatches. It gets the
-                advantages [E, M, B] of all of them, and whether each row is valid. It returns the advantages to use.
-        """
-        rows = batch.map(lambda column: column.flatten(0, 1))
-        if self._num_minibatches == 1:  # the order of rows does not matter
-            yield from [rows] * num_epochs
-            return
-        num_steps, num_envs = batch.log_probs.shape
-        orders = self._row_orders(num_steps, num_envs, num_epochs)
-        advantages = None
-        if normalize is not None:
-            at = torch.stack(list(orders)).unflatten(1, (self._num_minibatches, -1))
-            advantages = normalize(rows.advantages[at], rows.weights[at] > 0).flatten(1)
-        for epoch, order in enumerate(orders):
-            shuffled = rows.map(lambda column, at=order: column.index_select(0, at))  # type: ignore[misc]
-            if advantages is not None:
-                shuffled = replace(shuffled, advantages=advantages[epoch])
-            yield from self.cut(shuffled, self._num_minibatches)
-
-    @staticmethod
-    def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
-        """Yields equal batches, as views."""
-        if num_parts == 1:
-            yield batch
-            return
-        columns = {name: column.chunk(num_parts) for name, column in vars(batch).items()}
-        for part in range(num_parts):
-            yield Batch(**{name: parts[part] for name, parts in columns.items()})
-
-    def _row_orders(self, num_steps: int, num_envs: int, num_epochs: int) -> Sequence[Tensor]:
-        """Returns for each epoch indices [T * N] into the flattened rows [T, N], by sorting random keys."""
-        steps = self._streams.bits(num_steps, num_epochs).argsort(dim=0, stable=True)
-        environments = torch.arange(num_envs, device=steps.device).unsqueeze(1).expand_as(steps)
-        if num_steps % self._num_minibatches:
-            # A minibatch ends within a row of ``steps``, so the environments have to be shuffled, too.
-            environments = self._streams.bits(num_steps, num_epochs).argsort(dim=1, stable=True)
-            steps = steps.gather(1, environments)
-        return (steps * num_envs + environments).flatten(0, 1).t().contiguous().unbind()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import shlex
 import signal
@@ -28,19 +29,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ..distributed import process_group
 from ..doctor import install_command
 from ..integrations.ray import launch_on_ray
+from ..launch.environment import this_rank
 from ..launch.options import read_options
 from ..launch.supervisor import launch_survivors
 from ..launch.torchrun import launch_ranks
 from ..messages import check_at_least
 from .envs.make import make_one
 from .evaluation import Evaluator
-from .names import kept_folder
+from .names import kept_folder, resolve
 from .policies import try_policy
-from .ppo import Settings, resolve, train
+from .ppo import Settings, train
 from .runs.checkpoints import CheckpointFolder
 from .runs.folder import CHECKPOINTS, SETTINGS, check_run, default_run_name
 from .runs.loggers import check_wandb
-from .settings import file_words, words_of
+from .settings import file_words, preset_names, words_of
 from .whole_numbers import WHOLE_NUMBERS
 
 STOPPED = 128 + 15
@@ -92,12 +94,30 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
     elsewhere = ELSEWHERE if starts_ranks else ELSEWHERE | {"--nproc": ONE_RANK}
     words = understood(prog, sys.argv[1:] if arguments is None else arguments, elsewhere)
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    config = finder.parse_known_args(words)[0].config
-    file_options = [] if config is None else file_words(config)
+    for option in ("--config", "--nproc", "--nodes"):
+        finder.add_argument(option)
+    found = finder.parse_known_args(words)[0]
+    num_ranks = _product(found.nodes, found.nproc) if starts_ranks else this_rank().world_size
+    file_options = [] if found.config is None else file_words(found.config, num_ranks)
     # The last value of an option wins.
     words = [*understood(prog, file_options, elsewhere), *words]
     return read_options(command, prog, words, config=(tyro.conf.OmitArgPrefixes,), registry=WHOLE_NUMBERS)
+
+
+def _product(*numbers: str | None) -> int:
+    """Of those that are given, as far as they are numbers. What is wrong with the others is said later."""
+    return math.prod(max(1, int(number)) for number in numbers if number and number.isdecimal())
+
+
+def say_which_settings(prog: str, config: str | None, settings: Settings) -> None:
+    """Says which settings a training has that nobody has chosen any for."""
+    if config is None and settings.resume is None and not settings.quiet:
+        preset = f"--config {settings.env} has" if settings.env in preset_names() else "--config FILE has"
+        print(
+            f"{prog}: without --config the settings are CleanRL's general ones, of its ppo.py, on each rank; "
+            f"{preset} others",
+            file=sys.stderr,
+        )
 
 
 def understood(prog: str, words: Sequence[str], elsewhere: Mapping[str, str]) -> list[str]:
@@ -123,7 +143,7 @@ class Arguments:
 
     config: str | None = None
     """A YAML file of settings, or a preset: Acrobot-v1, Atari, CartPole-v1, HalfCheetah-v5, Hopper-v5, LunarLander-v3,
-    Pendulum-v1. Other options override it. Presets are made for two ranks."""
+    Pendulum-v1. Other options override it. The ranks share a preset's environments or steps."""
     settings: Settings = field(default_factory=Settings)
 
 
@@ -193,7 +213,7 @@ def check_environment(settings: Settings) -> tuple[Space[Any], Space[Any]]:
         ValueError: the environment, the policy, a function or an extra is missing or does not suit.
     """
     check_wandb(settings.wandb_project)
-    resolve(settings, None, None, None)
+    resolve(settings)
     rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
     with kept_folder(), make_one(settings) as environments:
         if settings.eval_interval:
@@ -243,6 +263,7 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
     if options.launcher == "torchrun":
         check_device(settings, options.nproc)
     check_run(settings, options.nproc, check_environment(settings))
+    say_which_settings("fastsync train", options.config, settings)
     if options.max_restarts and settings.resume is None:
         settings = replace(settings, resume="auto")  # for restarted ranks
     if sys.stderr.isatty() and not settings.quiet:  # for they take seconds before they show anything

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..distributed import Heartbeats, dist_sum, resolve_group
 from ..errors import SyncError
+from ..sync.sync_weights import broadcast_named
+from .stopwatch import Stopwatch
 
 ROW = 512
 """How many numbers the first collective of ``all_gather`` takes from each rank."""
@@ -29,10 +31,14 @@ class Exchange:
     Args:
         device: the device of tensors in the group's collectives.
         names_missing: an error says which ranks do not answer. That takes seconds.
+
+    Attributes:
+        waiting: measures the time in ``sum``.
     """
 
     def __init__(self, device: torch.device, *, names_missing: bool = True) -> None:
         self._device, self._names_missing = device, names_missing
+        self.waiting = Stopwatch(device)
         self.use_group(resolve_group(None))
 
     def use_group(self, group: dist.ProcessGroup) -> None:
@@ -57,9 +63,14 @@ class Exchange:
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum of a small tensor over all ranks, of one shape and dtype. CPU ranks add in rank order."""
-        if self.world_size == 1 or self._device.type != "cpu":
-            return dist_sum(values, process_group=self.group)
-        return reduce(torch.add, self._gather(values.detach().contiguous()))
+        with self.waiting:
+            if self.world_size == 1 or self._device.type != "cpu":
+                return dist_sum(values, process_group=self.group)
+            return reduce(torch.add, self._gather(values.detach().contiguous()))
+
+    def broadcast(self, named: Mapping[str, Tensor]) -> None:
+        """Gives tensors of all ranks the values of the first rank."""
+        broadcast_named(named, self.group)
 
     def gather_objects(self, mine: object) -> list[Any] | None:
         """Returns the objects of all ranks, in rank order, on the first rank; None on the others."""

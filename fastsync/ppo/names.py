@@ -10,11 +10,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from .settings import RunSettings
+
+Named = TypeVar("Named", bound="RunSettings")
 
 _WRITTEN = (numbers.Number, str, bytes, range, PurePath, torch.dtype, torch.device)
 """Types of values whose ``repr`` is the value."""
@@ -122,6 +127,37 @@ def name_of(thing: Any) -> str:
     if is_bound:
         return f"{name}(...).{thing.__name__}"
     return name if named is thing else f"{name}(...)"
+
+
+Pair: TypeAlias = tuple[Any, Any]
+"""What a caller gives, or None, and the usual."""
+
+
+def resolve(
+    settings: Named, policy: Pair = (None, None), loss: Pair = (None, None), advantages: Pair = (None, None)
+) -> tuple[Named, Any, Any]:
+    """Returns the settings with the names of what is given, and the loss and advantages that the run uses.
+
+    Raises:
+        ValueError: a name cannot be imported, or the settings name another function than the one that is given.
+    """
+    names: dict[str, Any] = {}
+    for name, (given, usual) in {"policy": policy, "loss": loss, "advantages": advantages}.items():
+        if given is None:
+            continue
+        written, named = getattr(settings, name), None if given is usual else name_of(given)
+        if written not in (None, named):
+            other = "fastsync's own" if named is None else repr(named)
+            raise ValueError(f"{name}={written!r} in the settings, and {name}={other} in train(); leave one out")
+        names[name] = named
+    settings = replace(settings, **names)
+    found: dict[str, Any] = {"loss": loss[0] or loss[1], "advantages": advantages[0] or advantages[1]}
+    if policy[0] is None and settings.policy is not None:
+        import_from("policy", settings.policy)  # before an environment may leave the working folder
+    for name, (given, _) in {"loss": loss, "advantages": advantages}.items():
+        if given is None and (written := getattr(settings, name)) is not None:
+            found[name] = function_from(name, written)
+    return settings, found["loss"], found["advantages"]
 
 
 def _argument_name(value: Any) -> str:

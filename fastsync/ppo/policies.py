@@ -325,7 +325,8 @@ class ActorCritic(Policy):
 
     Weights are orthogonal and biases 0. The gain is sqrt(2) in hidden layers, 1 for the value, and 0.01 for the
     distribution's outputs. So the first policy is nearly uniform (Engstrom et al., "Implementation Matters in Deep RL",
-    ICLR 2020). The convolutions for images are those of Mnih et al. ("Human-level control", Nature 2015).
+    ICLR 2020). Without ``ortho_init`` they are torch's own. The convolutions for images are those of Mnih et al.
+    ("Human-level control", Nature 2015).
     """
 
     def __init__(self, observation_space: Space[Any], action_space: Space[Any], settings: RunSettings) -> None:
@@ -339,6 +340,10 @@ class ActorCritic(Policy):
             critic, _ = _body(observation_space, settings)
         self.actor = actor.append(initialized(nn.Linear(width, self.distribution.num_outputs), gain=0.01))
         self.critic = critic.append(initialized(nn.Linear(width, 1), gain=1.0))
+        if not settings.ortho_init:
+            for module in self.modules():
+                if isinstance(module, nn.Linear | nn.Conv2d):
+                    module.reset_parameters()
 
 
 @contextmanager

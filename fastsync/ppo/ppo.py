@@ -1,19 +1,21 @@
-"""PPO on one rank or on many, from top to bottom: settings, rollout, advantages, loss, learning rate, update, loop.
+"""PPO on one rank or on many, from top to bottom: settings, rollout, advantages, minibatches, loss, learning rate,
+update, loop.
 
 The algorithm: Schulman et al., "Proximal policy optimization algorithms", 2017, https://arxiv.org/abs/1707.06347
 Comments give shapes of tensors: T steps of a rollout, N environments of this rank, B rows of a minibatch.
 
-Your edits here take effect. On CPUs a fused operator of csrc/ppo replaces each function under ``@fused.Operator``, but
-only while you have not changed the function. The run prints which operators it uses. With ``--no-fused`` it uses none.
+Your edits here take effect. On CPUs fused operators of csrc/ppo replace ``ppo_loss`` and, with that loss,
+``minibatch_loss``, but only while you have changed neither. The run prints which operators it uses. With ``--no-fused``
+it uses none.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,21 +25,18 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
-from ..distributed import resolve_group
-from ..sync.sync_weights import broadcast_named
 from . import fused
 from .adam import Adam
-from .batches import Batch, Rows, Shuffler, blank_unused, check_rewards
+from .batches import Rows, blank_unused, check_rewards
 from .envs.interface import Environments, Episode, seed_from
 from .exchange import Exchange
-from .names import check_not_importing, function_from, import_from, name_of
+from .names import check_not_importing, resolve
 from .normalize import RewardNormalizer, explained_variance, moments
 from .policies import ActorCritic, Policy, autocast, explain_batch_norm, in_eval_mode, make_policy, own_buffers
 from .random_streams import RandomStreams
 from .runs.metrics import TrainResult, add_infos, mean, mean_of_steps
 from .session import open_session
 from .settings import FLAG_OF_BEFORE, RunSettings
-from .stopwatch import Stopwatch
 
 ADAPTIVE_LIMITS = (1e-5, 1e-2)  # of the adaptive learning rate, as in RSL-RL
 ADAPTIVE_FACTOR = 1.5
@@ -47,10 +46,13 @@ KL_TOLERANCE = 1.5  # learning from a rollout ends at this multiple of target_kl
 # --- Settings ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    """PPO's settings, after those of every run. Counts of environments, steps and minibatches are per rank."""
+    """PPO's settings, after those of every run. Counts of environments, steps and minibatches are per rank.
 
-    num_steps: int = 32  # Steps of each environment per rollout.
-    gamma: float = 0.98  # Discount factor per step.
+    The defaults are those of CleanRL's ppo.py.
+    """
+
+    num_steps: int = 128  # Steps of each environment per rollout.
+    gamma: float = 0.99  # Discount factor per step.
     gae_lambda: float = 0.95  # Lambda of generalised advantage estimation.
     norm_advantages: Literal["minibatch", "rollout", "none"] = "minibatch"
     """Normalise advantages to mean 0 and variance 1, over each minibatch or over the rollout, both of all ranks."""
@@ -63,15 +65,17 @@ class Settings(RunSettings):
     """Your own estimator in place of fastsync.ppo.estimate_advantages, as "module:function"."""
     clip_coef: float = 0.2  # The surrogate objective clips the probability ratio to 1 - clip_coef ... 1 + clip_coef.
     anneal_clip: bool = False  # Lower clip_coef linearly to 0 over the run.
-    clip_value_loss: bool = False  # Also clip the change of the value since the rollout to clip_coef.
-    vf_coef: float = 0.5  # Weight of the value loss.
+    clip_value_loss: bool = True  # Also clip the change of the value since the rollout to clip_coef.
+    vf_coef: float = (
+        0.5  # Weight of the value loss, half the squared error as in CleanRL. Stable-Baselines3 has no half.
+    )
     ent_coef: float = 0.01  # Weight of the entropy bonus.
 
-    num_epochs: int = 10  # Passes over each rollout.
+    num_epochs: int = 4  # Passes over each rollout.
     num_minibatches: int = 4  # Minibatches per pass, one optimizer step each. It must divide num_envs * num_steps.
     num_micro_batches: int = 1
     """Parts of a minibatch that go through the network in turn, to save memory. Each minibatch sends gradients once."""
-    learning_rate: float = 1e-3  # Learning rate of Adam at the start.
+    learning_rate: float = 2.5e-4  # Learning rate of Adam at the start.
     lr_schedule: Literal["constant", "linear", "adaptive"] = "linear"
     """linear lowers the learning rate to 0 over the run. adaptive divides it by 1.5 if a minibatch's KL divergence is
     over twice target_kl, and multiplies it by 1.5 if under half. It stays in [1e-5, 1e-2]."""
@@ -247,6 +251,88 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
     return valid * (world_size * num_minibatches / num_valid.clamp(min=1))
 
 
+# --- Minibatches ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Batch:
+    """B rows of rollouts, in any order."""
+
+    observations: Tensor  # [B, *observation_shape].
+    actions: Tensor  # [B, *action_shape].
+    log_probs: Tensor  # [B]: log-probabilities of the actions in the rollout.
+    values: Tensor  # [B]: values of the critic in the rollout.
+    advantages: Tensor  # [B]: normalised, unless norm_advantages is none.
+    returns: Tensor  # [B]: targets of the critic.
+    weights: Tensor  # [B]: weight of each row in the mean over its minibatch; 0 for restarts, which are no steps.
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Returns a batch with a function applied to each column."""
+        return Batch(**{name: change(column) for name, column in vars(self).items()})
+
+
+class Shuffler:
+    """Shuffles rollouts and cuts them into minibatches.
+
+    The rows of each environment are shuffled separately. Each minibatch takes the same number of rows from each
+    environment, if num_minibatches divides num_steps. So all ranks have equally many rows of a minibatch, and the whole
+    minibatch does not depend on how environments are spread over ranks.
+
+    Args:
+        num_minibatches: number of minibatches per pass, of equal size.
+        streams: random numbers of the environments, on the batches' device.
+    """
+
+    def __init__(self, num_minibatches: int, streams: RandomStreams) -> None:
+        self._num_minibatches = num_minibatches
+        self._streams = streams
+
+    def minibatches(
+        self, batch: Batch, num_epochs: int, normalize: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Iterator[Batch]:
+        """Yields the minibatches of each pass over ``batch``, whose columns are [T, N, ...].
+
+        Args:
+            batch: the rollout.
+            num_epochs: E, the number of passes.
+            normalize: is called once, before the first minibatch, if there are M > 1 minibatches. It gets the
+                advantages [E, M, B] of all of them, and whether each row is valid. It returns the advantages to use.
+        """
+        rows = batch.map(lambda column: column.flatten(0, 1))
+        if self._num_minibatches == 1:  # the order of rows does not matter
+            yield from [rows] * num_epochs
+            return
+        num_steps, num_envs = batch.log_probs.shape
+        orders = self._row_orders(num_steps, num_envs, num_epochs)
+        advantages = None
+        if normalize is not None:
+            at = torch.stack(list(orders)).unflatten(1, (self._num_minibatches, -1))
+            advantages = normalize(rows.advantages[at], rows.weights[at] > 0).flatten(1)
+        for epoch, order in enumerate(orders):
+            shuffled = rows.map(lambda column, at=order: column.index_select(0, at))  # type: ignore[misc]
+            if advantages is not None:
+                shuffled = replace(shuffled, advantages=advantages[epoch])
+            yield from self.cut(shuffled, self._num_minibatches)
+
+    @staticmethod
+    def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
+        """Yields equal batches, as views."""
+        if num_parts == 1:
+            yield batch
+            return
+        columns = {name: column.chunk(num_parts) for name, column in vars(batch).items()}
+        for part in range(num_parts):
+            yield Batch(**{name: parts[part] for name, parts in columns.items()})
+
+    def _row_orders(self, num_steps: int, num_envs: int, num_epochs: int) -> Sequence[Tensor]:
+        """Returns for each epoch indices [T * N] into the flattened rows [T, N], by sorting random keys."""
+        steps = self._streams.bits(num_steps, num_epochs).argsort(dim=0, stable=True)
+        environments = torch.arange(num_envs, device=steps.device).unsqueeze(1).expand_as(steps)
+        if num_steps % self._num_minibatches:
+            # A minibatch ends within a row of ``steps``, so the environments have to be shuffled, too.
+            environments = self._streams.bits(num_steps, num_epochs).argsort(dim=1, stable=True)
+            steps = steps.gather(1, environments)
+        return (steps * num_envs + environments).flatten(0, 1).t().contiguous().unbind()
+
+
 # --- Loss -------------------------------------------------------------------------------------------------------------
 class Evaluated(NamedTuple):
     """Outputs of the current policy for a minibatch, with gradients."""
@@ -293,7 +379,6 @@ Loss = Callable[[Evaluated, Batch, Settings, float], tuple[Tensor, dict[str, Ten
 Advantages = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Settings], Tensor]
 
 
-@fused.Operator
 def minibatch_loss(
     policy: Policy, batch: Batch, settings: Settings, remaining: float, loss: Loss
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -378,6 +463,9 @@ class PPO:
         torch.manual_seed(settings.seed)
         self.settings, self.environments, self.device = settings, environments, device
         self.loss, self.estimate_advantages = loss, advantages
+        # On CPUs one operator does all of minibatch_loss with ppo_loss, while you have changed neither.
+        is_fused = settings.fused and loss is ppo_loss
+        self.minibatch_loss = fused.Operator(minibatch_loss) if is_fused else minibatch_loss
         self.step = 0  # environment steps so far, over all ranks
         self.update = 0  # updates so far, one per rollout
         first, num_envs = environments.first_index, environments.num_envs
@@ -412,7 +500,6 @@ class PPO:
         self.reward_normalizer: RewardNormalizer | None = None
         if settings.norm_rewards:
             self.reward_normalizer = RewardNormalizer(settings.gamma, num_envs, self.policy.dtype).to(device)
-        self.waiting = Stopwatch(device)  # time in other collectives than those of gradients
         self.collector = Collector(settings, environments, self.policy, self.streams)
 
     def collect(self) -> Rollout:
@@ -463,7 +550,7 @@ class PPO:
         if self.outer is not None and (self.update % settings.sync_every == 0 or self.step >= settings.total_steps):
             self.outer.step()  # the last update counts, too, so that all ranks end with common weights
             if buffers := own_buffers(self.policy):  # DiLoCo does not average all buffers, such as counts
-                broadcast_named(buffers, resolve_group(None))
+                self.exchange.broadcast(buffers)
         return metrics
 
     def use_group(self, group: dist.ProcessGroup) -> None:
@@ -475,16 +562,13 @@ class PPO:
 
     def _moments(self, values: Tensor, valid: Tensor) -> Tensor:
         """Returns count, sum and sum of squares [1 + 2 D] of valid rows of ``values`` [T, N, D], over all ranks."""
-        mine = moments(values, valid)
-        with self.waiting:
-            return self.exchange.sum(mine)
+        return self.exchange.sum(moments(values, valid))
 
     def _normalize_minibatches(self, advantages: Tensor, valid: Tensor) -> Tensor:
         """Normalises the advantages [E, M, B] of each minibatch over the valid rows of all ranks, by one sum."""
         counted = advantages.double() * valid
         mine = torch.stack([valid.double(), counted, counted.square()]).sum(-1, keepdim=True)  # [3, E, M, 1]
-        with self.waiting:
-            return normalize_advantages(advantages, self.exchange.sum(mine))
+        return normalize_advantages(advantages, self.exchange.sum(mine))
 
     @fused.look_once()
     def _update(self, batch: Batch, remaining: float) -> dict[str, float]:
@@ -513,10 +597,10 @@ class PPO:
         *first, last = Shuffler.cut(minibatch, settings.num_micro_batches)
         for part in first:
             with self.sync.no_sync():
-                loss, metrics = minibatch_loss(self.policy, part, settings, remaining, self.loss)
+                loss, metrics = self.minibatch_loss(self.policy, part, settings, remaining, self.loss)
                 self.scaler.scale(loss).backward()
             part_metrics.append(metrics)
-        loss, metrics = minibatch_loss(self.policy, last, settings, remaining, self.loss)
+        loss, metrics = self.minibatch_loss(self.policy, last, settings, remaining, self.loss)
         for others in part_metrics:
             metrics = {name: others[name] + value for name, value in metrics.items()}  # sums of weighted rows
         if settings.target_kl is not None:
@@ -535,36 +619,6 @@ class PPO:
         self.scaler.step(self.optimizer)  # optimizer.step(), unless precision is fp16
         self.scaler.update()
         return grad_norm
-
-
-def resolve(
-    settings: Settings, policy: PolicyMaker | None, loss: Loss | None, advantages: Advantages | None
-) -> tuple[Settings, Loss, Advantages]:
-    """Returns the settings with the names of what ``train`` was given, and the loss and advantages that the run uses.
-
-    Raises:
-        ValueError: a name cannot be imported, or the settings name another function than the one that is given.
-    """
-    usual: dict[str, Any] = {"policy": ActorCritic, "loss": ppo_loss, "advantages": estimate_advantages}
-    names: dict[str, Any] = {}
-    for name, given in {"policy": policy, "loss": loss, "advantages": advantages}.items():
-        if given is None:
-            continue
-        written, named = getattr(settings, name), None if given is usual[name] else name_of(given)
-        if written not in (None, named):
-            other = "fastsync's own" if named is None else repr(named)
-            raise ValueError(f"{name}={written!r} in the settings, and {name}={other} in train(); leave one out")
-        names[name] = named
-    settings = replace(settings, **names)
-    if policy is None and settings.policy is not None:
-        import_from("policy", settings.policy)  # before an environment may leave the working folder
-    if loss is None:
-        loss = ppo_loss if settings.loss is None else function_from("loss", settings.loss)
-    if advantages is None:
-        advantages = estimate_advantages
-        if settings.advantages is not None:
-            advantages = function_from("advantages", settings.advantages)
-    return settings, loss, advantages
 
 
 # --- Loop -------------------------------------------------------------------------------------------------------------
@@ -601,8 +655,10 @@ def train(
             Or a module that a setting names calls this function while it is imported.
     """
     check_not_importing("fastsync.ppo.train()")
-    settings, loss, advantages = resolve(settings, policy, loss, advantages)
-    fused.enable(settings.fused, own=[loss, advantages])
+    settings, loss, advantages = resolve(
+        settings, (policy, ActorCritic), (loss, ppo_loss), (advantages, estimate_advantages)
+    )
+    fused.enable(settings.fused, own=[loss, advantages, *([] if loss is ppo_loss else [minibatch_loss])])
     with open_session(settings, device) as session:
         ppo = PPO(settings, session.environments, session.device, policy, loss, advantages)
         session.begin(ppo)

@@ -269,7 +269,7 @@ class Session:
         assert self._survivors is not None
         group, ranks = self._survivors.group, self._survivors.ranks
         self._ppo.use_group(group)
-        self._before = _sync_stats(self._ppo), self._ppo.waiting.seconds()
+        self._before = _sync_stats(self._ppo), self._ppo.exchange.waiting.seconds()
         was_first, lost = self._rank == 0, sorted({*self._ranks} - {*ranks})
         self._ranks, self._rank, self._world_size = ranks, group.rank(), group.size()
         if self._rank > 0:
@@ -364,7 +364,7 @@ class Session:
     def _times(self, rollout: Any, now: float) -> PhaseTimes:
         """Returns the times of the update that has just ended."""
         before, waited_before = self._before
-        stats, waited_so_far = _sync_stats(self._ppo), self._ppo.waiting.seconds()
+        stats, waited_so_far = _sync_stats(self._ppo), self._ppo.exchange.waiting.seconds()
         self._before = stats, waited_so_far
         self._wire_bytes = stats.wire_bytes - before.wire_bytes
         self._gradients_seconds = stats.exposed_time - before.exposed_time

@@ -38,8 +38,8 @@ class RunSettings:
     """Arguments of the environment, as JSON: '{"continuous": true}'. That of evaluations gets them, too."""
     seed: int = 1
     """Seeds weights, actions, minibatches and environments. Every environment of every rank gets its own seed."""
-    total_steps: int = 200_000  # Environment steps to train for, over all ranks. The last rollout may exceed it.
-    num_envs: int = 32  # Environments per rank.
+    total_steps: int = 500_000  # Environment steps to train for, over all ranks. The last rollout may exceed it.
+    num_envs: int = 4  # Environments per rank.
     vectorization: Literal["auto", "sync", "async", "vector_entry_point"] = "auto"
     """How environments step together: one after the other (sync), in processes (async), or by the environment's own
     vectorised implementation (vector_entry_point). auto uses the environment's own if there is one, else sync."""
@@ -54,8 +54,11 @@ class RunSettings:
     """Widths of the hidden layers for vector observations. Images use the convolutions of Mnih et al., 2015."""
     activation: Activation = "tanh"  # Activation after each hidden layer.
     log_std_init: float = 0.0  # Initial log standard deviation of continuous actions.
+    ortho_init: bool = True
+    """Begin with orthogonal weights. --no-ortho-init: with torch's own, as RL Baselines3 Zoo has it for MuJoCo."""
     norm_observations: bool = False
-    """Normalise observations by their running mean and variance over all ranks, and clip them to [-10, 10]."""
+    """Normalise observations by their running mean and variance over all ranks, and clip them to [-10, 10]. The moments
+    change between updates, and the first rollout is seen as it is, for nothing is known of it."""
 
     sync: Literal["gradients", "local_sgd", "diloco"] = "gradients"
     """Ranks average gradients at every optimizer step or, for slow links, weights after every sync_every rollouts.
@@ -156,26 +159,27 @@ def preset_names() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.yaml"))
 
 
-def load_settings(source: str, kind: type[Kind]) -> Kind:
+def load_settings(source: str, kind: type[Kind], num_ranks: int = 1) -> Kind:
     """Reads settings from a YAML file or, if there is no such file, from the preset of that name.
 
-    Settings that the file does not mention have their defaults. A setting that is unknown, or of another type, ends the
-    process, as on the command line.
+    A file has the counts of each rank. A preset has those of all, which so many ranks share. Settings that the
+    file does not mention have their defaults. A setting that is unknown, or of another type, ends the process, as on
+    the command line.
 
     Raises:
         ValueError: there is no such file or preset, the content is not YAML, or a value is refused.
     """
-    return read_options(kind, source, file_words(source), registry=WHOLE_NUMBERS)
+    return read_options(kind, source, file_words(source, num_ranks), registry=WHOLE_NUMBERS)
 
 
-def file_words(source: str) -> list[str]:
+def file_words(source: str, num_ranks: int = 1) -> list[str]:
     """Returns the settings of a YAML file or preset as words of a command line. Errors are those of load_settings."""
-    path = Path(source).expanduser()
+    path, is_preset = Path(source).expanduser(), False
     if not path.is_file():
         if source not in (names := preset_names()):
             hint = f"{did_you_mean(source, names)}; presets: {', '.join(names)}"
             raise ValueError(f"config={source!r} is neither a file nor a preset{hint}")
-        path = PRESETS / f"{source}.yaml"
+        path, is_preset = PRESETS / f"{source}.yaml", True
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
@@ -184,7 +188,19 @@ def file_words(source: str) -> list[str]:
         raise ValueError(f"{path} must hold lines such as 'total_steps: 100000', not a {type(content).__name__}")
     if (flag := content.get("norm_advantages")) in (True, False):
         content["norm_advantages"] = FLAG_OF_BEFORE[flag]
-    return words_of(content)
+    return words_of(shared(content, num_ranks) if is_preset else content)
+
+
+def shared(preset: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """Returns a preset, whose counts are those of all ranks, with the counts of each of so many ranks.
+
+    They share the environments or, where there are fewer, the steps. What does not divide is rounded up.
+    """
+    num_envs, num_steps = preset["num_envs"], preset["num_steps"]
+    if num_envs >= num_ranks:
+        return {**preset, "num_envs": -(-num_envs // num_ranks)}
+    parts = preset["num_minibatches"]
+    return {**preset, "num_envs": 1, "num_steps": parts * -(-num_envs * num_steps // (num_ranks * parts))}
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:

@@ -65,24 +65,22 @@ def test_a_report_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_headline_is_drawn_from_kept_rows(tmp_path: Path):
-    rows = [str(path) for path in RESULTS if "headline" in path.name]
-    assert main(["headline", *rows, "--picture", str(tmp_path / "picture.png")]) == 0
+    names = ("sync-headline", "link-headline", "scaling-gpt2", "ppo_2-core")
+    rows = [next(path for path in RESULTS if path.name.startswith(name)) for name in names]
+    alone, between, gpt, update = map(headline.read_panel, rows)
+    assert alone.title == "Synchronisation alone, one host: 2 ranks"
+    assert between.title == "Synchronisation alone, 2 simulated hosts × 2 ranks, 1 Gbit/s"
+    assert gpt.title == "The whole step of a small GPT, 2 ranks"
+    assert [bar.label for bar in gpt.bars] == ["DDP", "attach", "attach, fp16"]
+    assert [round(bar.ms, 1) for bar in update.bars] == [36.8, 35.0]
+    assert main(["headline", *map(str, rows), "--picture", str(tmp_path / "picture.png")]) == 0
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_headline_says_what_was_simulated():
-    settings = {"world_size": 4, "link": 10**9, "ranks_per_host": 2, "numel": 12_595_200}
-    assert headline.title({"world_size": 2}) == "One host: 2 ranks"
-    assert headline.title(settings) == "2 simulated hosts, 2 ranks each, 1 Gbit/s"
-    said = headline.caption(Record("sync", "ddp", settings, {}, True, [1.0], {"cores": 2}))
-    assert "12.6 M float32 parameters, 2 cores" in said
-    assert "Simulated: network namespaces on this machine" in said
-
-
 def test_the_headline_refuses_rows_of_other_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    RowFile(tmp_path / "rows.json").add(scaling_rows())
+    RowFile(tmp_path / "rows.json").add([Record("sync", "ddp", {}, {}, True, [1.0], {})])
     assert main(["headline", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "picture.png")]) == 2
-    assert "rows.json has no rows of fastsync.attach/int8+ef, fastsync.attach/none" in capsys.readouterr().err
+    assert "rows.json has no rows of fastsync.attach/fp16, fastsync.attach/int8+ef" in capsys.readouterr().err
     assert not (tmp_path / "picture.png").exists()
 
 

@@ -1,22 +1,23 @@
-"""Intervals of medians and of interquartile means, against answers that are known."""
+"""Intervals of medians and of ratios, and times of what may not arrive, against answers that are known."""
 
 from __future__ import annotations
 
 import math
-import random
 import statistics
 
 import numpy as np
 import pytest
-from scipy.stats import trim_mean
+from scipy.stats import mannwhitneyu
 
 from benchmarks.harness.statistics import (
     RATIO_HOLDS,
     SURE_FROM,
-    interquartile_mean,
-    interquartile_mean_interval,
-    interquartile_ratio_interval,
+    Time,
+    log_rank,
     median_interval,
+    median_time,
+    paired_ratio,
+    probability_of_sooner,
     ratio_interval,
     replicates,
 )
@@ -68,57 +69,61 @@ def test_launches_count_as_one_sample_each_where_there_are_several():
     assert replicates([[3.0, 1.0, 2.0], [], [5.0, 4.0]]) == [2.0, 4.5]
 
 
-def plain_interquartile_mean(samples: list[float]) -> float:
-    ordered = sorted(samples)
-    for _ in range(len(samples) // 4):
-        ordered = ordered[1:-1]
-    return sum(ordered) / len(ordered)
+def arriving(*seconds: float) -> list[Time]:
+    return [Time(each, arrived=True) for each in seconds]
 
 
-@pytest.mark.parametrize("number", range(1, 14))
-def test_interquartile_mean_is_that_of_scipy(number: int):
-    samples = np.random.default_rng(number).lognormal(size=number).tolist()
-    assert interquartile_mean(samples) == pytest.approx(plain_interquartile_mean(samples))
-    assert interquartile_mean(samples) == pytest.approx(trim_mean(samples, 0.25))  # as rliable has it
+def test_the_median_time_is_the_median_where_all_arrive():
+    for number in (5, 6, 10):
+        samples = np.random.default_rng(number).lognormal(size=number).tolist()
+        value, low, high = median_time(arriving(*samples))
+        assert value == pytest.approx(statistics.median(samples))
+        assert min(samples) <= low < value < high <= max(samples)
+    assert all(math.isnan(end) for end in median_time([]))
 
 
-def test_runs_that_have_not_arrived_change_nothing_up_to_a_quarter_of_them():
-    samples = [float(number) for number in range(10)]
-    late = [*samples[:8], math.inf, math.inf]
-    assert interquartile_mean(late) == interquartile_mean(samples) == 4.5
-    assert interquartile_mean([*samples[:7], *[math.inf] * 3]) == math.inf
-    value, low, high = interquartile_mean_interval(late)
-    assert (value, high) == (4.5, math.inf)  # some resamples have three of them
-    assert 1 < low < 4.5
-    assert interquartile_mean_interval([math.inf] * 5) == (math.inf, math.inf, math.inf)
+def test_trainings_that_do_not_arrive_are_censored():
+    """The numbers are Kaplan's and Meier's: of 4, one leaves at 2 unseen; 3 are left, of which one arrives at 3."""
+    times = [*arriving(1.0), Time(2.0, arrived=False), *arriving(3.0, 4.0)]
+    assert median_time(times).value == 3.0  # 3/4 after 1, 3/4 · 1/2 after 3
+    late = [*arriving(*range(1, 9)), Time(100.0, arrived=False), Time(200.0, arrived=False)]
+    value, low, high = median_time(late)
+    assert (value, high) == (5.5, 8.0)  # what was waited for does not matter
+    assert 1 <= low < value
+    few = median_time([*arriving(1.0, 2.0), *[Time(9.0, arrived=False)] * 8])
+    assert (few.value, few.high) == (math.inf, math.inf)
 
 
-def test_interquartile_intervals_are_those_of_a_plain_bootstrap():
-    rng = np.random.default_rng(5)
-    slow, fast = rng.lognormal(3.0, 0.3, size=10).tolist(), rng.lognormal(2.0, 0.3, size=8).tolist()
-    resampled = random.Random(1)
-
-    def percentiles(values: list[float]) -> tuple[float, float]:
-        low, *_, high = statistics.quantiles(values, n=40)
-        return low, high
-
-    def resample(samples: list[float]) -> float:
-        return plain_interquartile_mean(resampled.choices(samples, k=len(samples)))
-
-    means = percentiles([resample(slow) for _ in range(20_000)])
-    value, *ends = interquartile_mean_interval(slow)
-    assert value == pytest.approx(plain_interquartile_mean(slow))
-    assert ends == pytest.approx(means, rel=0.02)
-    ratios = percentiles([resample(slow) / resample(fast) for _ in range(20_000)])
-    value, *ends = interquartile_ratio_interval(slow, fast)
-    assert value == pytest.approx(plain_interquartile_mean(slow) / plain_interquartile_mean(fast))
-    assert ends == pytest.approx(ratios, rel=0.02)
+def test_ratios_of_pairs_leave_out_what_slows_both():
+    rng = np.random.default_rng(2)
+    slowed = rng.lognormal(0.0, 2.0, size=9)
+    pairs = [(Time(2.0 * each, arrived=True), Time(each, arrived=True)) for each in slowed.tolist()]
+    assert paired_ratio(pairs) == (2.0, 2.0, 2.0)
+    late = Time(50.0, arrived=False)
+    one_late = [*pairs[:8], (pairs[8][0], late)]
+    assert paired_ratio(one_late) == (2.0, 2.0, 2.0)  # one of nine is no end of the interval
+    two_late = [*pairs[:7], (pairs[7][0], late), (late, pairs[8][1])]
+    assert paired_ratio(two_late) == (2.0, 2.0, 2.0)
+    assert paired_ratio([*pairs[:5], (pairs[5][0], late), *[(late, late)] * 4]) == (2.0, -math.inf, 2.0)
+    assert math.isnan(paired_ratio([(late, late)] * 4).value)
+    assert math.isnan(paired_ratio([]).value)
 
 
-def test_interquartile_intervals_of_too_few_samples_are_not_known():
-    assert interquartile_mean_interval([2.0]) == (2.0, -math.inf, math.inf)
-    assert all(math.isnan(end) for end in interquartile_mean_interval([]))
-    assert math.isnan(interquartile_mean([]))
-    assert math.isnan(interquartile_ratio_interval([1.0, 2.0], []).value)
-    assert math.isnan(interquartile_ratio_interval([math.inf] * 3, [math.inf] * 3).value)
-    assert interquartile_ratio_interval([1.0] * 4, [math.inf] * 4) == (0.0, 0.0, 0.0)
+def test_probability_of_sooner_counts_pairs():
+    ours, theirs = arriving(1.0, 2.0, 3.0), arriving(2.0, 4.0)
+    value, low, high = probability_of_sooner(ours, theirs)
+    assert value == pytest.approx((2 + 1.5 + 1) / 6)  # 1 before both, 2 before 4 and equal to 2, 3 before 4
+    assert value == pytest.approx(1 - mannwhitneyu([1.0, 2.0, 3.0], [2.0, 4.0]).statistic / 6)
+    assert 0 <= low <= value <= high <= 1
+    never = [Time(1.0, arrived=False)] * 3
+    assert probability_of_sooner(never, never).value == 0.5
+    assert probability_of_sooner(arriving(*range(1, 5)), never).value == 1.0
+    assert probability_of_sooner(arriving(1.0), theirs) == (1.0, -math.inf, math.inf)
+
+
+def test_the_log_rank_test_tells_the_slow_from_the_fast():
+    fast, slow = arriving(*range(1, 9)), arriving(*range(11, 19))
+    assert log_rank(fast, fast) == pytest.approx(1.0)
+    assert log_rank(fast, slow) < 1e-3
+    assert log_rank(fast, [Time(9.0, arrived=False)] * 8) < 1e-3
+    assert math.isnan(log_rank([Time(9.0, arrived=False)], [Time(9.0, arrived=False)]))

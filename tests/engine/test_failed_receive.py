@@ -15,6 +15,8 @@ from tests.ranks import on_ranks
 SMALL = 2.0**-14
 GOOD_STEPS = 2
 ENTRY_POINTS = ("attach", "synchronize")
+
+
 def _grads(rank: int, magnitude: float) -> list[Tensor]:
     return [torch.full((300,), (1.0 + rank) * magnitude)]
 

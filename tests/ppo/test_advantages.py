@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsync.ppo.batches import Batch
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.normalize import ObservationNormalizer, RewardNormalizer, RunningMoments, explained_variance, moments
 from fastsync.ppo.ppo import (
     PPO,
+    Batch,
     Settings,
     discounted_sums,
     estimate_advantages,

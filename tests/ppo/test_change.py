@@ -27,13 +27,13 @@ import fastsync
 from examples.ppo_layer_norm import Normalised
 from examples.ppo_own_loss import annealed_and_penalised
 from examples.ppo_own_metric import with_value_error
-from fastsync.ppo.batches import Batch
 from fastsync.ppo.cli import Arguments, check_environment, parse
 from fastsync.ppo.evaluate import main
 from fastsync.ppo.fingerprint import fingerprint
 from fastsync.ppo.fused import Operator, Perceptron, fuse
+from fastsync.ppo.names import resolve
 from fastsync.ppo.policies import ActorCritic, Policy, categorical, choose, make_policy
-from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss, resolve, train
+from fastsync.ppo.ppo import Batch, Evaluated, Settings, minibatch_loss, ppo_loss, train
 from fastsync.ppo.runs.folder import check_run
 from fastsync.ppo.settings import load_settings
 from tests.ranks import RankError, run_ranks
@@ -41,7 +41,7 @@ from tests.refused import refused
 from tests.toy_envs import Countdown
 
 TINY = Settings(total_steps=600, num_envs=4, num_steps=16, num_epochs=2)
-OPERATORS = (ppo_loss, categorical, choose, minibatch_loss)
+OPERATORS = (ppo_loss, categorical, choose, Operator(minibatch_loss))
 VECTOR, TWO = spaces.Box(-1, 1, (4,)), spaces.Discrete(2)
 Weights = dict[str, Tensor]
 
@@ -295,7 +295,9 @@ def test_a_run_with_a_loss_of_ones_own_goes_on_with_it_and_with_no_other(tmp_pat
         (replace(by_name, loss=None), {"loss": annealed_and_penalised}),
     ):
         refused(lambda: run_ranks(train_once, 1, other, changes), "would resume a run with", kind=RankError)
-        refused(lambda: check_run(resolve(other, None, changes.get("loss"), None)[0], 1), "would resume a run with")
+        refused(
+            lambda: check_run(resolve(other, loss=(changes.get("loss"), ppo_loss))[0], 1), "would resume a run with"
+        )
     told = replace(by_name, loss=None, total_steps=1800, allow_other_loss=True)
     ((_, said),) = run_ranks(train_once, 1, told, {})
     assert "loss is None from here on, it was 'examples.ppo_own_metric:with_value_error'" in said
@@ -317,7 +319,7 @@ def test_a_script_resumes_by_the_same_arguments(tmp_path: Path):
     rows = list(csv.DictReader((tmp_path / "mine" / "progress.csv").open()))
     assert int(rows[-1]["step"]) >= 1200
     for changes, name in (({"policy": given["policy"]}, "loss"), ({"loss": given["loss"]}, "policy")):
-        known = resolve(settings, changes.get("policy"), changes.get("loss"), None)[0]
+        known = resolve(settings, (changes.get("policy"), ActorCritic), (changes.get("loss"), ppo_loss))[0]
         with pytest.raises(ValueError, match=rf"{name}='functools:partial.*; resume by the script that passed it"):
             check_run(known, 1)
 
@@ -328,7 +330,7 @@ def with_extra(*args: Any, extra: nn.Module) -> Policy:
 
 def test_a_function_that_is_given_twice_or_cannot_be_found_is_refused():
     with pytest.raises(ValueError, match=r"loss='elsewhere:mine' in the settings, and loss='.*:lost' in train"):
-        resolve(replace(TINY, loss="elsewhere:mine"), None, lost, None)
+        resolve(replace(TINY, loss="elsewhere:mine"), loss=(lost, ppo_loss))
     for loss, reason in (("nowhere:f", "ModuleNotFoundError"), ("math:pi", "has to be a function"), ("f", "module:")):
         with pytest.raises(ValueError, match=f"loss='{loss}' .*{reason}"):
             check_environment(replace(TINY, loss=loss))

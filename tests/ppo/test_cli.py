@@ -89,7 +89,7 @@ def test_a_training_that_is_stopped_saves_goes_on_and_is_played(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-minibatches", "3"], "num_minibatches=3 does not divide the 1024 rows"),
+        (["--num-minibatches", "3"], "num_minibatches=3 does not divide the 512 rows"),
         (["--env", "NoSuchEnv-v0"], "env='NoSuchEnv-v0' cannot be made"),
         (["--run-name", "taken"], "the run folder runs/taken exists already; choose another run_name"),
         (

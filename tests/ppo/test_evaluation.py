@@ -39,7 +39,10 @@ from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.toy_envs import Countdown, Endless, InDict, OneForbidden, Payout, SeesAndMayNot, SeveralForbidden
 
-TINY = Settings(total_steps=1_500, num_envs=4, num_epochs=2, checkpoint_interval=1e9)
+TINY = Settings(
+    total_steps=1_500, num_envs=4, num_steps=32, num_epochs=2, gamma=0.98, learning_rate=1e-3, clip_value_loss=False,
+    checkpoint_interval=1e9,
+)  # fmt: skip
 
 
 class Draws(Countdown):

@@ -42,7 +42,8 @@ def of_all_kinds(x: Any, /, y: tuple[int, ...] = (1, 2), *rest: Any, key: int | 
 METHODS = [*(getattr(Policy, name) for name in fused._METHODS), Categorical.log_prob_and_entropy]
 FUNCTIONS: list[Callable[..., Any]] = [
     *(of_all_kinds, autocast, *METHODS),
-    *(each.plain for each in (categorical, choose, ppo_loss, minibatch_loss)),
+    *(each.plain for each in (categorical, choose, ppo_loss)),
+    minibatch_loss,
 ]
 
 SCRIPT = """

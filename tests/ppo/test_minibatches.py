@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastsync.ppo.batches import Batch, Shuffler
+from fastsync.ppo.ppo import Batch, Shuffler
 from fastsync.ppo.random_streams import RandomStreams, _mix
 
 NUM_STEPS, NUM_ENVS = 8, 6

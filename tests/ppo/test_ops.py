@@ -21,11 +21,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from fastsync import _ppo
 from fastsync.ppo import fused
 from fastsync.ppo.adam import Adam
-from fastsync.ppo.batches import Batch
 from fastsync.ppo.fused import METRICS, Perceptron, what_ran
 from fastsync.ppo.policies import ActorCritic, Categorical, Policy, categorical, choose, make_policy
-from fastsync.ppo.ppo import Evaluated, Settings, minibatch_loss, ppo_loss
+from fastsync.ppo.ppo import Batch, Evaluated, Settings, ppo_loss
+from fastsync.ppo.ppo import minibatch_loss as written_loss
 from tests.refused import refused
+
+minibatch_loss = fused.Operator(written_loss)
 
 
 def view_of(values: Tensor) -> Tensor:
@@ -261,7 +263,7 @@ def test_the_loss_of_a_minibatch_is_bitwise_that_of_its_parts(num_rows: int, cli
     policy, batch = minibatch(num_rows)
     settings, parameters = Settings(clip_value_loss=clip_value_loss), list(policy.parameters())
     results = []
-    for function in (minibatch_loss, minibatch_loss.plain):
+    for function in (minibatch_loss, written_loss):
         loss, figures = function(policy, batch, settings, 0.5, ppo_loss)
         results.append([loss, *figures.values(), *torch.autograd.grad(4 * loss, parameters)])
     assert all(map(torch.equal, *results))
@@ -315,7 +317,7 @@ def test_one_node_stands_for_a_minibatch_only_where_it_computes_the_same(change:
         given = policy, batch, Settings(precision=others.get("precision", "fp32")), 1.0, ppo_loss
         result, _ = minibatch_loss(*given)
         assert ("minibatch_loss" in what_ran().partition(";")[0]) == ((change, others) == ("nothing", {}))
-        assert torch.equal(result, minibatch_loss.plain(*given)[0])
+        assert torch.equal(result, written_loss(*given)[0])
     finally:
         fused.enable(True)
 
@@ -327,16 +329,16 @@ def test_a_hook_of_all_modules_runs():
     handle = register_module_forward_hook(lambda _, given, result: 2 * result if type(result) is Tensor else None)
     try:
         result, _ = minibatch_loss(*given)
-        assert torch.equal(result, minibatch_loss.plain(*given)[0])
+        assert torch.equal(result, written_loss(*given)[0])
         assert not torch.equal(result, before)
     finally:
         handle.remove()
 
 
 def test_an_operator_depends_on_what_its_function_uses(monkeypatch: pytest.MonkeyPatch):
-    assert fused.Operator(minibatch_loss.plain).is_proven
-    monkeypatch.setitem(minibatch_loss.plain.__globals__, "autocast", lambda precision, device: nullcontext())
-    assert not fused.Operator(minibatch_loss.plain).is_proven
+    assert fused.Operator(written_loss).is_proven
+    monkeypatch.setitem(written_loss.__globals__, "autocast", lambda precision, device: nullcontext())
+    assert not fused.Operator(written_loss).is_proven
 
 
 def test_an_update_looks_at_its_policy_once():

@@ -119,3 +119,11 @@ def test_real_actions_are_normal():
     assert ((actions.mean(0) - mean).abs() < 5 * deviation / 20_000**0.5).all()
     assert ((actions.std(0) / deviation - 1).abs() < 5 / 40_000**0.5).all()
     assert torch.equal(distribution.mode(mean), mean)
+
+
+def test_weights_are_torchs_own_without_ortho_init():
+    assert not make_policy(SETTINGS, VECTOR, THREE).actor[0].bias.any()
+    plain = make_policy(replace(SETTINGS, ortho_init=False), VECTOR, THREE)
+    for layer in (plain.actor[0], plain.actor[-1], plain.critic[-1]):
+        assert layer.bias.any()
+        assert layer.weight.abs().max() <= layer.in_features**-0.5  # as torch.nn.Linear has them

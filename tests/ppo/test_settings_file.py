@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fastsync.ppo.cli import Arguments, Launch, parse
+from benchmarks.baselines.published import PUBLISHED
+from fastsync.ppo.cli import Arguments, Launch, parse, say_which_settings
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.settings import PRESETS, dump_settings, load_settings, preset_names
 from tests.refused import refused
@@ -25,9 +26,10 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
     settings = Settings(
         env="a:b", seed=2, total_steps=7, num_envs=6, num_steps=4, vectorization="async",
         network="shared", hidden_sizes=(3, 2, 1), activation="elu", log_std_init=-1.5,
+        ortho_init=False,
         learning_rate=1e-5, lr_schedule="adaptive", lr_scaling="sqrt", warmup_updates=3, num_epochs=2,
         num_minibatches=3, num_micro_batches=2, gamma=0.5, gae_lambda=0.25, clip_coef=1e-10, anneal_clip=True,
-        clip_value_loss=True, norm_advantages="none", norm_observations=True, norm_rewards=True, ent_coef=0.0,
+        clip_value_loss=False, norm_advantages="none", norm_observations=True, norm_rewards=True, ent_coef=0.0,
         vf_coef=1.0, max_grad_norm=float("inf"), target_kl=1e20, compression="fp16",
         device="cpu", precision="bf16", timeout=5.0, runs_dir="no", run_name="007", checkpoint_interval=0.5,
         keep_checkpoints=1, resume="null", wandb_project="on", policy="c:D", log_info=("x", "y"), fused=False,
@@ -116,6 +118,49 @@ def test_presets_are_whole_and_say_where_they_are_from():
     for name in preset_names():
         assert load_settings(name, Settings).env == ("ALE/Breakout-v5" if name == "Atari" else name)
         assert (PRESETS / f"{name}.yaml").read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_ranks_share_the_batch_of_a_preset(name: str):
+    whole = load_settings(name, Settings)
+    rows = whole.num_envs * whole.num_steps
+    for num_ranks in (2, 3, 16):
+        each = load_settings(name, Settings, num_ranks)
+        assert each.num_minibatches == whole.num_minibatches
+        more = num_ranks * each.num_envs * each.num_steps - rows
+        assert 0 <= more < num_ranks * max(each.num_minibatches, each.num_steps)
+        assert more == 0 or num_ranks != 2
+
+
+def test_the_command_line_tells_how_many_ranks_share_a_preset(monkeypatch: pytest.MonkeyPatch):
+    words = ["--config", "CartPole-v1"]
+    assert parse(Launch, "fastsync train", words).settings.num_envs == 8
+    assert parse(Launch, "fastsync train", [*words, "--nproc", "4"]).settings.num_envs == 2
+    assert parse(Launch, "fastsync train", [*words, "--nproc", "4", "--num-envs", "8"]).settings.num_envs == 8
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert parse(Arguments, "python -m fastsync.ppo", words).settings.num_envs == 4
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"])
+def test_presets_that_name_the_zoo_are_the_zoos(env: str):
+    zoo = PUBLISHED["zoo"][env]
+    preset = load_settings(env, Settings)
+    assert preset.vf_coef == 2 * zoo.value_coef  # of half the squared error
+    assert (preset.lr_schedule == "linear") == zoo.anneal_lr
+    assert (preset.norm_observations, preset.norm_rewards) == (zoo.normalize, zoo.normalize)
+    same = ("total_steps", "num_envs", "num_steps", "num_minibatches", "num_epochs", "learning_rate", "gamma")
+    for name in (*same, "gae_lambda", "anneal_clip", "clip_value_loss", "norm_advantages"):
+        assert getattr(preset, name) == getattr(zoo, name), name
+    assert (preset.clip_coef, preset.ent_coef) == (zoo.clip, zoo.entropy)
+
+
+def test_a_training_says_which_settings_it_has_if_nobody_has_chosen(capsys: pytest.CaptureFixture[str]):
+    say_which_settings("fastsync train", None, Settings())
+    assert "CleanRL's general ones, of its ppo.py, on each rank; --config CartPole-v1 has" in capsys.readouterr().err
+    say_which_settings("fastsync train", "CartPole-v1", Settings())
+    say_which_settings("fastsync train", None, Settings(quiet=True))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", [Launch, Arguments])

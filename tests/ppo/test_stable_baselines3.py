@@ -13,9 +13,8 @@ from stable_baselines3.common.env_util import make_vec_env
 from torch import Tensor
 
 from fastsync.ppo import fused
-from fastsync.ppo.batches import Shuffler
 from fastsync.ppo.envs.make import make_environments
-from fastsync.ppo.ppo import PPO, Rollout, Settings
+from fastsync.ppo.ppo import PPO, Rollout, Settings, Shuffler
 from tests.models import group_of_one
 
 NUM_ENVS, NUM_STEPS, NUM_MINIBATCHES, NUM_EPOCHS = 4, 64, 8, 5

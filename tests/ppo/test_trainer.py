@@ -19,7 +19,9 @@ from fastsync.ppo.runs.metrics import TrainResult
 from tests.ranks import RankError, run_ranks
 from tests.refused import refused
 
-TINY = Settings(total_steps=2_000, num_envs=4, num_epochs=2)
+TINY = Settings(
+    total_steps=2_000, num_envs=4, num_steps=32, num_epochs=2, gamma=0.98, learning_rate=1e-3, clip_value_loss=False
+)
 KINDS = {
     "acrobot": {"env": "Acrobot-v1", "norm_observations": True, "norm_rewards": True},
     "pendulum": {"env": "Pendulum-v1", "target_kl": 0.01, "lr_schedule": "adaptive"},

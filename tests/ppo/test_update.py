@@ -11,14 +11,13 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from fastsync.ppo.batches import Batch, Shuffler
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.fused import METRICS
 from fastsync.ppo.policies import Policy, make_policy
-from fastsync.ppo.ppo import PPO, Settings, minibatch_loss, ppo_loss, row_weights
+from fastsync.ppo.ppo import PPO, Batch, Settings, Shuffler, minibatch_loss, ppo_loss, row_weights
 from tests.models import group_of_one
 
-SETTINGS = Settings(ent_coef=0.03, vf_coef=0.7, precision="fp64", hidden_sizes=(16, 16))
+SETTINGS = Settings(clip_value_loss=False, ent_coef=0.03, vf_coef=0.7, precision="fp64", hidden_sizes=(16, 16))
 OBSERVATIONS = spaces.Box(-1, 1, (4,))
 
 

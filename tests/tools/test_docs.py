@@ -25,6 +25,7 @@ FOLDERS = "csrc|tests|fastsync|benchmarks|docs|examples|tools"
 MOST_WORDS = 30
 BANNED = (
     "rider", "door", "roll call", "strand", "stand-in", "lane", "seat", "rival", "sits", "other than before",
+    "GPU half", "CUDA half",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fastsync
+from tools import census
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
@@ -136,3 +137,10 @@ def test_what_is_forbidden_is_found() -> None:
     assert private_names(found("from .__main__ import main\nfrom .. import attach\nfrom ..sync import clip")) == []
     assert circles({("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")}) == {"b", "c"}
     assert circles({("a", "b"), ("a", "c"), ("b", "c")}) == set()
+
+
+def test_the_census_of_contributing_is_about_right() -> None:
+    counted = census.counted(census.PAGE.read_text())
+    assert {"`fastsync/ppo`", "`tests`", "`fastsync`, the rest without `ppo`"} <= counted.keys()
+    wrong = {name: numbers for name, numbers in counted.items() if abs(numbers[0] - numbers[1]) > numbers[1] / 10}
+    assert wrong == {}, "run: python -m tools.census"
