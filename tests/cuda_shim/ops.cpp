@@ -35,11 +35,13 @@ void run(void (*pass)(const Args&, const Scratch&, void*), const Args& args) {
   pass(args, scratch, nullptr);
 }
 
-}  // namespace
-
 void pack(const PackArgs& args, const Scratch&, void*) { run(&cuda::pack, args); }
 void unpack(const UnpackArgs& args, const Scratch&, void*) { run(&cuda::unpack, args); }
 void reduce(const ReduceArgs& args, const Scratch&, void*) { cuda::reduce(args, {}, nullptr); }
+
+}  // namespace
+
+Passes passes() { return {&pack, &unpack, &reduce}; }
 
 }  // namespace fastsync::cpu
 
