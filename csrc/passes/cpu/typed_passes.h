@@ -8,65 +8,59 @@ C value_or_one(const float* scale) {
   return static_cast<C>(scale != nullptr ? *scale : 1.0F);
 }
 
-template <class G, class W>
-void pack_typed(const PackArgs& args) {
-  using C = Compute<G>;
-  const auto multiplier = static_cast<C>(args.multiplier) * value_or_one<C>(args.bucket_scale);
-  const auto weight = static_cast<C>(args.weight != nullptr ? *args.weight : 1.0);
-  const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
-    return pack_chunk<W>(chunk.data<const G>(), chunk.residual<C>(), chunk.length, multiplier,
-                         limit_on<W, C>(args.limit), weight, args.wire, chunk.offset());
-  });
-  if constexpr (!kIsBlock<W>) {
-    for (const Segment* segment = args.segments; segment < args.segments + args.num_segments; ++segment) {
-      W* const end = unit_at<W>(args.wire, segment->offset + segment->numel);
-      std::fill_n(end, gap_behind(*segment, args.gap_alignment), W{});
-    }
-  }
-  args.stats[kNumSaturated] =
-      (args.position.is_first ? 0.0 : args.stats[kNumSaturated]) + static_cast<double>(tally.num_saturated);
-}
-
-template <class G, class W>
-void unpack_typed(const UnpackArgs& args) {
-  using C = Compute<G>;
-  const C inverse_scale = C(1) / value_or_one<C>(args.bucket_scale);
-  const Wires wires{args.wire, args.num_wires, args.stride_bytes};
-  const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
-    return unpack_chunk<W>(wires, chunk.offset(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
-                           inverse_scale);
-  });
-  tally.write_to(args.stats, args.position.is_first);
-  if (args.position.is_last && args.bucket_scale != nullptr) {
-    *args.bucket_scale = next_bucket_scale(*args.bucket_scale, args.stats[kMaxMagnitude] * args.scale_share);
-  }
-}
-
-template <class C, class W, class Out>
-void reduce_typed(const ReduceArgs& args) {
-  const Wires wires{args.wire, args.num_wires, args.stride_bytes};
-  const C scale = value_or_one<C>(args.bucket_scale) * static_cast<C>(args.residual_share);
-  const Segment all{nullptr, args.numel, 0, args.residual};
-  for_each_chunk(&all, 1, [&](const Chunk& chunk) {
-    return reduce_chunk<C, W, Out>(wires, chunk.begin, chunk.length, static_cast<C>(args.multiplier),
-                                   limit_on<Out, C>(args.limit), scale, chunk.residual<C>(), args.out);
-  });
-}
-
 }  // namespace
 
 void pack(const PackArgs& args, const Scratch& /*scratch*/, void* /*stream*/) {
-  dispatch_wire(args.grad_dtype, args.wire_dtype,
-                [&](auto grad, auto wire) { pack_typed<decltype(grad), decltype(wire)>(args); });
+  dispatch_wire(args.grad_dtype, args.wire_dtype, [&](auto grad, auto unit) {
+    using G = decltype(grad);
+    using W = decltype(unit);
+    using C = Compute<G>;
+    const auto multiplier = static_cast<C>(args.multiplier) * value_or_one<C>(args.bucket_scale);
+    const auto weight = static_cast<C>(args.weight != nullptr ? *args.weight : 1.0);
+    const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
+      return pack_chunk<W>(chunk.data<const G>(), chunk.residual<C>(), chunk.length, multiplier,
+                           limit_on<W, C>(args.limit), weight, args.wire, chunk.offset());
+    });
+    if constexpr (!kIsBlock<W>) {
+      for (const Segment* segment = args.segments; segment < args.segments + args.num_segments; ++segment) {
+        W* const end = unit_at<W>(args.wire, segment->offset + segment->numel);
+        std::fill_n(end, gap_behind(*segment, args.gap_alignment), W{});
+      }
+    }
+    args.stats[kNumSaturated] =
+        (args.position.is_first ? 0.0 : args.stats[kNumSaturated]) + static_cast<double>(tally.num_saturated);
+  });
 }
 
 void unpack(const UnpackArgs& args, const Scratch& /*scratch*/, void* /*stream*/) {
-  dispatch_wire(args.grad_dtype, args.wire_dtype,
-                [&](auto grad, auto wire) { unpack_typed<decltype(grad), decltype(wire)>(args); });
+  dispatch_wire(args.grad_dtype, args.wire_dtype, [&](auto grad, auto unit) {
+    using G = decltype(grad);
+    using W = decltype(unit);
+    using C = Compute<G>;
+    const C inverse_scale = C(1) / value_or_one<C>(args.bucket_scale);
+    const Wires wires{args.wire, args.num_wires, args.stride_bytes};
+    const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
+      return unpack_chunk<W>(wires, chunk.offset(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
+                             inverse_scale);
+    });
+    tally.write_to(args.stats, args.position.is_first);
+    if (args.position.is_last && args.bucket_scale != nullptr) {
+      *args.bucket_scale = next_bucket_scale(*args.bucket_scale, args.stats[kMaxMagnitude] * args.scale_share);
+    }
+  });
 }
 
 void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/) {
-  dispatch_reduce(args.grad_dtype, args.wire_dtype, args.out_dtype, [&](auto compute, auto wire, auto out) {
-    reduce_typed<decltype(compute), decltype(wire), decltype(out)>(args);
+  dispatch_reduce(args.grad_dtype, args.wire_dtype, args.out_dtype, [&](auto compute, auto unit, auto out) {
+    using C = decltype(compute);
+    using W = decltype(unit);
+    using Out = decltype(out);
+    const Wires wires{args.wire, args.num_wires, args.stride_bytes};
+    const C scale = value_or_one<C>(args.bucket_scale) * static_cast<C>(args.residual_share);
+    const Segment all{nullptr, args.numel, 0, args.residual};
+    for_each_chunk(&all, 1, [&](const Chunk& chunk) {
+      return reduce_chunk<C, W, Out>(wires, chunk.begin, chunk.length, static_cast<C>(args.multiplier),
+                                     limit_on<Out, C>(args.limit), scale, chunk.residual<C>(), args.out);
+    });
   });
 }
