@@ -34,7 +34,7 @@ std::shared_ptr<BucketWork> Bucket::send(std::vector<at::Tensor> grads, const Se
   TORCH_CHECK(!is_half_sent_, failure_,
               ": it has failed before, while it was sent, so the ranks no longer meet in one ",
               "message: begin anew with another process group");
-  guard([&] {
+  guard(failure_, *liveness_, [&] {
     is_half_sent_ = !sum->may_be_sent_again();
     sum->send();
     is_half_sent_ = false;
@@ -60,7 +60,7 @@ std::unique_ptr<SumWork> Bucket::make_sum(std::vector<at::Tensor> grads, const S
     before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.snapshot(), factors()};
   }
   std::unique_ptr<SumWork> sum;
-  guard([&] {
+  guard(failure_, *liveness_, [&] {
     sums_.choose_plan(gradients, options);
     scale_.begin_sum(gradients, options);
     stopwatch.mark(Mark::kStart);
@@ -85,7 +85,7 @@ void Bucket::take_back(int64_t step) {
 
 void Bucket::follow_all_shards(double factor) {
   const WithoutPythonObjects without_python;
-  guard([&] { scale_.follow_all_shards(factor); });
+  guard(failure_, *liveness_, [&] { scale_.follow_all_shards(factor); });
 }
 
 void Bucket::drop_from_shard(size_t gradient) {

@@ -158,7 +158,6 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
 
   std::unique_ptr<SumWork> make_sum(std::vector<at::Tensor> grads, const SendOptions& options, Stopwatch& stopwatch,
                                     const at::Tensor& side_values, const std::vector<bool>& stand_in);
-  void guard(const std::function<void()>& call) const { fastsync::guard(failure_, *liveness_, call); }
 
   const std::string failure_;  // the beginning of errors
   const std::shared_ptr<Liveness> liveness_;

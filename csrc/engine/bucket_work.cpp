@@ -87,7 +87,7 @@ void BucketWork::finish() {
   const std::vector<at::Tensor>& grads = sum_->gradients().grads;  // finish lets go of them
   const at::Tensor mean = grads.size() == 1 ? grads.front() : at::Tensor();
   try {
-    bucket_->guard([&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
+    guard(bucket_->failure_, *bucket_->liveness_, [&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
   } catch (...) {
     bucket_->agreement->is_broken = true;
     throw;
