@@ -75,6 +75,7 @@ def test_a_shard_is_the_references_to_the_bit(world_size: int, shared_memory: bo
 
 def _by_torchs_own_operations(rank: int, world_size: int) -> None:
     os.environ["FASTSYNC_KERNELS"] = "aten"
+    assert _C.kernels("cpu") == "generic"
     _as_the_reference(rank, world_size, "cpu")
 
 

@@ -116,6 +116,7 @@ def test_gathered_parameters_are_the_references_to_the_bit(world_size: int, shar
 
 def _by_torchs_own_operations(rank: int, world_size: int) -> None:
     os.environ["FASTSYNC_KERNELS"] = "aten"
+    assert _C.kernels("cpu") == "generic"
     _as_the_reference(rank, world_size, "cpu")
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
-from fastsync import Compression
+from fastsync import _C, Compression
 from fastsync.sync.compression import BLOCKS, Algorithm, Wire
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
@@ -63,6 +63,7 @@ def start(function: Callable[..., Any], world_size: int, transport: str, *args: 
 
 def _with_kernels(rank: int, world_size: int, kernels: str, function: Callable[..., Any], *args: Any) -> Any:
     os.environ["FASTSYNC_KERNELS"] = kernels  # chosen, so nobody is warned
+    assert (_C.kernels("cpu") == "generic") == (kernels == "aten")
     return function(rank, world_size, *args)
 
 
