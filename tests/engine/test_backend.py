@@ -583,6 +583,17 @@ def test_the_engine_does_what_it_does_over_gloo(rank: int, world_size: int, entr
     assert results[0][1] == "shared_memory"
 
 
+@on_ranks(2, backend="fastsync")
+def test_outer_steps_are_those_over_gloo(rank: int, world_size: int) -> None:
+    losses = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with fastsync.DiLoCo(model, optimizer, sync_every=2, process_group=group):
+            losses.append(losses_of(model, rank, optimizer))
+    assert losses[0] == losses[1]
+
+
 def train_with(rank: int, world_size: int, trainer: str, backend: str, folder: str) -> list[float]:
     """Trains as somebody who has changed nothing but the backend's name. Returns the weights."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GROUP_RANK="0")
