@@ -189,6 +189,23 @@ def test_messages_in_the_order_of_their_calls(rank: int, world_size: int) -> Non
             assert torch.equal(tensor, torch.full((numel,), float(i)))
 
 
+@on_ranks(2, backend="fastsync")
+def test_a_message_outlives_its_senders_group(rank: int, world_size: int) -> None:
+    group, store = dist.new_group(backend="fastsync"), dist.group.WORLD.get_group_store()
+    if rank == 0:
+        dist.send(torch.ones(3), 1, group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        store.set("left", "")
+    else:
+        store.wait(["left"])
+        dist.recv(received := torch.zeros(3), 0, group)
+        assert received.tolist() == [1.0] * 3
+        assert "recv: rank 0 has left the process group" in error_of(lambda: dist.recv(received, 0, group))
+    dist.barrier()
+
+
 @on_ranks(3, backend="fastsync")
 def test_what_may_be_wrong_with_a_message(rank: int, world_size: int) -> None:
     if rank == 0:
