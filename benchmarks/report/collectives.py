@@ -16,7 +16,7 @@ OF_BACKENDS: dict[str, Look] = {"gloo": LOOKS["ddp"], "fastsync": LOOKS["fastsyn
 
 def picture(records: Sequence[Record], file: Path) -> None:
     """Median time over size with p10 and p90, a line for each backend and a panel for each collective."""
-    of_sizes = [record for record in records if record.settings["bytes"] > 0]
+    of_sizes = [record for record in records if record.settings["collective"] != "barrier"]
     panels = grouped_by(of_sizes, lambda record: record.settings["collective"])
     if not panels:
         return

@@ -258,12 +258,14 @@ void Mail::drive() {
     const int64_t seen = bell.value.load(std::memory_order_acquire);
     Ended ended;
     const bool looks = Waiting::Clock::now() >= look_at;
+    // Before what they have sent is read: a rank may send its last message, and leave.
+    const std::vector<std::string> losses = looks ? losses_of_ranks() : std::vector<std::string>();
     bool goes_on = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       advance(ended);
       if (looks) {
-        end_lost(ended);
+        end_lost(losses, ended);
         look_at = Waiting::Clock::now() + kLookEvery;
       }
       is_driven_ = goes_on = !is_idle();
@@ -276,14 +278,16 @@ void Mail::drive() {
   }
 }
 
-// A rank that is lost may have sent messages before, which have been read by now.
-void Mail::end_lost(Ended& ended) {
-  std::vector<std::string> losses(size_);
-  bool are_all_lost = true;
+std::vector<std::string> Mail::losses_of_ranks() const {
+  std::vector<std::string> losses;
   for (int64_t rank = 0; rank < size_; ++rank) {
-    losses[rank] = rank == rank_ ? "" : rounds_->loss_of(rank);
-    are_all_lost = are_all_lost && (rank == rank_ || !losses[rank].empty());
+    losses.push_back(rank == rank_ ? "" : rounds_->loss_of(rank));
   }
+  return losses;
+}
+
+void Mail::end_lost(const std::vector<std::string>& losses, Ended& ended) {
+  const bool are_all_lost = std::ranges::count(losses, "") == 1;  // but this one
   const auto fail = [&](WorkPtr& work, const std::string& why) {
     ended.emplace_back(std::move(work), error_of(c10::str("fastsync: ", work->name(), ": ", why)));
   };

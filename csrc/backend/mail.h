@@ -97,10 +97,11 @@ class Mail : public std::enable_shared_from_this<Mail> {
   bool is_wanted_from(int64_t rank) const;
   bool is_idle() const;
   void advance(Ended& ended);
-  void end_lost(Ended& ended);
+  void end_lost(const std::vector<std::string>& losses, Ended& ended);
   void end_all(const std::string& why);
   void keep_going();
 
+  std::vector<std::string> losses_of_ranks() const;
   void drive();
   static void tell(const Ended& ended);
 

@@ -189,6 +189,23 @@ def test_messages_in_the_order_of_their_calls(rank: int, world_size: int) -> Non
             assert torch.equal(tensor, torch.full((numel,), float(i)))
 
 
+@on_ranks(2, backend="fastsync")
+def test_a_message_outlives_its_senders_group(rank: int, world_size: int) -> None:
+    group, store = dist.new_group(backend="fastsync"), dist.group.WORLD.get_group_store()
+    if rank == 0:
+        dist.send(torch.ones(3), 1, group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        store.set("left", "")
+    else:
+        store.wait(["left"])
+        dist.recv(received := torch.zeros(3), 0, group)
+        assert received.tolist() == [1.0] * 3
+        assert "recv: rank 0 has left the process group" in error_of(lambda: dist.recv(received, 0, group))
+    dist.barrier()
+
+
 @on_ranks(3, backend="fastsync")
 def test_what_may_be_wrong_with_a_message(rank: int, world_size: int) -> None:
     if rank == 0:
@@ -581,6 +598,17 @@ def test_the_engine_does_what_it_does_over_gloo(rank: int, world_size: int, entr
         results.append((losses_of(model, rank), handle.stats().transport))
     assert results[0] == results[1]
     assert results[0][1] == "shared_memory"
+
+
+@on_ranks(2, backend="fastsync")
+def test_outer_steps_are_those_over_gloo(rank: int, world_size: int) -> None:
+    losses = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with fastsync.DiLoCo(model, optimizer, sync_every=2, process_group=group):
+            losses.append(losses_of(model, rank, optimizer))
+    assert losses[0] == losses[1]
 
 
 def train_with(rank: int, world_size: int, trainer: str, backend: str, folder: str) -> list[float]:
