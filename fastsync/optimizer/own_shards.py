@@ -52,6 +52,7 @@ class OwnShards(ShardHome):
         self._places: list[list[list[Place]]] = []  # what ranks step, as many as travel at a time, and by rank
         self._held: dict[tuple[int, int, str], Tensor] = {}  # by parameter, first value and part
         self._owned_means: dict[int, Tensor] = {}
+        self._spare: list[Tensor] = []  # memory of rows that have come
 
     def begin(self) -> None:
         self._sync._engine.set_shards_apart()
@@ -180,11 +181,23 @@ class OwnShards(ShardHome):
             if not any(chosen):
                 continue
             if len(under_way) == MOST_UNDER_WAY:
-                failed.update(under_way.pop(0).finish(whole))
+                failed.update(self._finish(under_way.pop(0), whole))
             under_way.append(self._begin(module, own, whole, chosen, has_failed))
         for rows in under_way:
-            failed.update(rows.finish(whole))
+            failed.update(self._finish(rows, whole))
         return sorted(failed)
+
+    def _finish(self, rows: _Rows, whole: Mapping[int, Tensor]) -> list[int]:
+        failed = rows.finish(whole)
+        self._spare.append(rows.memory)
+        return failed
+
+    def _memory_for(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Returns memory for rows. It is used again, because the first writes to new pages cost as much as a copy."""
+        memory = self._spare.pop() if self._spare else None
+        if memory is None or memory.numel() < num_bytes:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return memory
 
     def _begin(
         self,
@@ -200,7 +213,10 @@ class OwnShards(ShardHome):
         dtype = self._rounding.get(first, like.dtype) if module == NEW_PARAMETERS else like.dtype
         unit = ROW_ALIGNMENT // dtype.itemsize
         longest = max(map(_num_values, shards))
-        values = torch.empty(len(shards), longest // unit * unit + unit, dtype=dtype, device=like.device)
+        length = longest // unit * unit + unit
+        num_bytes = len(shards) * length * dtype.itemsize
+        memory = self._memory_for(num_bytes, like.device)
+        values = memory[:num_bytes].view(dtype).view(len(shards), length)
         rank = self._sync._group.rank()
         row, places = values[rank], shards[rank]
         row[-1] = has_failed
@@ -208,7 +224,7 @@ class OwnShards(ShardHome):
             sources = [values_at(whole[i], begin, n) if own is None else own(i, begin) for i, begin, n in places]
             foreach_copy_(_split(row, places), sources)
         work = self._engine.all_gather(module, values.view(-1), [values.shape[1]])
-        return _Rows(work, values, shards, None if own is not None else rank)
+        return _Rows(work, memory, values, shards, None if own is not None else rank)
 
 
 @dataclass
@@ -216,6 +232,8 @@ class _Rows:
     """A bucket's rows that are on their way."""
 
     work: _C.GatherWork
+    memory: Tensor
+    """Of the values."""
     values: Tensor
     shards: list[list[Place]]
     in_place: int | None

@@ -30,6 +30,7 @@ class ShardedState:
         self._stand_ins: dict[StatePart, Tensor] = {}  # for parts of the state of whole parameters
         self._handed: set[int] = set()  # whose state the pieces have
         self._new: set[int] = set()  # which parameters have none before this step
+        self._numbers: dict[int, dict[str, Any]] = {}  # of the parameters of this step
 
     # ---- of whole parameters ----------------------------------------------------------------------------------------
 
@@ -90,6 +91,7 @@ class ShardedState:
         """
         groups = self._groups
         self._new = {index for index in stepped if groups.state(index).keys() <= {MASTER}}
+        self._numbers = {index: groups.numbers(index) for index in stepped}
         changed = {i for i in stepped if i in self._new or i not in self._handed or self._is_foreign(i)}
         self._handed |= changed
         for index in sorted(changed):
@@ -99,7 +101,7 @@ class ShardedState:
             if piece.index not in changed:
                 continue
             state = groups.state(piece.index)
-            own = {name: _copy_of(number) for name, number in groups.numbers(piece.index).items()}
+            own = {name: _copy_of(number) for name, number in self._numbers[piece.index].items()}
             for part in groups.parts(piece.index):
                 held, loaded = self._home.held(piece, part), state.get(part)
                 if loaded is None and part == MASTER:
@@ -120,11 +122,11 @@ class ShardedState:
 
     def needs_numbers(self, index: int) -> bool:
         """Tells whether a step gives a parameter numbers that a rank without values of it would not know."""
-        return index in self._new or not self._groups.numbers(index).keys() <= {STEP}
+        return index in self._new or not self._numbers[index].keys() <= {STEP}
 
     def hand_numbers_to_pieces(self, inner: Optimizer, pieces: Sequence[Piece]) -> None:
         """Gives the pieces the numbers in their parameter's state, which ``dcp.load`` writes in place."""
-        _assign([(inner.state[piece.parameter], self._groups.numbers(piece.index)) for piece in pieces])
+        _assign([(inner.state[piece.parameter], self._numbers[piece.index]) for piece in pieces])
 
     def take_from_pieces(self, inner: Optimizer, pieces: Sequence[Piece], stepped: Sequence[int]) -> None:
         """Moves state that a first step has made home, and makes it the optimizer's. Counts the step."""

@@ -16,6 +16,7 @@ import fastsync
 from fastsync import Compression
 from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
+from tests.engine.optimizer_shards import Normalized
 from tests.engine.test_optimizer_masters import Reference
 from tests.fake_device import DEVICE, watched
 from tests.models import Given, random_grads
@@ -27,6 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
     "fused": lambda p: AdamW(p, lr=0.1, fused=True),
     "foreach": lambda p: AdamW(p, lr=0.1, foreach=True),
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "owners": lambda p: Normalized(p, lr=0.1),
 }
 COMPRESSIONS = [
     Compression(),

@@ -249,6 +249,16 @@ Group::Work Group::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllTo
   return give("alltoall", read, written, options.asyncOp, on_gloo);
 }
 
+Group::Work Group::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                                 std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
+  return give("alltoall_base", {input}, {output}, options.asyncOp,
+              [this, output, input, output_sizes, input_sizes, options]() mutable {
+                auto to = fake_device::on_host(output);
+                auto from = fake_device::on_host(input);
+                return gloo_->alltoall_base(to, from, output_sizes, input_sizes, options);
+              });
+}
+
 Group::Work Group::send(Tensors& tensors, int to, int tag) {
   const auto on_gloo = [this, tensors, to, tag] {
     auto host = on_host(tensors);

@@ -42,6 +42,8 @@ class Group : public c10d::Backend {
   Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
   // A rank's own output may be its own input: then nothing of it is touched, as NCCL skips it.
   Work alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                     std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override;
   Work send(Tensors& tensors, int to, int tag) override;
   Work recv(Tensors& tensors, int from, int tag) override;
 
