@@ -31,7 +31,7 @@ template <class G, class W>
 void unpack_typed(const UnpackArgs& args) {
   using C = Compute<G>;
   const C inverse_scale = C(1) / value_or_one<C>(args.bucket_scale);
-  const Wires wires{args.wire, args.num_wires, args.stride_bytes};
+  const Wires wires{args.wire, args.num_wires, args.stride_bytes, args.by_tree};
   const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
     return unpack_chunk<W>(wires, chunk.offset(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
                            inverse_scale);
@@ -44,7 +44,7 @@ void unpack_typed(const UnpackArgs& args) {
 
 template <class C, class W, class Out>
 void reduce_typed(const ReduceArgs& args) {
-  const Wires wires{args.wire, args.num_wires, args.stride_bytes};
+  const Wires wires{args.wire, args.num_wires, args.stride_bytes, args.by_tree};
   const C scale = value_or_one<C>(args.bucket_scale) * static_cast<C>(args.residual_share);
   const Segment all{nullptr, args.numel, 0, args.residual};
   for_each_chunk(&all, 1, [&](const Chunk& chunk) {
