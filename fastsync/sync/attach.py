@@ -29,7 +29,7 @@ from .._checks import (
     sparse_weights,
     with_gradients,
 )
-from .._torch_compat import own_buffers, unseen_by_autograd
+from .._torch_compat import own_buffers, unseen_by_autograd, version_of
 from ..distributed import as_bytes
 from .compression import AnyCompression, Auto, Compression
 from .handles_in_use import NOBODY, begin_use, check_free, end_use
@@ -213,7 +213,7 @@ class GradientSynchronizer(WatchedHandle):
 
     def _versions_of_gradients(self) -> list[tuple[int, int]]:
         gradients = (parameter.grad for parameter in self.parameters())
-        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+        return [(id(gradient), version_of(gradient)) for gradient in gradients if gradient is not None]
 
     def grad_stats(self) -> GradStats:
         """Returns statistics of the newest backward that was synchronised, or of the newest micro-batches.

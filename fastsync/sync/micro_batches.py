@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _C
-from .._torch_compat import foreach_add_, own_buffers
+from .._torch_compat import foreach_add_, own_buffers, version_of
 from .compression import Auto, Compression
 from .machine import describe_machine
 
@@ -218,7 +218,7 @@ Versions: TypeAlias = dict[tuple[nn.Module, str], tuple[Tensor, int]]
 
 def _versions_of_buffers(modules: Iterable[nn.Module]) -> Versions:
     return {
-        (module, name): (buffer, buffer._version)
+        (module, name): (buffer, version_of(buffer))
         for module in modules
         for name, buffer in own_buffers(module).items()
         if buffer is not None and not buffer.is_inference()
