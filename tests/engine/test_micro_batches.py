@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastsync
 from fastsync.sync.micro_batches import block_of
-from tests import reference
+from tests import passes, reference
 from tests.engine.test_hosts import ALTERNATING, Nodes, run_on_hosts
 from tests.engine.trained_by_micro_batches import (
     MICRO_BATCHES,
@@ -126,12 +126,12 @@ def test_wires_are_added_by_a_tree(num_wires: int, dtype: torch.dtype, kernels: 
     wires[:, :3] *= 2.0**-145 if dtype == torch.float32 else 2.0**-1070
     found, expected = (torch.empty(1000, dtype=dtype) for _ in range(2))
     grads = [torch.empty(1000, dtype=dtype)]
-    fastsync._C.use_kernels(kernels)
+    passes.use_kernels(kernels)
     try:
         torch.ops.fastsync.reduce(wires, found, grad_dtype=dtype, multiplier=0.125, by_tree=True)
         torch.ops.fastsync.unpack(wires, grads, torch.zeros(4, dtype=torch.float64), multiplier=0.125, by_tree=True)
     finally:
-        fastsync._C.use_kernels("auto")
+        passes.use_kernels("auto")
     reference.reduce(wires, expected, grad_dtype=dtype, multiplier=0.125, by_tree=True)
     assert torch.equal(found, expected)
     assert torch.equal(grads[0], expected)
