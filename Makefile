@@ -125,7 +125,7 @@ $(VENV)/with-%/.installed: | venv
 	touch $@
 
 # They have no limits of time but their own.
-DRILLS ?= pytorch pytorch_backend collectives oracle elastic hosts runs endurance threads
+DRILLS ?= pytorch pytorch_backend collectives oracle elastic same_bits hosts runs endurance threads
 drill: venv
 	$(BIN)/python -m pytest -v -rsx -o timeout=0 -o faulthandler_timeout=0 $(DRILLS:%=tests/drill/%.py) $(DRILL_ARGS)
 

@@ -13,6 +13,7 @@ COMMANDS = {
     "sync": "a step's gradient synchronisation: fastsync, PyTorch's methods and the bare all_reduce, in turns",
     "ddp": "training steps of real models: what DDP and communication cost, and how much of it backward hides",
     "stream": "whether a bucket on its way holds up the backward behind it, on the stream that computes",
+    "micro_batches": "what the same bits on any number of ranks cost, beside accumulation of as many micro-batches",
     "collectives": "latency and bandwidth of collectives of CPU ranks: the backend fastsync beside Gloo",
     "scaling": "how a training step scales with the number of ranks, and where its time goes; writes a report",
     "ppo": "environment steps per second of whole trainings: fastsync, Stable-Baselines3 and CleanRL's loop; with "

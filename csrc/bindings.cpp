@@ -29,6 +29,7 @@
 #include "engine/synchronizer.h"
 #include "engine/tensor_sample.h"
 #include "passes/backend.h"
+#include "sums/stats_in_order.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
 #include "transport/shared_tensors.h"
@@ -265,6 +266,7 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&make_compression), py::arg("wire"), py::arg("sums_in_float32") = false,
            py::arg("error_feedback") = false, py::arg("algorithm") = py::none(), py::arg("ranks_per_node") = 1,
            py::arg("low_rank") = 0);
+  m.def("stats_in_order", &fastsync::stats_in_order, py::arg("gradients"), no_gil);
   m.def("first_factor", &first_factor_of, py::arg("parameter"), py::arg("rank"), no_gil);
 
   py::class_<CompressionTable, std::shared_ptr<CompressionTable>>(m, "CompressionTable")
@@ -351,6 +353,8 @@ PYBIND11_MODULE(_C, m) {
            no_gil)
       .def("piggybacked", locked<Synchronizer>(&Synchronizer::piggybacked), no_gil)
       .def("set_weight", between_steps<Synchronizer>(&Synchronizer::set_weight), py::arg("weight"), no_gil)
+      .def("set_micro_batches", locked<Synchronizer>(&Synchronizer::set_micro_batches), py::arg("num_micro_batches"),
+           no_gil)
       .def("set_joining", between_steps<Synchronizer>(&Synchronizer::set_joining), py::arg("is_joining"),
            py::arg("states") = "", no_gil)
       .def("run_out", locked<Synchronizer>(&Synchronizer::run_out), no_gil)

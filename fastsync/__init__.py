@@ -48,6 +48,7 @@ except ImportError as error:
         raise AttributeError(f"module 'fastsync' has no attribute {name!r}{why}")
 
 else:
+    from . import data as data
     from . import distributed
     from .backend import register as _register_backend
     from .elastic.elastic import Elastic, RankLostError

@@ -81,6 +81,7 @@ PRIVATE = (
     Private("torch.amp.GradScaler._scale"),
     # tensors and autograd
     Private("torch.Tensor._post_accumulate_grad_hooks"),
+    Private("torch.Tensor._version"),
     Private("torch._C._current_graph_task_id"),
     Private("torch.autograd.grad_mode._unsafe_preserve_version_counter"),
     Private("torch._foreach_add_"),
@@ -288,6 +289,11 @@ def scale_of_scaler(scaler: GradScaler) -> Tensor | None:
 def is_in_backward() -> bool:
     """Whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how often autograd has seen a tensor's values change."""
+    return tensor._version
 
 
 def unseen_by_autograd(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:

@@ -100,10 +100,12 @@ def unpack(
     is_first: bool = True,
     is_last: bool = True,
     scale_share: float = 1.0,
+    by_tree: bool = False,
 ) -> None:
     """Wires to gradients: ``grads = sum(wires * multiplier) / bucket_scale``, and the statistics of what was written.
 
-    Products and sums are taken in float32 (float64 for float64 gradients), from the first wire to the last.
+    Products and sums are taken in float32 (float64 for float64 gradients), from the first wire to the last. With
+    ``by_tree`` it is ``sum_by_tree(wires) * multiplier``.
 
     Args:
         wire: vector as ``pack`` fills it, usually summed over the ranks since; or a matrix of which each row is one.
@@ -119,7 +121,7 @@ def unpack(
         scale_share: the scale follows the largest magnitude times this.
     """
     compute = _compute_dtype(grads[0].dtype)
-    total = _sum_wires(wire, compute, multiplier)
+    total = _sum_wires(wire, compute, multiplier, by_tree)
     values = total if bucket_scale is None else total * (1 / bucket_scale.to(compute))
     beyond = total.isfinite() & ~_round_to(values, grads[0].dtype).isfinite()
     values = _within_range(values, total, grads[0].dtype)
@@ -146,11 +148,12 @@ def reduce(
     multiplier: float = 1.0,
     limit: float | None = None,
     residual_share: float = 1.0,
+    by_tree: bool = False,
 ) -> None:
     """Wires to wire: ``out = sum(wires * multiplier)``, encoded anew.
 
     Products and sums are taken in float32 (float64 for float64 gradients), from the first wire to the last, and rounded
-    once, as ``pack`` does.
+    once, as ``pack`` does. With ``by_tree`` it is ``sum_by_tree(wires) * multiplier``.
 
     Args:
         wires: matrix of which each row is a wire, or a piece of one, as ``pack`` fills it.
@@ -164,7 +167,7 @@ def reduce(
         residual_share: what one of the residual's units counts in the sum.
     """
     compute = _compute_dtype(grad_dtype)
-    total = _sum_wires(wires, compute, multiplier)
+    total = _sum_wires(wires, compute, multiplier, by_tree)
     one = torch.ones((), dtype=compute, device=out.device)
     scale = one if bucket_scale is None else bucket_scale.to(compute)
     unit = scale * torch.tensor(residual_share, dtype=compute, device=out.device)
@@ -359,6 +362,31 @@ def mean_of_used(
     return result
 
 
+def sum_by_tree(rows: Sequence[Tensor]) -> Tensor:
+    """The sum of the rows by a complete binary tree, whose last leaves are the sum of two rows each.
+
+    There are as many leaves as the largest power of two that is not above the number of rows.
+    """
+    num_leaves = 2 ** (len(rows).bit_length() - 1)
+    num_alone = 2 * num_leaves - len(rows)
+    paired = rows[num_alone:]
+    sums = [*rows[:num_alone], *(a + b for a, b in zip(paired[::2], paired[1::2], strict=True))]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+def mean_of_micro_batches(grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """``attach(micro_batches=)``, whatever the number of ranks: ``grads[index]`` is one micro-batch's gradients."""
+    result: list[Tensor | None] = []
+    for same in zip(*grads, strict=True):
+        like = next((grad for grad in same if grad is not None), None)
+        zeros = None if like is None else torch.zeros_like(like)
+        filled = [grad if grad is not None else zeros for grad in same]
+        result.append(None if zeros is None else sum_by_tree(filled) * (1 / len(grads)))  # type: ignore[arg-type]
+    return result
+
+
 def shards(grads: Sequence[Tensor], wire: torch.dtype, world_size: int) -> list[tuple[int, int]]:
     """The values [begin, end), as ``pack`` lays them out, that each rank adds up in two_shot of a bucket in one piece.
 
@@ -523,9 +551,11 @@ def _decode(wire: Tensor) -> Tensor:
     return decode_blocks(wire) if wire.dtype in BLOCK_BITS else wire
 
 
-def _sum_wires(wires: Tensor, compute: torch.dtype, multiplier: float) -> Tensor:
+def _sum_wires(wires: Tensor, compute: torch.dtype, multiplier: float, by_tree: bool = False) -> Tensor:
     factor = torch.tensor(multiplier, dtype=compute, device=wires.device)
     rows = wires.unbind() if wires.dim() == 2 else (wires,)
+    if by_tree:
+        return sum_by_tree([_decode(row).to(compute) for row in rows]) * factor
     values = [_decode(row).to(compute) * factor for row in rows]
     total = values[0]
     for other in values[1:]:

@@ -70,6 +70,8 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
 
   // From now on the result is the mean times this factor.
   void set_mean_factor(double factor) { sums_.set_mean_factor(factor); }
+  // See BucketSums::set_micro_batches.
+  void set_micro_batches(int64_t num_micro_batches) { sums_.set_micro_batches(num_micro_batches); }
 
   // Packs the gradients and sends them. They must be dense, contiguous, of one supported dtype, on the bucket's device,
   // and of the same sizes on every rank. Or there is one that is sparse in its first dimension, on every rank. Only one

@@ -21,15 +21,6 @@ int64_t numel_of(const std::vector<at::Tensor>& tensors) {
   return numel;
 }
 
-// Whether ranks add in shared memory, unless they have found out that they cannot. They do not if the compression names
-// nodes that are no hosts.
-bool uses_shared_memory(const Teams& teams, const SendOptions& options) {
-  const int64_t ranks_per_node = options.compression.ranks_per_node;
-  const bool is_across_hosts = teams.num_hosts() > 1;
-  return options.may_share_memory() && teams.can_share() && !(options.scatter && is_across_hosts) &&
-         (ranks_per_node == 1 || teams.hosts_have(ranks_per_node));
-}
-
 }  // namespace
 
 BucketSums::BucketSums(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, at::Tensor stats,
@@ -47,6 +38,7 @@ FlatGradients BucketSums::flatten(std::vector<at::Tensor> grads, const SendOptio
   gradients.side_values = side_values;
   gradients.output = options.scatter ? options.scatter->output : at::Tensor();
   gradients.mean_factor = mean_factor_;
+  gradients.most_in_tree = num_micro_batches_;
   gradients.weight = options.weight;
   if (options.is_weighted_mean) {  // one rank may count for almost all of the mean, so no more than that may travel
     gradients.multiplier = 1.0 / static_cast<double>(teams_.all()->size());
@@ -59,15 +51,25 @@ FlatGradients BucketSums::flatten(std::vector<at::Tensor> grads, const SendOptio
 
 // ---- the plan -------------------------------------------------------------------------------------------------------
 
+// Whether ranks add in shared memory, unless they have found out that they cannot. They do not if the compression names
+// nodes that are no hosts. Nor do they between hosts if they scatter, or if they add by a tree, which has one level.
+bool BucketSums::uses_shared_memory(const Teams& teams, const SendOptions& options) const {
+  const int64_t ranks_per_node = options.compression.ranks_per_node;
+  const bool has_one_level = options.scatter || num_micro_batches_ > 0;
+  return options.may_share_memory() && teams.can_share() && !(has_one_level && teams.num_hosts() > 1) &&
+         (ranks_per_node == 1 || teams.hosts_have(ranks_per_node));
+}
+
 PlanKey BucketSums::plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const {
   const Compression& compression = options.compression;
   const int64_t numel = numel_of(gradients.grads);
   const bool is_shared = uses_shared_memory(teams, options);
   const bool is_across_hosts = is_shared && teams.num_hosts() > 1;
-  return {.algorithm = options.scatter   ? Algorithm::kReduceScatter
-                       : is_across_hosts ? Algorithm::kTwoLevel
-                                         : algorithm_for(compression, gradients.grad_dtype, numel, *teams.all(),
-                                                         is_shared, /*ranks_add=*/options.shards != nullptr),
+  return {.algorithm = options.scatter ? Algorithm::kReduceScatter
+                       : is_across_hosts
+                           ? Algorithm::kTwoLevel
+                           : algorithm_for(compression, gradients.grad_dtype, numel, *teams.all(), is_shared,
+                                           /*ranks_add=*/options.shards != nullptr || num_micro_batches_ > 0),
           .between_nodes = is_across_hosts ? rank_sum_for(compression, gradients.grad_dtype, numel, teams.num_hosts())
                                            : Algorithm::kTwoShot,
           .ranks_per_node = compression.ranks_per_node,
@@ -79,7 +81,7 @@ PlanKey BucketSums::plan_key(const FlatGradients& gradients, const SendOptions& 
           .num_values = options.scatter ? options.scatter->output.numel() : gradients.num_values,
           .side_bytes = gradients.side_bytes(),
           .keeps_shard = options.shards != nullptr,
-          .rows_add_up = options.is_weighted_mean,
+          .rows_add_up = options.is_weighted_mean || num_micro_batches_ > 0,
           .factor = options.scatter ? options.scatter->factor : mean_factor_};
 }
 

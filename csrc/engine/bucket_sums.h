@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -29,6 +30,12 @@ class BucketSums {
   // From now on the result is the mean times this factor.
   void set_mean_factor(double factor) { mean_factor_ = factor; }
   double mean_factor() const { return mean_factor_; }
+  // From now on each rank's gradients are a sum over some of so many micro-batches, or nothing if there are more ranks.
+  // The result is the mean over all micro-batches, by Note [Sums by a tree].
+  void set_micro_batches(int64_t num_micro_batches) {
+    num_micro_batches_ = num_micro_batches;
+    mean_factor_ = 1.0 / static_cast<double>(num_micro_batches);
+  }
   // Whether the newest sum had a plan.
   bool has_plan() const { return memory_.plan != nullptr; }
   // Whether choose_plan may wait for the other ranks, to make room in shared memory.
@@ -55,6 +62,7 @@ class BucketSums {
   SumMemory& memory_for(const SendOptions& options) {
     return options.scatter && options.scatter->memory ? *options.scatter->memory : memory_;
   }
+  bool uses_shared_memory(const Teams& teams, const SendOptions& options) const;
   PlanKey plan_key(const FlatGradients& gradients, const SendOptions& options, const Teams& teams) const;
   void choose_plan(const FlatGradients& gradients, const SendOptions& options, SumMemory& memory);
   void check_may_shard(const PlanKey& key, const SendOptions& options) const;
@@ -66,6 +74,7 @@ class BucketSums {
   const std::shared_ptr<Workspace> workspace_;
   const std::shared_ptr<BucketTotals> totals_;
   double mean_factor_ = 1.0;
+  int64_t num_micro_batches_ = 0;  // 0 if ranks have gradients, and not sums over micro-batches
   SumMemory memory_;
   std::optional<Compression> planned_for_;  // the newest plan's compression; none until the plan has its memory
   LowRankState low_rank_;

@@ -467,6 +467,9 @@ void Synchronizer::lay_out() {
     each.bucket = buckets_.add(std::move(ids), agreement_, "bucket " + std::to_string(i),
                                tensors[each.parameters.front()].device());
     each.bucket->set_mean_factor(sums() ? static_cast<double>(group_->getSize()) : 1.0);
+    if (num_micro_batches_ > 0) {
+      each.bucket->set_micro_batches(num_micro_batches_);
+    }
   }
   flags_.lay_out(layout.num_flags(), group_->getSize());
   buckets_.set_newest_to_all();
@@ -498,7 +501,9 @@ void Synchronizer::agree(bool init_sync) {
   text << (agreement.number < 0 ? "a new engine" : c10::str("engine ", agreement.number)) << "\ninit_sync "
        << (init_sync ? "True" : "False") << "\nbucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20)
        << (is_revocable() ? "\nfastsync.Elastic True" : "") << "\nop " << word_for(op_)
-       << (weight_.is_on() ? ", weighted\n" : "\n") << side_values_.description() << optimizer_ << states_;
+       << (weight_.is_on() ? ", weighted\n" : "\n")
+       << (num_micro_batches_ > 0 ? c10::str("micro_batches ", num_micro_batches_, "\n") : "")
+       << side_values_.description() << optimizer_ << states_;
   for (const Parameter& parameter : parameters_) {
     text << parameter.description(parameter.lock());
   }

@@ -84,6 +84,10 @@ class Synchronizer : public EngineState, public GradientListener, public std::en
   // all ranks. Throws c10::Error if the step has gradients already, because another weight may be meant for them.
   void set_weight(double weight);
 
+  // Has each rank's gradients be a sum over some of so many micro-batches, see Bucket::set_micro_batches. Call it on
+  // all ranks, before the first step.
+  void set_micro_batches(int64_t num_micro_batches) { num_micro_batches_ = num_micro_batches; }
+
   // Sets whether ranks join. If they do, the mean is over those that have not run out of gradients. `states` describes
   // what they share at the end, and has to be equal on all.
   void set_joining(bool is_joining, std::string states);
@@ -172,6 +176,7 @@ class Synchronizer : public EngineState, public GradientListener, public std::en
   Stamps stamps_{*this, agreement_};
   SideValues side_values_{{&flags_, &signal_, &shards_, &used_parameters_, &buffers_, &named_, &weight_, &stamps_}};
 
+  int64_t num_micro_batches_ = 0;           // 0 without them
   std::string optimizer_;                   // what the ranks do with shards; empty without
   std::string states_;                      // what the ranks share at the end of join(); empty outside
   int64_t weighted_step_ = -1;              // the step that the weight was set for

@@ -143,8 +143,11 @@ std::atomic<bool>& takes_aten_everywhere() {
   return takes_aten;
 }
 
-// Returns the device's own passes, or null if those by PyTorch's operators run.
-const Passes* passes_on(c10::Device device) { return takes_aten_everywhere() ? nullptr : fused_passes(device.type()); }
+// Returns the device's own passes, or null if those by PyTorch's operators run. On devices only these add up by a tree.
+const Passes* passes_on(c10::Device device, bool by_tree = false) {
+  const bool takes_aten = takes_aten_everywhere() || (by_tree && !device.is_cpu());
+  return takes_aten ? nullptr : fused_passes(device.type());
+}
 
 template <class Args>
 Scratch scratch_for(const Args& args, const Passes& passes, Workspace& workspace, void* stream) {
@@ -179,7 +182,7 @@ void run_pack(const PackArgs& args, c10::Device device, Workspace& workspace) {
 
 void run_unpack(const UnpackArgs& args, c10::Device device, Workspace& workspace) {
   const c10::DeviceGuard guard(device);
-  if (const Passes* const passes = passes_on(device)) {
+  if (const Passes* const passes = passes_on(device, args.by_tree)) {
     void* const stream = current_stream(device);
     passes->unpack(args, scratch_for(args, *passes, workspace, stream), stream);
   } else {
@@ -189,7 +192,7 @@ void run_unpack(const UnpackArgs& args, c10::Device device, Workspace& workspace
 
 void run_reduce(const ReduceArgs& args, c10::Device device) {
   const c10::DeviceGuard guard(device);
-  if (const Passes* const passes = passes_on(device)) {
+  if (const Passes* const passes = passes_on(device, args.by_tree)) {
     passes->reduce(args, Scratch(), current_stream(device));
   } else {
     aten::reduce(args, device);

@@ -2,6 +2,7 @@
 // pointers and without tensors.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <type_traits>
 
@@ -74,6 +75,24 @@ struct PackArgs {
   int64_t gap_alignment = 1;       // in values; for wires of single values
 };
 
+// Note [Sums by a tree]
+//   With by_tree, unpack and reduce add up wires by a binary tree, and the multiplier multiplies its root:
+//       sum = (((wire 0 + wire 1) + (wire 2 + wire 3)) + ...) * multiplier
+//   A complete tree has as many leaves as the largest power of two that is not above the number of wires. The first
+//   leaves are a wire each. The last leaves are the sum of two wires each, as many as it takes for all wires. So 3
+//   wires make (0 + (1 + 2)), and 5 make ((0 + 1) + (2 + (3 + 4))). Each wire is then the sum of an aligned block of a
+//   larger tree, see fastsync/sync/micro_batches.py.
+constexpr int kMostTreeLevels = 16;  // so there may be 2^15 wires
+
+// Returns how many sums of the tree are complete once this wire is there.
+inline int sums_behind_wire(int64_t wire, int64_t num_wires) {
+  const auto places = 2 * static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(num_wires)));
+  const int64_t num_wide = places - num_wires;  // wires that take two places
+  const bool is_wide = wire < num_wide;
+  const int64_t end = wire + 1 + (is_wide ? wire + 1 : num_wide);
+  return std::countr_zero(static_cast<uint64_t>(end)) - (is_wide ? 1 : 0);
+}
+
 // Unpack adds up wires to gradients:
 //     gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale)
 // Products and sums are in Compute<G>, from the first wire to the last. A finite sum that the gradient's type does not
@@ -94,6 +113,7 @@ struct UnpackArgs {
   double multiplier = 1.0;   // multiplies each wire's values, before they are added up
   Position position = {};
   double scale_share = 1.0;
+  bool by_tree = false;  // see Note [Sums by a tree]
 };
 
 // Reduce adds up wires to another wire:
@@ -116,6 +136,7 @@ struct ReduceArgs {
   const float* bucket_scale;  // packing has multiplied values with it; null means 1
   void* residual;             // Compute<G> [numel]; null without error feedback
   double residual_share = 1.0;
+  bool by_tree = false;  // see Note [Sums by a tree]
 };
 
 // Calls call(T{}) with the type of a gradient's element, or of a wire's unit.

@@ -114,7 +114,8 @@ void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, i
     return;
   }
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
-              stats.data_ptr<double>(), num_wires, stride, factor, position, 1.0 / mean_factor},
+              stats.data_ptr<double>(), num_counted(num_wires), stride, factor, position, 1.0 / mean_factor,
+              /*by_tree=*/most_in_tree > 0 && num_wires > 1},
              device, *workspace);
 }
 
@@ -135,7 +136,7 @@ void FlatGradients::copy_bytes(const std::vector<Segment>& of, const void* wire,
 ReduceArgs FlatGradients::reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel,
                                       void* out, double factor) const {
   return {.wire = rows,
-          .num_wires = num_rows,
+          .num_wires = num_counted(num_rows),
           .stride_bytes = stride,
           .numel = numel,
           .grad_dtype = grad_dtype,
@@ -145,7 +146,8 @@ ReduceArgs FlatGradients::reduce_args(const void* rows, DType dtype, int64_t num
           .multiplier = factor,
           .limit = limit,
           .bucket_scale = data_or_null(scale),
-          .residual = nullptr};
+          .residual = nullptr,
+          .by_tree = most_in_tree > 0};
 }
 
 }  // namespace fastsync

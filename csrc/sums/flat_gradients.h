@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -54,6 +55,9 @@ struct FlatGradients {
   at::Tensor weight;         // float64 [1], multiplies gradients before residuals are added; undefined if it is 1
   double multiplier = 1.0;   // multiplies what is packed
   double limit;              // bounds what is packed, see PackArgs
+  // Above 0, the wires of the first so many ranks, or of all if there are fewer, are added up by
+  // Note [Sums by a tree], and the others do not count.
+  int64_t most_in_tree = 0;
 
   // The residuals: for each value, what the wire has not carried yet of it and of the sums that this rank has encoded.
   // They are Compute<G> [num_values], and the segments point to them. Undefined without error feedback.
@@ -78,6 +82,9 @@ struct FlatGradients {
                          double factor) const;
 
  private:
+  int64_t num_counted(int64_t num_wires) const {
+    return most_in_tree > 0 ? std::min(num_wires, most_in_tree) : num_wires;
+  }
   PackArgs pack_args(const std::vector<Segment>& from, DType dtype, void* wire, Position position,
                      int64_t gap_alignment) const;
   void copy_bytes(const std::vector<Segment>& segments, const void* wire, bool to_wire) const;

@@ -20,7 +20,8 @@
 // rank needs no other shard. On two levels the ranks of each host take all shards.
 //
 // Ranks add in float32 (float64 for float64 gradients) and in rank order, whatever the wire is. So values are rounded
-// once when they are packed, and once for each sum that travels on, however many ranks there are.
+// once when they are packed, and once for each sum that travels on, however many ranks there are. With micro-batches
+// ranks add by Note [Sums by a tree] instead.
 //
 // Side values travel at the end of the last chunk's rows, and are added up over the same ranks.
 #pragma once
@@ -91,8 +92,10 @@ struct PlanKey {
   int64_t num_values;  // how many values the bucket takes on the wire, or each shard of a reduce-scatter or all-gather
   int64_t side_bytes = 0;
   bool keeps_shard = false;  // whether a rank takes only its own shards
-  bool rows_add_up = false;  // whether the mean is the sum of what the ranks send, because each has weighted its values
-  double factor = 1.0;       // multiplies the mean or, in a reduce-scatter, the sum
+  // Whether the mean is the sum of what the ranks send, because each has weighted its values, or has a sum over
+  // micro-batches.
+  bool rows_add_up = false;
+  double factor = 1.0;  // multiplies the mean or, in a reduce-scatter, the sum
 
   bool operator==(const PlanKey& other) const = default;
 

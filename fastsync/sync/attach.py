@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -29,17 +29,18 @@ from .._checks import (
     sparse_weights,
     with_gradients,
 )
-from .._torch_compat import own_buffers, unseen_by_autograd
+from .._torch_compat import own_buffers, unseen_by_autograd, version_of
 from ..distributed import as_bytes
 from .compression import AnyCompression, Auto, Compression
 from .handles_in_use import NOBODY, begin_use, check_free, end_use
 from .ignored_states import IgnoredStates, States
 from .in_ddp import check_not_in_ddp
 from .machine import describe_machine
+from .micro_batches import MicroBatches, stats_in_order
 from .optimizer_steps import watch_optimizers
 from .optimizer_watch import WatchedHandle, first_with_gradient
 from .outer_in_use import NO_JOIN, name_of_outer
-from .stats import SyncStats
+from .stats import GradStats, SyncStats
 from .sync_weights import broadcast_named, check_can_be_written, replace_inference_buffers
 from .training_state import TrainingState
 
@@ -72,8 +73,14 @@ class GradientSynchronizer(WatchedHandle):
         overlap: bool = True,
         sparse: frozenset[int] = frozenset(),
         check_weights: bool = True,
+        micro_batches: MicroBatches | None = None,
     ) -> None:
         self._checks_weights = check_weights
+        self._micro_batches = micro_batches
+        self._loop: weakref.ref[Iterator[int]] | None = None  # the newest one over micro_batches()
+        self._stats_in_order: Tensor | None = None  # of the newest means over micro-batches
+        self._needs_stats = False  # whether somebody has asked for them
+        self._versions: list[tuple[int, int]] = []  # of the newest means, while nobody has
         self._named = dict(named)
         self._sparse = frozenset(name for name, parameter in named.items() if id(parameter) in sparse)
         self._ids = frozenset(map(id, self._named.values()))
@@ -106,6 +113,9 @@ class GradientSynchronizer(WatchedHandle):
             self._engine.compare_weights(
                 list(self._named.values()), list(self._named), describe_machine(self._named.values())
             )
+        self._knows_machines = self._micro_batches is None
+        if self._micro_batches is not None:
+            self._engine.set_micro_batches(self._micro_batches.number)
         self._accumulated_step = -1  # the newest step after which no_sync() let gradients accumulate
         self._deferred_clip_step = -1
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -119,6 +129,7 @@ class GradientSynchronizer(WatchedHandle):
         ``op="sum"``, ``.grad`` may hold the sum of the previous sync. Inside, it then holds only this rank's gradients
         since that sync. The next sync adds them to the sum.
         """
+        self._refuse_with_micro_batches("no_sync()", "More micro-batches accumulate more: raise their number")
         before, self._is_enabled = self._is_enabled, False
         self._engine.set_enabled(False)
         try:
@@ -139,6 +150,7 @@ class GradientSynchronizer(WatchedHandle):
             ValueError: at the first sync, where the ranks differ in parameters or settings.
             RuntimeError: another rank did not take part in time, or is lost.
         """
+        self._refuse_with_micro_batches("synchronize()", "The end of the loop over micro_batches() averages")
         self._engine.synchronize()
 
     def abandon_step(self) -> None:
@@ -153,6 +165,80 @@ class GradientSynchronizer(WatchedHandle):
             RuntimeError: it was called inside a backward, or another rank is lost.
         """
         self._engine.abandon_step()
+
+    # ---- the same bits on any number of ranks -----------------------------------------------------------------------
+
+    def micro_batches(self, seed: int = 0) -> Iterator[int]:
+        """Yields the indices of this rank's micro-batches in one step, for ``attach(micro_batches=)``.
+
+        Put forward and backward of each into the loop, with the mean loss over the micro-batch. The loop begins with
+        ``.grad`` None. When it ends, ``.grad`` is the mean over all micro-batches of all ranks. All bits are the same
+        on any number of ranks. A micro-batch that does not reach a parameter counts as zeros there.
+
+        Before each micro-batch torch's generators of the CPU and of the model's GPU are seeded by ``seed``, the step
+        and the index. At the end of the loop they go on from where they were. The step is the number of syncs, which
+        ``state_dict()`` has.
+
+        Every rank must run the loop to its end, also one that has no micro-batch. Leaving it before averages nothing.
+
+        Args:
+            seed: equal on all ranks.
+
+        Raises:
+            ValueError: the handle has no ``micro_batches``. Or there is a BatchNorm in train mode, or a forward has
+                changed a buffer.
+            RuntimeError: as ``synchronize()``.
+        """
+        known = self._micro_batches
+        if known is None:
+            raise ValueError(
+                "micro_batches: this handle averages in each backward; use fastsync.attach(model, micro_batches=8)"
+            )
+        before = None if self._loop is None else self._loop()
+        if isinstance(before, Generator):
+            before.close()  # first, because it puts back generators
+        modules = (module for each in self._searched if (module := each()) is not None)
+        loop = known.run(modules, self._group, seed, self._engine.step(), self._average_micro_batches)
+        self._loop = weakref.ref(loop)
+        return loop
+
+    def _average_micro_batches(self) -> None:
+        self._engine.synchronize()
+        self._stats_in_order = stats_in_order(self.parameters()) if self._needs_stats else None
+        self._versions = [] if self._needs_stats else self._versions_of_gradients()
+        if not self._knows_machines:
+            assert self._micro_batches is not None
+            self._micro_batches.warn_of_unlike_machines(self._group)
+            self._knows_machines = True
+
+    def _versions_of_gradients(self) -> list[tuple[int, int]]:
+        gradients = (parameter.grad for parameter in self.parameters())
+        return [(id(gradient), version_of(gradient)) for gradient in gradients if gradient is not None]
+
+    def grad_stats(self) -> GradStats:
+        """Returns statistics of the newest backward that was synchronised, or of the newest micro-batches.
+
+        At full width, or on one rank, the first call reads the means. From the next step on they are taken on the way.
+
+        Raises:
+            RuntimeError: nothing was synchronised yet; or it is the first call, and the means have changed since.
+        """
+        if self._micro_batches is None:
+            return super().grad_stats()
+        if self._stats_in_order is None:
+            super().grad_stats()  # raises an error if there are none
+            self._needs_stats = True
+            if self._versions != self._versions_of_gradients():
+                raise RuntimeError(
+                    "fastsync: nobody had asked for grad_stats() before the newest loop over micro_batches(), and its "
+                    "gradients have changed since: call grad_stats() before they are clipped, unscaled or set to zero"
+                )
+            self._stats_in_order = stats_in_order(self.parameters())
+        return GradStats(self._stats_in_order)
+
+    def _refuse_with_micro_batches(self, call: str, way_out: str) -> None:
+        if self._micro_batches is not None:
+            raise RuntimeError(f"fastsync: {call} does not go with attach(micro_batches=). {way_out}")
 
     # ---- ranks that run out of batches at different times -----------------------------------------------------------
 
@@ -180,6 +266,7 @@ class GradientSynchronizer(WatchedHandle):
             RuntimeError: it is inside another ``join``; or as ``synchronize()``. No rank waits longer than the process
                 group's time-out.
         """
+        self._refuse_with_micro_batches("join()", "All ranks take all steps: use fastsync.data.MicroBatchSampler")
         shared = TrainingState(states, "sync.join(optimizer, scheduler, scaler, ...)", self._left_to_each_rank())
         self._refuse("join()", "Leave shard_optimizer out, on every rank")
         self._refuse_join_with_elastic()
@@ -299,6 +386,7 @@ class GradientSynchronizer(WatchedHandle):
             RuntimeError: a backward has made gradients for the next sync already, under ``no_sync`` or since the last
                 call. If only some ranks set their first weight, the next sync raises it on every rank.
         """
+        self._refuse_with_micro_batches("set_weight()", "Multiply each loss by its weight")
         self._weight = as_weight(weight)
         self._engine.set_weight(self._weight)
 
@@ -461,6 +549,8 @@ class GradientSynchronizer(WatchedHandle):
     def _follow(self, compression: Compression | Auto) -> None:
         if self._optimizer_shards is not None:
             self._optimizer_shards.check_compression(compression)
+        if self._micro_batches is not None:
+            self._micro_batches.check_compression(compression)
         super()._follow(compression)
 
     def _send_buffers(self) -> None:
@@ -522,6 +612,8 @@ class GradientSynchronizer(WatchedHandle):
         return self._is_enabled
 
     def _way_to_average(self) -> str:
+        if self._micro_batches is not None:
+            return "put forward and backward into `for index in sync.micro_batches():`, and run that loop to its end"
         return (
             "run the last backward() outside no_sync(), or, with a schedule of torch.distributed.pipelining that "
             "computes gradients past all hooks, as zero-bubble ones do, use attach(overlap=False), and call "
@@ -569,6 +661,7 @@ def attach(
     broadcast_buffers: bool = False,
     ignored_states: States = (),
     check_weights: bool = True,
+    micro_batches: int | None = None,
 ) -> GradientSynchronizer:
     """Makes a trainer data-parallel: from now on, when ``backward()`` returns, every ``.grad`` is the mean over ranks.
 
@@ -605,6 +698,10 @@ def attach(
             ``backward()`` raises RuntimeError on every rank, and names the first parameter. Only ranks on like machines
             are compared, because others may round differently. Pass False if weights are meant to differ, as with
             ``nn.Embedding(max_norm=)``.
+        micro_batches: how many micro-batches a step has, a power of two. Then a step gives the same bits on any number
+            of ranks. Put forward and backward into ``for index in sync.micro_batches():``; nothing is sent before its
+            end. It goes with ``compression="none"`` and ``op="mean"``, and with float32 and float64 parameters on one
+            CPU or GPU.
 
     Raises:
         ValueError: an argument is refused, or the ranks hold different parameters or settings. Or a parameter is
@@ -627,10 +724,14 @@ def attach(
     check_not_in_ddp(named, "module_or_params")
     group = resolve_group(process_group)
     sparse = sparse_weights(module_or_params)
+    micro = None if micro_batches is None else MicroBatches(micro_batches, named)
+    if micro is not None:
+        _check_goes_with_micro_batches(op, sparse, broadcast_buffers, bool(ignored.ids()))
+        overlap = False
     if op != "mean":
         _check_not_sparse([name for name, p in named.items() if p.requires_grad and id(p) in sparse], op)
         sparse = frozenset()  # they are frozen, and what they get once they are not is refused
-    sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap, sparse, check_weights)
+    sync = GradientSynchronizer(named, compression, group, bucket_cap_mb, op, overlap, sparse, check_weights, micro)
     sync._ignored = ignored
     sync._without_gradients = {name: p for name, p in given.items() if name not in named}
     sync._buffers = None if owner is None else _Buffers(owner, broadcast_buffers, ignored)
@@ -640,6 +741,19 @@ def attach(
     sync._engine.attach(list(named.values()), overlap)
     sync._keep(owner)
     return sync
+
+
+def _check_goes_with_micro_batches(op: str, sparse: frozenset[int], broadcast_buffers: bool, ignores: bool) -> None:
+    """Raises ValueError for an argument whose result would depend on the number of ranks."""
+    why = "the result would depend on the number of ranks"
+    if op != "mean":
+        raise ValueError(f"op: with micro_batches expected 'mean', got {op!r}; {why}")
+    if sparse:
+        raise ValueError(f"micro_batches: an embedding has sparse=True, and {why}; use sparse=False")
+    if broadcast_buffers:
+        raise ValueError(f"broadcast_buffers: leave it out with micro_batches; {why}")
+    if ignores:
+        raise ValueError(f"ignored_states: leave it out with micro_batches; {why}")
 
 
 def _check_not_sparse(names: Sequence[str], op: str) -> None:

@@ -17,8 +17,10 @@ from .._torch_compat import foreach_mul_, known_ranks, states_of_scaler, takes_g
 from ..distributed import every_rank_calls
 from .grad_scaler import has_unscaled, loss_scale, scale_of_step, skip_unless_finite
 from .handle import GradientHandle
+from .micro_batches import stats_in_order
 from .optimizer_steps import from_outside_in, unwrapped
 from .optimizer_watch import WatchedHandle
+from .stats import GradStats
 
 
 def clip_grad_norm_(
@@ -177,6 +179,11 @@ def _check_may_be_joint(
     if not norm_type > 0:
         raise ValueError(f"norm_type: over several groups expected a positive number or inf, got {norm_type!r}")
     for handle in handles:
+        if handle._micro_batches is not None:
+            raise ValueError(
+                "sync: in a list of handles none may have micro_batches, because a joint norm depends on the number of "
+                "ranks; clip each handle by itself"
+            )
         if outside := known_ranks(handle._group) - known_ranks(group):
             raise ValueError(
                 f"process_group: a handle averages over ranks {sorted(outside)} as well, which are not in it; pass a "
@@ -233,8 +240,11 @@ def _norm(sync: WatchedHandle, norm_type: float, optimizer: Optimizer | None, sc
 def _known_norm(sync: WatchedHandle) -> Tensor | None:
     """Returns the newest ``GradStats.grad_norm`` if the gradients are still those that unpacking has written.
 
-    They are if Python has read no ``.grad`` since backward, and no later backward has added to one.
+    They are if Python has read no ``.grad`` since backward, and no later backward has added to one. With micro-batches
+    it is the norm of what ``.grad`` has, because the order in which unpacking adds up depends on the number of ranks.
     """
+    if sync._micro_batches is not None:
+        return GradStats(stats_in_order(sync.parameters())).grad_norm
     has_none = sync._engine.num_steps() == 0 and all(parameter.grad is None for parameter in sync.parameters())
     is_known = has_none or sync._engine.gradients_are_unchanged()
     return sync.grad_stats().grad_norm if is_known else None

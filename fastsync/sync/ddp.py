@@ -23,7 +23,13 @@ from .._checks import (
     sparse_weights,
     without_compiler,
 )
-from .._torch_compat import delays_parameters, has_comm_hook, has_python_reducer, names_ignored_by_ddp
+from .._torch_compat import (
+    delays_parameters,
+    has_comm_hook,
+    has_python_reducer,
+    names_ignored_by_ddp,
+    version_of,
+)
 from ..autotune.choose import Candidate, in_engine
 from .compression import AnyCompression, Compression
 from .handle import SyncHandle, warn_of_generic_kernels
@@ -185,7 +191,7 @@ class CommHook(HookState, WatchedHandle):
             first.grad is not None
             and gradient is not None
             and gradient() is first.grad
-            and version == first.grad._version
+            and version == version_of(first.grad)
         ):
             return first, False  # it has stepped with these gradients
         name_of = {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
@@ -196,7 +202,7 @@ class CommHook(HookState, WatchedHandle):
         super()._note_step(optimizer)
         for parameter in self._stepped_by(optimizer):
             if parameter.grad is not None:
-                self._stepped_with[optimizer] = weakref.ref(parameter.grad), parameter.grad._version
+                self._stepped_with[optimizer] = weakref.ref(parameter.grad), version_of(parameter.grad)
                 break
 
     def _claimed_parameters(self) -> list[nn.Parameter]:

@@ -18,6 +18,7 @@ from .grad_scaler import forget_scale
 from .handle import GradientHandle
 from .handles_in_use import in_use
 from .late_parameters import LateParameters
+from .micro_batches import MicroBatches
 from .optimizer_steps import is_training_step, register_when_watched
 from .sharded_step import ShardedStep
 
@@ -32,6 +33,8 @@ class WatchedHandle(GradientHandle):
     """The step whose gradients the optimizer's next step clips, for ``clip_grad_norm_``; -1 if there is none."""
     _optimizer_shards: ShardedStep | None = None
     """Lets each rank step a shard of the parameters; None without ``shard_optimizer``."""
+    _micro_batches: MicroBatches | None = None
+    """Gives the same bits on any number of ranks; None without ``attach(micro_batches=)``."""
     _late_reason: ClassVar[str]
     """Ends the error that a parameter of the model is not averaged: it gives the reason, and the way out."""
     _made_by: ClassVar[str]

@@ -28,12 +28,12 @@ from tests.engine.wrappers import OptimizerWrapper
 ATTACH, HOOK, SHARDS, OWNERS = "attach", "register_comm_hook", "shard_optimizer", "shard_optimizer of Muon"
 DILOCO, LOCAL_SGD, ELASTIC, JOIN = "DiLoCo", "LocalSGD", "Elastic", "join"
 CLIP, CLIP_SEVERAL = "clip of one handle", "clip of several handles"
-SCALER, WRAPPED, NO_SYNC, COMPILED, FROZEN = (
-    "GradScaler", "a wrapped optimizer", "no_sync", "torch.compile", "gc.freeze",
+SCALER, WRAPPED, NO_SYNC, COMPILED, FROZEN, MICRO = (
+    "GradScaler", "a wrapped optimizer", "no_sync", "torch.compile", "gc.freeze", "micro_batches",
 )  # fmt: skip
 FEATURES = (
     ATTACH, HOOK, SHARDS, OWNERS, DILOCO, LOCAL_SGD, ELASTIC, JOIN, CLIP, CLIP_SEVERAL, SCALER, WRAPPED, NO_SYNC,
-    COMPILED, FROZEN,
+    COMPILED, FROZEN, MICRO,
 )  # fmt: skip
 AVERAGING, OUTER = (ATTACH, HOOK, SHARDS, OWNERS), (DILOCO, LOCAL_SGD)
 PAIRS = [frozenset(pair) for pair in combinations(FEATURES, 2)]
@@ -61,6 +61,12 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({ELASTIC, JOIN}): "steps() tells each rank how many there are",
     frozenset({ELASTIC, CLIP_SEVERAL}): "an Elastic has one handle",
     frozenset({JOIN, CLIP_SEVERAL}): "one join() keeps one engine going",
+    frozenset({HOOK, MICRO}): "DDP sends in each backward",
+    frozenset({SHARDS, MICRO}): "the norm over shards depends on the number of ranks",
+    frozenset({OWNERS, MICRO}): "the norm over shards depends on the number of ranks",
+    frozenset({JOIN, MICRO}): "all ranks take all steps",
+    frozenset({CLIP_SEVERAL, MICRO}): "a joint norm depends on the number of ranks",
+    frozenset({NO_SYNC, MICRO}): "more micro-batches accumulate more",
 }
 """Why they are refused."""
 
@@ -125,7 +131,7 @@ def plain(pair: frozenset[str]) -> list[Tensor]:
     for step in range(NUM_STEPS):
         for site, (model, steppers) in enumerate(zip(models, optimizers, strict=True)):
             model.zero_grad()
-            active = layout.active(step)
+            active = range(layout.ranks) if MICRO in pair else layout.active(step)
             for rank in active:
                 for micro in range(layout.num_micro):
                     (loss_of(model, site * layout.ranks + rank, step, micro) / len(active)).backward()
@@ -188,8 +194,9 @@ class Training:
         if not self.layout.averages:
             return None
         handle: Any = None
-        if ATTACH in self.pair or HOOK not in self.pair:
-            handle = fastsync.attach(part, process_group=group)
+        if {ATTACH, MICRO} & self.pair or HOOK not in self.pair:
+            micro_batches = self.layout.ranks if MICRO in self.pair else None
+            handle = fastsync.attach(part, process_group=group, micro_batches=micro_batches)
         if HOOK in self.pair:
             ddp = DistributedDataParallel(part, process_group=group and group.get_group())
             handle = fastsync.register_comm_hook(ddp, process_group=group)
@@ -250,15 +257,23 @@ class Training:
     def step(self, step: int) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        for micro in range(self.layout.num_micro):
+        for rank, micro in self.backwards():
             with self.no_sync() if micro + 1 < self.layout.num_micro else nullcontext():
-                loss = loss_of(self.model, self.rank, step, micro)
+                loss = loss_of(self.model, rank, step, micro)
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self.clip()
         for optimizer in self.optimizers:
             optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
         if self.scaler is not None:
             self.scaler.update()
+
+    def backwards(self) -> Iterator[tuple[int, int]]:
+        """Yields whose data the backwards are of."""
+        if MICRO in self.pair:
+            first = self.rank // self.layout.ranks * self.layout.ranks
+            yield from ((first + index, 0) for index in self.handles[0].micro_batches())
+        else:
+            yield from ((self.rank, micro) for micro in range(self.layout.num_micro))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

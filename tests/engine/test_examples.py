@@ -203,6 +203,15 @@ def environment_of(pid: str) -> bytes:
     return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
 
 
+def test_bits_are_the_same_on_any_number_of_ranks():
+    command = [sys.executable, str(EXAMPLES / "same_bits.py")]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
+    hashes, ranks = zip(*(line.split("  ") for line in lines), strict=True)
+    assert ranks == ("1 ranks", "2 ranks", "4 ranks", "3 ranks, of which one is killed")
+    assert len(hashes[0]) == 64
+    assert {*hashes} == {hashes[0]}
+
+
 def test_hugging_faces_callback_asks_for_its_trainer():
     hf_trainer = pytest.importorskip("fastsync.integrations.transformers", exc_type=ImportError)
     refused(lambda: hf_trainer.FastsyncCallback("fp16"), "trainer:")

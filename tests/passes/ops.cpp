@@ -90,7 +90,7 @@ void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
 }
 
 void unpack(const at::Tensor& wires, at::TensorList grads, const at::Tensor& stats, const OptionalTensor& bucket_scale,
-            double multiplier, bool is_first, bool is_last, double scale_share, int64_t workspace) {
+            double multiplier, bool is_first, bool is_last, double scale_share, int64_t workspace, bool by_tree) {
   const c10::Device device = wires.device();
   const auto segments = segments_of(grads, wire_of(wires), {}, device);
   run_unpack({.segments = segments.data(),
@@ -104,13 +104,14 @@ void unpack(const at::Tensor& wires, at::TensorList grads, const at::Tensor& sta
               .stride_bytes = row_bytes(wires),
               .multiplier = multiplier,
               .position = {is_first, is_last},
-              .scale_share = scale_share},
+              .scale_share = scale_share,
+              .by_tree = by_tree},
              device, *workspace_of(workspace, device));
 }
 
 void reduce(const at::Tensor& wires, const at::Tensor& out, const OptionalTensor& bucket_scale,
             const OptionalTensor& residual, std::optional<at::ScalarType> grad_dtype, double multiplier,
-            std::optional<double> limit, double residual_share) {
+            std::optional<double> limit, double residual_share, bool by_tree) {
   const c10::Device device = wires.device();
   const WireUnit unit = unit_of(wire_of(wires));
   run_reduce({.wire = data_of(wires, device),
@@ -125,7 +126,8 @@ void reduce(const at::Tensor& wires, const at::Tensor& out, const OptionalTensor
               .limit = limit.value_or(std::numeric_limits<double>::infinity()),
               .bucket_scale = data_of<float>(bucket_scale, device),
               .residual = data_of(residual, device),
-              .residual_share = residual_share},
+              .residual_share = residual_share,
+              .by_tree = by_tree},
              device);
 }
 
@@ -139,11 +141,13 @@ TORCH_LIBRARY(fastsync, library) {
       &pack);
   library.def(
       "unpack(Tensor wire, Tensor(a!)[] grads, Tensor(b!) stats, Tensor(c!)? bucket_scale=None, *, "
-      "float multiplier=1.0, bool is_first=True, bool is_last=True, float scale_share=1.0, int workspace=0) -> ()",
+      "float multiplier=1.0, bool is_first=True, bool is_last=True, float scale_share=1.0, int workspace=0, bool "
+      "by_tree=False) -> ()",
       &unpack);
   library.def(
       "reduce(Tensor wires, Tensor(a!) out, Tensor? bucket_scale=None, Tensor(b!)? residual=None, *, "
-      "ScalarType? grad_dtype=None, float multiplier=1.0, float? limit=None, float residual_share=1.0) -> ()",
+      "ScalarType? grad_dtype=None, float multiplier=1.0, float? limit=None, float residual_share=1.0, bool "
+      "by_tree=False) -> ()",
       &reduce);
 }
 

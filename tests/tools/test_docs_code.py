@@ -135,6 +135,7 @@ MADE: dict[str, Callable[[Names], Any]] = {
     "target_kl": lambda names: 0.02,
     "train": train,
     "batches": lambda names: range(2),
+    "dataset": lambda names: torch.utils.data.TensorDataset(torch.zeros(256, 8)),
     "micro_batches": lambda names: range(3),
     "tokens_of": lambda names: lambda micro_batch: 5 + micro_batch,
     "minibatches": lambda names: range(2),

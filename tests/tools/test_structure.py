@@ -15,7 +15,7 @@ LAYERS = (
     ("distributed", "doctor"),
     ("autotune",),
     ("sync",),
-    ("optimizer",),
+    ("optimizer", "data"),
     ("elastic",),
     ("outer",),
     ("integrations",),

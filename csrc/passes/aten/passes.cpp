@@ -203,17 +203,22 @@ at::Tensor scale_or_one(const float* bucket_scale, at::ScalarType compute, c10::
 // Adds up the segments' values on each wire, times the multiplier. The values of a single wire may be returned
 // uncopied.
 at::Tensor sum_wires(const Segments& segments, const void* first, int64_t num_wires, int64_t stride_bytes, DType dtype,
-                     double multiplier, at::ScalarType compute) {
-  at::Tensor sum;
+                     double multiplier, bool by_tree, at::ScalarType compute) {
+  const auto times_multiplier = [&](const at::Tensor& values) {
+    return multiplier != 1.0 ? values.mul(number(multiplier, compute)) : values;
+  };
+  std::vector<at::Tensor> sums;  // those that wait for another one; of wires in order one at most
   for (int64_t r = 0; r < num_wires; ++r) {
     const char* const wire = static_cast<const char*>(first) + r * stride_bytes;
-    at::Tensor values = decode(joined(segments.on_wire(wire, dtype)), dtype, compute);
-    if (multiplier != 1.0) {
-      values = values.mul(number(multiplier, compute));
+    const at::Tensor values = decode(joined(segments.on_wire(wire, dtype)), dtype, compute);
+    sums.push_back(by_tree ? values : times_multiplier(values));
+    for (int left = by_tree ? sums_behind_wire(r, num_wires) : std::min<int>(1, r); left > 0; --left) {
+      const at::Tensor right = std::move(sums.back());
+      sums.pop_back();
+      sums.back() = sums.back().add(right);
     }
-    sum = sum.defined() ? sum.add(values) : values;
   }
-  return sum;
+  return by_tree ? times_multiplier(sums.front()) : sums.front();
 }
 
 void begin_stats(const at::Tensor& stats) {
@@ -308,8 +313,8 @@ void unpack(const UnpackArgs& args, c10::Device device) {
   }
   const Segments segments(args.segments, args.num_segments, args.wire_dtype, device);
   if (!segments.empty()) {
-    const at::Tensor sum =
-        sum_wires(segments, args.wire, args.num_wires, args.stride_bytes, args.wire_dtype, args.multiplier, compute);
+    const at::Tensor sum = sum_wires(segments, args.wire, args.num_wires, args.stride_bytes, args.wire_dtype,
+                                     args.multiplier, args.by_tree, compute);
     at::Tensor values = sum;
     if (args.bucket_scale != nullptr) {
       values = values.mul(scale_or_one(args.bucket_scale, compute, device).reciprocal());
@@ -350,8 +355,8 @@ void reduce(const ReduceArgs& args, c10::Device device) {
     return;
   }
   const at::ScalarType compute = compute_of(args.grad_dtype);
-  at::Tensor values =
-      sum_wires(segments, args.wire, args.num_wires, args.stride_bytes, args.wire_dtype, args.multiplier, compute);
+  at::Tensor values = sum_wires(segments, args.wire, args.num_wires, args.stride_bytes, args.wire_dtype,
+                                args.multiplier, args.by_tree, compute);
   const at::Tensor scale = scale_or_one(args.bucket_scale, compute, device).mul(args.residual_share);
   at::Tensor residual;
   if (args.residual != nullptr) {

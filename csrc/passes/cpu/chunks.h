@@ -17,6 +17,7 @@ struct Wires {
   const void* first;
   int64_t num;
   int64_t stride_bytes;
+  bool by_tree = false;  // see Note [Sums by a tree]
 
   template <class W>
   const W* at(int64_t wire, int64_t index) const {

@@ -143,11 +143,42 @@ void keep_loss(const C* values, const W* wire, C multiplier, C factor, C* residu
   });
 }
 
+// Adds up the wires by Note [Sums by a tree]. Of the sums that wait for another one, a level has one at most.
+template <class W, class C>
+void sum_wires_by_tree(const Wires& wires, int64_t first, int64_t numel, C multiplier, C* sums) {
+  C waiting[kMostTreeLevels][kSpan];
+  int num_waiting = 0;
+  for (int64_t r = 0; r < wires.num; ++r) {
+    const int num_sums = sums_behind_wire(r, wires.num);
+    C* const to = waiting[num_sums > 0 ? num_waiting - 1 : num_waiting++];
+    with_values<C>(wires.at<W>(r, first), numel, [&](const auto* values) {
+      for (int64_t i = 0; i < kSpan; i += kLanes<C>) {
+        const Vec<C> value = load<C>(values + i);
+        store<C, C>(to + i, num_sums > 0 ? load<C>(to + i) + value : value);
+      }
+    });
+    for (int sum = 1; sum < num_sums; ++sum) {
+      --num_waiting;
+      for (int64_t i = 0; i < kSpan; i += kLanes<C>) {
+        C* const left = waiting[num_waiting - 1] + i;
+        store<C, C>(left, load<C>(left) + load<C>(waiting[num_waiting] + i));
+      }
+    }
+  }
+  for (int64_t i = 0; i < kSpan; i += kLanes<C>) {
+    store<C, C>(sums + i, load<C>(waiting[0] + i) * multiplier);
+  }
+}
+
 // sums[i] = sum over the wires of value first + i, times the multiplier. For single values, four vectors of sums stay
 // in registers while the loop goes over the wires. With fewer, finding the next wire would cost more than adding.
 template <class W, class C>
 void sum_wires(const Wires& wires, int64_t first, int64_t numel, C multiplier, C* sums) {
   constexpr int kVectors = 4;
+  if (wires.by_tree) {
+    sum_wires_by_tree<W>(wires, first, numel, multiplier, sums);
+    return;
+  }
   if constexpr (kIsBlock<W>) {
     decode_blocks<C>(wires.at<W>(0, first), numel, [&](int64_t i, C value) { sums[i] = value * multiplier; });
     for (int64_t r = 1; r < wires.num; ++r) {

@@ -38,7 +38,7 @@ void unpack(const UnpackArgs& args, const Scratch& /*scratch*/, void* /*stream*/
     using W = decltype(unit);
     using C = Compute<G>;
     const C inverse_scale = C(1) / value_or_one<C>(args.bucket_scale);
-    const Wires wires{args.wire, args.num_wires, args.stride_bytes};
+    const Wires wires{args.wire, args.num_wires, args.stride_bytes, args.by_tree};
     const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
       return unpack_chunk<W>(wires, chunk.offset(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
                              inverse_scale);
@@ -55,7 +55,7 @@ void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/
     using C = decltype(compute);
     using W = decltype(unit);
     using Out = decltype(out);
-    const Wires wires{args.wire, args.num_wires, args.stride_bytes};
+    const Wires wires{args.wire, args.num_wires, args.stride_bytes, args.by_tree};
     const C scale = value_or_one<C>(args.bucket_scale) * static_cast<C>(args.residual_share);
     const Segment all{nullptr, args.numel, 0, args.residual};
     for_each_chunk(&all, 1, [&](const Chunk& chunk) {
