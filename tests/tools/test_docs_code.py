@@ -257,8 +257,8 @@ def read_torchrun(words: list[str]) -> None:
 
     read = get_args_parser().parse_args(words)
     if read.module:
-        assert read.training_script == "fastsync.ppo"
-        fastsync_command(["train", *read.training_script_args])
+        command = {"fastsync.ppo": ["train"], "fastsync.cli": []}[read.training_script]
+        fastsync_command([*command, *read.training_script_args])
 
 
 def fastsync_command(words: list[str]) -> None:
