@@ -500,32 +500,6 @@ def test_it_may_be_set_between_steps(rank: int, world_size: int) -> None:
     assert "factors" not in sync.state_dict()
 
 
-@on_ranks(2, cases={"through_ddp": [False, True], "make": [torch.optim.SGD, torch.optim.Adam]})
-def test_a_training_learns_as_at_full_width(rank: int, world_size: int, make: Any, through_ddp: bool) -> None:
-    """Two epochs of the same batches. The second begins with what the first has left."""
-    losses = {}
-    for compression in ("none", "lowrank:2"):
-        torch.manual_seed(0)
-        model, teacher = Mlp(), Mlp()
-        if through_ddp:
-            trained: nn.Module = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
-            fastsync.register_comm_hook(trained, compression)
-        else:
-            trained, _ = model, fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS)
-        optimizer = make(model.parameters(), lr=0.05 if make is torch.optim.SGD else 0.003)
-        inputs = [batch(rank, step) for step in range(40)]
-        targets = [teacher(each).detach() for each in inputs]
-        for index in (*range(40), *range(40)):
-            optimizer.zero_grad()
-            (trained(inputs[index]) - targets[index]).square().mean().backward()
-            optimizer.step()
-        assert_same_on_all_ranks(list(model.parameters()))
-        with torch.no_grad():
-            errors = [(model(each) - target).square().mean() for each, target in zip(inputs, targets, strict=True)]
-        losses[compression] = float(torch.stack(errors).mean())
-    assert losses["lowrank:2"] < 1.5 * losses["none"]
-
-
 @on_ranks(2)
 def test_factors_are_what_travels(rank: int, world_size: int) -> None:
     for compression in ("lowrank:3", Compression("lowrank", rank=3, reduce="wire")):
