@@ -27,7 +27,7 @@ from fastsync.errors import SyncError
 from fastsync.optimizer import register_elementwise, register_tensorwise
 from fastsync.optimizer.owners import deal
 from fastsync.sync.attach import GradientSynchronizer
-from tests.engine.optimizer_shards import FURTHER, OF_WHOLE, train_both
+from tests.engine.optimizer_shards import FURTHER, OF_WHOLE, OPTIMIZERS, train_both
 from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
@@ -465,15 +465,22 @@ def test_state_that_was_loaded_before_attach(rank: int, world_size: int) -> None
 def test_distributed_checkpoint_makes_the_state(rank: int, world_size: int) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model, optimizer, _ = attached()
-    step(model, optimizer, rank)
-    weights, state = (copy.deepcopy(each) for each in get_state_dict(model, optimizer))
-    step(model, optimizer, rank, 1)
-    end = values(model)
-    fresh, of_fresh, _ = attached()
-    set_state_dict(fresh, of_fresh, model_state_dict=weights, optim_state_dict=state)
-    step(fresh, of_fresh, rank, 1)
-    same(values(fresh), end)
+    def of(kind: str) -> tuple[nn.Module, Optimizer]:
+        model = two_layers()
+        optimizer = (OPTIMIZERS | OF_WHOLE)[kind](model.parameters())
+        fastsync.shard_optimizer(fastsync.attach(model), optimizer)
+        return model, optimizer
+
+    for kind in ("AdamW", "Normalized"):
+        model, optimizer = of(kind)
+        step(model, optimizer, rank)
+        weights, state = (copy.deepcopy(each) for each in get_state_dict(model, optimizer))
+        step(model, optimizer, rank, 1)
+        end = values(model)
+        fresh, of_fresh = of(kind)
+        set_state_dict(fresh, of_fresh, model_state_dict=weights, optim_state_dict=state)
+        step(fresh, of_fresh, rank, 1)
+        same(values(fresh), end)
 
 
 @in_both_ways
