@@ -227,8 +227,9 @@ HostBackend::WorkPtr HostBackend::post(const Call& call, const Tensors& inputs, 
   const Collective collective{call.name, static_cast<int64_t>(number), call.agreement,
                               call.timeout == c10d::kUnsetTimeout ? options_->timeout : call.timeout};
   auto run = [hosts = hosts_, collective, body = std::move(body)](bool beside_caller) {
-    hosts->rounds().begin(collective, beside_caller);
+    hosts->rounds().check(collective.name);
     try {
+      hosts->rounds().begin(collective, beside_caller);
       body(*hosts);
     } catch (const c10::Error& error) {
       hosts->fail(error.what_without_backtrace());

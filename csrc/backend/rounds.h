@@ -55,15 +55,15 @@ class Rounds {
   int64_t place_bytes() const { return place_bytes_; }
   const Collective& collective() const { return collective_; }
 
-  // Says which collective the next rounds belong to. Throws if an earlier one has failed or was aborted: ranks cannot
-  // know in which round the others are.
+  // Throws if this rank can do no more, because an earlier collective has failed or was aborted: ranks cannot know in
+  // which round the others are. `what` was about to be done.
+  void check(const char* what) const;
+  // Says which collective the next rounds belong to. Throws if another rank has failed.
   void begin(const Collective& collective, bool beside_caller);
   // Has this rank's waits in the collective last longer, because another rank waits before it comes.
   void wait_longer(std::chrono::milliseconds by) { collective_.timeout += by; }
   // Says why this rank can do no more. The other ranks do not wait for it any more.
   void fail(const std::string& why);
-  // Throws if this rank can do no more. `what` was about to be done.
-  void check(const char* what) const;
 
   // Returns this rank's place in the next round, when it may be written to.
   std::byte* writable();

@@ -63,7 +63,7 @@ def test_a_rank_in_trouble(what: signal.Signals, seeds: Iterable[int]) -> None:
         size = random.Random(seed).choice(SIZES[1:])
         victim = random.Random(seed).randrange(size)
         ended = run_ranks(call_in_trouble, size, seed, what, victim, TIMEOUT, lost=[victim], backend="fastsync")
-        check_trouble(ended, victim, TIMEOUT)
+        check_trouble(ended, what, victim, TIMEOUT)
     assert files() <= before
 
 

@@ -474,11 +474,14 @@ def test_a_killed_rank_is_named_at_once(rank: int, world_size: int) -> None:
     assert "can do no more" in error_of(lambda: dist.all_reduce(torch.ones(3)))
 
 
-@pytest.mark.parametrize(("what", "seed"), [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 2)])
-def test_groups_of_two_threads_in_trouble(what: signal.Signals, seed: int) -> None:
-    timeout, victim = 3.0, seed % 4
-    ended = run_ranks(call_in_trouble, 4, seed, what, victim, timeout, lost=[victim], backend="fastsync")
-    check_trouble(ended, victim, timeout)
+@pytest.mark.parametrize(
+    ("what", "seed", "size", "victim"),
+    [(signal.SIGKILL, 0, 4, 0), (signal.SIGKILL, 1, 4, 1), (signal.SIGSTOP, 1000, 5, 3)],
+)
+def test_groups_of_two_threads_in_trouble(what: signal.Signals, seed: int, size: int, victim: int) -> None:
+    timeout = 3.0
+    ended = run_ranks(call_in_trouble, size, seed, what, victim, timeout, lost=[victim], backend="fastsync")
+    check_trouble(ended, what, victim, timeout)
 
 
 @on_ranks(2, backend="fastsync")
