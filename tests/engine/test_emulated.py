@@ -80,7 +80,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("kernels")
     source = folder / "kernels.cu"
     source.write_text(KERNELS)
-    built = compiled.compile_library(folder / "kernels", {str(source): emulated.KERNEL_FLAGS, **emulated.FIBERS})
+    built = compiled.compile_library(folder / "kernels", {str(source): emulated.KERNEL_FLAGS, **emulated.FIBERS}, ())
     return ctypes.CDLL(str(built))
 
 
