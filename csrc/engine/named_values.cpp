@@ -24,7 +24,7 @@ bool NamedValues::has_slots(const std::string& name, const at::Tensor& value) co
   return slots != slots_.end() && value.sizes() == at::IntArrayRef(slots->second);
 }
 
-std::string NamedValues::description() const {
+std::string NamedValues::newcomers() const {
   std::ostringstream text;
   for (const auto& [name, value] : waiting_) {
     if (!has_slots(name, value)) {

@@ -22,8 +22,8 @@ class NamedValues final : public Passenger {
   // Puts a value into the next sync. It replaces an earlier value of that name.
   void put(const std::string& name, at::Tensor value);
   bool has_slots(const std::string& name, const at::Tensor& value) const;
-  // All waiting values that have no slots, or slots of another shape.
-  std::string description() const override;
+  // A line for each waiting value that has no slot, or one of another shape. The ranks have to agree on them.
+  std::string newcomers() const;
   // Gives all waiting values slots. Call it once the ranks have agreed.
   void make_slots();
 

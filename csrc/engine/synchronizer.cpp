@@ -502,11 +502,12 @@ void Synchronizer::agree(bool init_sync) {
        << (init_sync ? "True" : "False") << "\nbucket_cap_mb " << static_cast<double>(bucket_cap_bytes_) / (1 << 20)
        << (is_revocable() ? "\nfastsync.Elastic True" : "") << "\nop " << word_for(op_)
        << (weight_.is_on() ? ", weighted\n" : "\n")
-       << (num_micro_batches_ > 0 ? c10::str("micro_batches ", num_micro_batches_, "\n") : "") << optimizer_ << states_;
+       << (num_micro_batches_ > 0 ? c10::str("micro_batches ", num_micro_batches_, "\n") : "")
+       << side_values_.description() << optimizer_ << states_;
   for (const Parameter& parameter : parameters_) {
     text << parameter.description(parameter.lock());
   }
-  text << side_values_.description();  // last, so that a value which one rank alone piggybacks is named beside nothing
+  text << named_.newcomers();  // last, so that what one rank alone piggybacks is told beside nothing
   const int64_t step = step_ ? step_->number() : this->step();
   EngineState::agree(agreement, "agreement", compressions_, step, text.str(), device_to_agree_on());
   named_.make_slots();
