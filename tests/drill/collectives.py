@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -29,23 +29,14 @@ def call_in_threads(rank: int, world_size: int, seed: int) -> None:
         some = sorted(draws.sample(range(world_size), draws.randint(1, world_size)))
         groups = [dist.new_group(backend="fastsync"), dist.new_group(some, backend="fastsync")]
         of_threads.append([groups[0], *groups[1:] * (rank in some)])
-    errors: list[BaseException] = []
 
     def run(index: int) -> None:
-        try:
-            for turn in range(3):
-                for group in of_threads[index]:
-                    call_at_random(group, hash((seed, index, turn, group.size())), 30)
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(3):
+            for group in of_threads[index]:
+                call_at_random(group, hash((seed, index, turn, group.size())), 30)
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, range(2)))  # raises a thread's error
 
 
 def test_right_results(seeds: Iterable[int]) -> None:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -57,20 +58,8 @@ def test_each_collective_is_what_its_definition_says(rank: int, world_size: int,
 @on_ranks(2, backend="fastsync")
 def test_threads_with_a_group_each(rank: int, world_size: int) -> None:
     groups = [dist.new_group(backend="fastsync") for _ in range(2)]
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            call_at_random(groups[index], index, 40)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda index: call_at_random(groups[index], index, 40), range(2)))  # raises a thread's error
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
