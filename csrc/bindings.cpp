@@ -312,7 +312,7 @@ PYBIND11_MODULE(_C, m) {
       .def("is_captured", locked(&EngineState::is_captured), no_gil)
       .def(
           "give_up", [](EngineState& engine) { engine.locked([&] { engine.give_up(); }); }, no_gil)
-      .def("take_back_step", between_steps(&EngineState::take_back_step), no_gil)
+      .def("roll_back_step", between_steps(&EngineState::roll_back_step), no_gil)
       .def("take_failure", [](EngineState& engine) { return engine.liveness().take_failure(); })
       .def("stats", [](EngineState& engine) {
         const auto totals = [&engine] {

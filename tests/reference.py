@@ -101,6 +101,7 @@ def unpack(
     is_last: bool = True,
     scale_share: float = 1.0,
     by_tree: bool = False,
+    factors: Tensor | None = None,
 ) -> None:
     """Wires to gradients: ``grads = sum(wires * multiplier) / bucket_scale``, and the statistics of what was written.
 
@@ -119,10 +120,17 @@ def unpack(
         is_first: False adds to the statistics that earlier calls for the same bucket have left.
         is_last: False leaves ``bucket_scale`` as it is, for the calls that follow.
         scale_share: the scale follows the largest magnitude times this.
+        factors: float64 vector; each gradient is multiplied by its own.
     """
     compute = _compute_dtype(grads[0].dtype)
     total = _sum_wires(wire, compute, multiplier, by_tree)
-    values = total if bucket_scale is None else total * (1 / bucket_scale.to(compute))
+    factor = None if bucket_scale is None else 1 / bucket_scale.to(compute)
+    if factors is not None:
+        own = torch.ones_like(total)
+        for part, each in zip(_parts(own, grads, wire.dtype), factors, strict=True):
+            part.fill_(each)
+        factor = own if factor is None else factor * own
+    values = total if factor is None else total * factor
     beyond = total.isfinite() & ~_round_to(values, grads[0].dtype).isfinite()
     values = _within_range(values, total, grads[0].dtype)
     for grad, part in zip(grads, _parts(values, grads, wire.dtype), strict=True):

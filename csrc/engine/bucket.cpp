@@ -55,29 +55,50 @@ std::unique_ptr<SumWork> Bucket::make_sum(std::vector<at::Tensor> grads, const S
     return sums_.make_sparse(grads.front(), options, side_values);
   }
   FlatGradients gradients = sums_.flatten(std::move(grads), options, side_values);
-  if (options.may_be_taken_back) {
+  if (options.may_be_rolled_back) {
+    if (before_ && before_->step == options.step) {  // it is sent again
+      feedback_.roll_back();
+    }
     const at::Tensor scale = scale_.value();
-    before_ = Before{options.step, scale.defined() ? scale.clone() : scale, feedback_.snapshot(), factors()};
+    before_ = Before{options.step, scale.defined() ? scale.clone() : scale, factors()};
+    feedback_.forget_old();
   }
   std::unique_ptr<SumWork> sum;
   guard(failure_, *liveness_, [&] {
     sums_.choose_plan(gradients, options);
     scale_.begin_sum(gradients, options);
     stopwatch.mark(Mark::kStart);
-    if (options.compression.error_feedback) {
-      feedback_.lend(gradients, stand_in);
-    } else {
-      feedback_ = ErrorFeedback();
-    }
+    keep_error(gradients, options, stand_in);
     sum = sums_.make(std::move(gradients), options);
   });
   return sum;
 }
 
-void Bucket::take_back(int64_t step) {
+// A LowRankSum reads residuals and writes them to one place.
+void Bucket::keep_error(FlatGradients& gradients, const SendOptions& options, const std::vector<bool>& stand_in) {
+  using Keep = ErrorFeedback::Keep;
+  if (!options.compression.error_feedback) {
+    ErrorFeedback dropped = std::exchange(feedback_, {});
+    if (options.may_be_rolled_back) {
+      before_->feedback = std::move(dropped);
+    }
+    return;
+  }
+  const bool writes_elsewhere = device().is_cpu() && options.compression.low_rank == 0;
+  feedback_.apply_to(gradients, stand_in,
+                     !options.may_be_rolled_back ? Keep::kNothing
+                     : writes_elsewhere          ? Keep::kOld
+                                                 : Keep::kCopy);
+}
+
+void Bucket::roll_back(int64_t step) {
   if (before_ && before_->step == step) {
     scale_.set(before_->scale);
-    feedback_.set_residuals(before_->residuals);
+    if (before_->feedback) {
+      feedback_ = std::move(*before_->feedback);
+    } else {
+      feedback_.roll_back();
+    }
     set_factors(before_->factors);
     before_.reset();
   }

@@ -123,8 +123,8 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   }
 
   // Puts the scale, the residuals and the factors back to what they were before this step, if the bucket was sent in
-  // it. The step must have been one that may be taken back.
-  void take_back(int64_t step);
+  // it. The step must have been one that may be rolled back.
+  void roll_back(int64_t step);
 
   // Which means this rank keeps, in the memory that each sum writes to, if ranks keep shards. It is made anew if the
   // plan changes. Then it has another number, and no two shards of the process have the same.
@@ -140,6 +140,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   // The statistics of the newest sync, see BucketStats.
   const at::Tensor& stats() const { return stats_.values(); }
   void measure(const std::vector<at::Tensor>& grads) { stats_.measure(grads); }
+  void multiply(const std::vector<at::Tensor>& means, const at::Tensor& factors) { stats_.multiply(means, factors); }
   void note_measured() { stats_.note_taken(); }
   void note_unmeasured(const std::vector<at::Tensor>& means) { stats_.note_left_out(means); }
   void take_left_out_stats() { stats_.take_left_out(); }
@@ -154,10 +155,11 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   struct Before {
     int64_t step;
     at::Tensor scale;
-    std::vector<at::Tensor> residuals;
     std::vector<at::Tensor> factors;
+    std::optional<ErrorFeedback> feedback = {};  // if the step has dropped it
   };
 
+  void keep_error(FlatGradients& gradients, const SendOptions& options, const std::vector<bool>& stand_in);
   std::unique_ptr<SumWork> make_sum(std::vector<at::Tensor> grads, const SendOptions& options, Stopwatch& stopwatch,
                                     const at::Tensor& side_values, const std::vector<bool>& stand_in);
 
@@ -170,7 +172,7 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   BucketScale scale_;
   ErrorFeedback feedback_;
   bool is_half_sent_ = false;     // whether the newest send failed, and its messages would be taken for the next one's
-  std::optional<Before> before_;  // the newest step that may be taken back
+  std::optional<Before> before_;  // the newest step that may be rolled back
 };
 
 }  // namespace fastsync

@@ -6,8 +6,6 @@
 #include <array>
 
 #include "passes/aten/passes.h"
-#include "passes/backend.h"
-#include "sums/flat_gradients.h"
 
 namespace fastsync {
 
@@ -18,6 +16,20 @@ BucketStats::BucketStats(c10::Device device, std::shared_ptr<Workspace> workspac
 void BucketStats::measure(const std::vector<at::Tensor>& grads) {
   const at::Tensor largest = values_.select(0, kMaxMagnitude).clone();
   aten::measure(grads, values_);
+  values_.select(0, kMaxMagnitude).copy_(largest);
+}
+
+FlatGradients BucketStats::flatten(std::vector<at::Tensor> means) const {
+  const DType dtype = dtype_of(means.front().scalar_type());
+  FlatGradients flat(std::move(means), dtype, values_.device());
+  flat.stats = values_;
+  flat.workspace = workspace_;
+  return flat;
+}
+
+void BucketStats::multiply(const std::vector<at::Tensor>& means, const at::Tensor& factors) {
+  const at::Tensor largest = values_.select(0, kMaxMagnitude).clone();
+  flatten(means).multiply(factors);
   values_.select(0, kMaxMagnitude).copy_(largest);
 }
 
@@ -59,22 +71,13 @@ void BucketStats::take_left_out() {
         mean.defined() && mean._version() == version, "fastsync: nobody had asked for grad_stats() before the ",
         "newest sync, and its gradients have changed since: call grad_stats() before they are clipped, unscaled ",
         "or set to zero. Once it was called, each sync takes the statistics");
-    means.push_back((mean.is_complex() ? at::view_as_real(mean) : mean).contiguous());
+    const at::Tensor reals = mean.is_complex() ? at::view_as_real(mean) : mean;
+    means.push_back(reals.is_non_overlapping_and_dense() ? reals : reals.contiguous());
   }
   if (means.empty()) {
     values_.zero_();
   } else {
-    const DType dtype = dtype_of(means.front().scalar_type());
-    FlatGradients gradients(std::move(means), dtype, values_.device());
-    gradients.stats = values_;
-    gradients.workspace = workspace_;
-    at::Tensor wire = gradients.grads.front();
-    if (gradients.grads.size() > 1) {
-      wire = at::empty({bytes_of(gradients.num_values, dtype)}, wire.options().dtype(at::kByte));
-      gradients.pack_all(wire.data_ptr());
-    }
-    gradients.unpack(gradients.all_values(), wire.data_ptr(), /*num_wires=*/1, /*stride=*/0, /*factor=*/1.0,
-                     Position());
+    flatten(std::move(means)).multiply(/*factors=*/{});
   }
   left_out_.reset();
 }

@@ -13,6 +13,7 @@
 
 #include "engine/saved_state.h"
 #include "passes/workspace.h"
+#include "sums/flat_gradients.h"
 
 namespace fastsync {
 
@@ -25,6 +26,9 @@ class BucketStats {
 
   // Replaces them by those of these gradients. The largest magnitude stays, because the scale has followed it.
   void measure(const std::vector<at::Tensor>& grads);
+  // Multiplies the means, in their own memory, by factors on the device, float64 [means]. Replaces the statistics so,
+  // too.
+  void multiply(const std::vector<at::Tensor>& means, const at::Tensor& factors);
   // Replaces them by what the shards of all ranks add up to. Returns the largest magnitude.
   double add_up(const std::vector<const double*>& of_shards);
 
@@ -35,6 +39,8 @@ class BucketStats {
   void take_left_out();
 
  private:
+  FlatGradients flatten(std::vector<at::Tensor> means) const;
+
   const std::shared_ptr<Workspace> workspace_;
   const at::Tensor values_;
   std::mutex mutex_;  // guards the next

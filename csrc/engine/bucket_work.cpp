@@ -50,7 +50,7 @@ void BucketWork::receive_beside(ProgressThread& progress) {
     unpacked_to_ = sum_->gradients().grads;
     called_on_ = stream;
     try {
-      finish();
+      receive_now();
     } catch (...) {
       error_ = std::current_exception();
     }
@@ -72,7 +72,7 @@ void BucketWork::join_streams() const noexcept {
 
 void BucketWork::receive() {
   if (unpacked_to_.empty()) {
-    finish();
+    receive_now();
     return;
   }
   unpacked_.wait();
@@ -83,11 +83,11 @@ void BucketWork::receive() {
   }
 }
 
-void BucketWork::finish() {
-  const std::vector<at::Tensor>& grads = sum_->gradients().grads;  // finish lets go of them
+void BucketWork::receive_now() {
+  const std::vector<at::Tensor>& grads = sum_->gradients().grads;  // receive lets go of them
   const at::Tensor mean = grads.size() == 1 ? grads.front() : at::Tensor();
   try {
-    guard(bucket_->failure_, *bucket_->liveness_, [&] { sum_->finish([&] { stopwatch_->mark(Mark::kReduced); }); });
+    guard(bucket_->failure_, *bucket_->liveness_, [&] { sum_->receive([&] { stopwatch_->mark(Mark::kReduced); }); });
   } catch (...) {
     bucket_->agreement->is_broken = true;
     throw;

@@ -40,8 +40,8 @@ class BucketWork {
   // means as it does on other ranks.
   void discard();
 
-  // Whether receive sends as well, see SumWork::finish_sends.
-  bool receive_sends() const { return sum_->finish_sends(); }
+  // Whether receive sends as well, see SumWork::receive_sends.
+  bool receive_sends() const { return sum_->receive_sends(); }
 
   // Whether the statistics were left out. The bucket has noted of which mean, if there is one alone.
   bool leaves_stats_out() const { return sum_->leaves_stats_out(); }
@@ -51,7 +51,7 @@ class BucketWork {
   const at::Tensor& side_values() const { return sum_->gradients().side_values; }
 
  private:
-  void finish();
+  void receive_now();
 
   const std::shared_ptr<Bucket> bucket_;
   std::unique_ptr<SumWork> sum_;

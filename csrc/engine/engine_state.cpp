@@ -20,9 +20,9 @@ void EngineState::check_not_forked(const char* way_out) const {
 
 // ---- settings and agreement -------------------------------------------------------------------------------------
 
-void EngineState::take_back_step() {
+void EngineState::roll_back_step() {
   for (const auto& bucket : buckets_.all()) {
-    bucket->take_back(step_under_way());
+    bucket->roll_back(step_under_way());
   }
   set_step(step_under_way());
 }

@@ -66,8 +66,8 @@ class EngineState {
   std::vector<SavedState::Row> saved() { return buckets_.saved(); }
   void set_saved(const std::vector<SavedState::Row>& rows);
 
-  // From now on a step may be taken back, at the cost of a copy of its residuals. Errors come at once: they do not tell
-  // where the other ranks are.
+  // From now on a step may be rolled back, at the cost of a second set of residuals. Errors come at once: they do not
+  // tell where the other ranks are.
   void make_revocable() {
     is_revocable_ = true;
     liveness_->ask_nobody();
@@ -76,7 +76,7 @@ class EngineState {
   // Whether somebody has asked for statistics.
   bool needs_stats() const { return needs_stats_; }
   // Makes scales and residuals what they were before the newest step.
-  void take_back_step();
+  void roll_back_step();
 
   // From now on the ranks compare these parameters, see WeightCheck.
   void compare_weights(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, std::string machine) {

@@ -123,20 +123,6 @@ at::Tensor Gradient::poison() const {
   return parameter_->is_sparse ? new_stand_in(tensor_, /*is_sparse=*/true) : as_reals(new_poison());
 }
 
-bool Gradient::multiply_mean(const at::Tensor& factor) {
-  if (factor.is_cpu() && factor.item<double>() == 1.0) {
-    return false;
-  }
-  const at::Tensor mean = counted();
-  if (mean.scalar_type() == at::kHalf) {  // whose largest value is near, so that a rounded mean may go beyond it
-    const auto largest = static_cast<double>(std::numeric_limits<c10::Half>::max());
-    mean.copy_(at::where(mean.isfinite(), mean.mul(factor).clamp_(-largest, largest), mean));
-  } else {
-    mean.mul_(factor);
-  }
-  return true;
-}
-
 bool Gradient::take_mean(bool exists) {
   at::Tensor& gradient = tensor_.mutable_grad();
   const bool is_sum = !parameter_->is_new && parameter_->is_sum(gradient);

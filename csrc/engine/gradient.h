@@ -54,9 +54,6 @@ class Gradient {
   // Whether to_send has returned a stand-in: memory other than the gradient's. The gradient is old or missing then, or
   // lies in memory in another order than the parameter, or in that of another gradient.
   bool has_stand_in() const { return stand_in_.defined(); }
-  // Multiplies the mean over the ranks, before take_mean. What is finite stays finite. Returns false if the factor is
-  // known to be 1.
-  bool multiply_mean(const at::Tensor& factor);
   // Takes the mean over the ranks, which lies in the memory that was sent. `exists` tells whether some rank has a new
   // gradient. If so, the gradient becomes the mean, or the mean is added to the parameter's sum. Returns false if it
   // was added.

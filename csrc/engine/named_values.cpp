@@ -24,7 +24,7 @@ bool NamedValues::has_slots(const std::string& name, const at::Tensor& value) co
   return slots != slots_.end() && value.sizes() == at::IntArrayRef(slots->second);
 }
 
-std::string NamedValues::newcomers() const {
+std::string NamedValues::news() const {
   std::ostringstream text;
   for (const auto& [name, value] : waiting_) {
     if (!has_slots(name, value)) {
@@ -34,7 +34,7 @@ std::string NamedValues::newcomers() const {
   return text.str();
 }
 
-void NamedValues::make_slots() {
+void NamedValues::note_agreed() {
   for (const auto& [name, value] : waiting_) {
     slots_.insert_or_assign(name, value.sizes().vec());
   }

@@ -22,11 +22,11 @@ class NamedValues final : public Passenger {
   // Puts a value into the next sync. It replaces an earlier value of that name.
   void put(const std::string& name, at::Tensor value);
   bool has_slots(const std::string& name, const at::Tensor& value) const;
-  // A line for each waiting value that has no slot, or one of another shape. The ranks have to agree on them.
-  std::string newcomers() const;
-  // Gives all waiting values slots. Call it once the ranks have agreed.
-  void make_slots();
 
+  // A line for each waiting value that has no slot, or one of another shape.
+  std::string news() const override;
+  // Gives all waiting values slots.
+  void note_agreed() override;
   // A rank that has failed leaves all slots empty. Throws c10::ValueError if a CUDA graph is captured that would repeat
   // one value in each replay.
   void add_tensors(std::vector<at::Tensor>& tensors, const StepInfo& step) override;

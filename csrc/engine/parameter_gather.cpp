@@ -53,7 +53,7 @@ void GatherWork::wait() {
   engine_->liveness().note_gathering(step_);
   const auto in_any_case = c10::make_scope_exit([this] { let_go(); });
   engine_->wait_for_ranks("gathering " + module_->name,
-                          [this] { work_->finish([this] { stopwatch_->mark(Mark::kReduced); }); });
+                          [this] { work_->receive([this] { stopwatch_->mark(Mark::kReduced); }); });
   is_received_ = true;
   module_->totals->wire_bytes += work_->sent_bytes();
   stopwatch_->mark(Mark::kDone);

@@ -49,6 +49,11 @@ class Passenger {
 
   // Lines that the ranks have to agree on.
   virtual std::string description() const { return ""; }
+  // Such lines on what is new since the ranks agreed. They come behind all other lines, because one rank alone may have
+  // them.
+  virtual std::string news() const { return ""; }
+  // The ranks have agreed.
+  virtual void note_agreed() {}
   // Whether its values are known only at the end of backward.
   virtual bool waits_for_end() const { return false; }
 

@@ -42,7 +42,7 @@ struct SendOptions {
   bool in_place = false;               // whether nobody else uses the gradients' memory until the sum is there
   const Scatter* scatter = nullptr;    // null for an all-reduce
   const ShardGroup* shards = nullptr;  // if set, the gradients stay what they are, and Bucket::shard takes the means
-  bool may_be_taken_back = false;      // see Bucket::take_back
+  bool may_be_rolled_back = false;     // see Bucket::roll_back
   bool has_failed = false;             // whether this rank sends nan in place of gradients
   bool needs_stats = true;             // whether somebody may ask for the statistics of the means
 

@@ -137,7 +137,7 @@ void Shards::find_means() {
       const bool is_new = flags_.on_some_rank(flag, parameters_[index].name);
       have_means_[index] = is_new || flags_.is_kept_everywhere(flag);
       if (!have_means_[index]) {
-        each.bucket->feedback().take_back(i);
+        each.bucket->feedback().restore(i);
         each.bucket->drop_from_shard(i);
       }
     }

@@ -15,12 +15,18 @@ SideValues::SideValues(const std::vector<Passenger*>& passengers) {
   }
 }
 
-std::string SideValues::description() const {
+std::string SideValues::lines(std::string (Passenger::*of)() const) const {
   std::string lines;
   for (const Entry& entry : entries_) {
-    lines += entry.passenger->description();
+    lines += (entry.passenger->*of)();
   }
   return lines;
+}
+
+void SideValues::call(void (Passenger::*method)()) const {
+  for (const Entry& entry : entries_) {
+    (entry.passenger->*method)();
+  }
 }
 
 bool SideValues::wait_for_end() const {
@@ -68,18 +74,6 @@ at::Tensor SideValues::on_device(std::vector<float> numbers, c10::Device device)
     hold_for_graph(device, {numbers_on_device_});
   }
   return numbers_on_device_;
-}
-
-void SideValues::fail() {
-  for (const Entry& entry : entries_) {
-    entry.passenger->fail();
-  }
-}
-
-void SideValues::leave_behind() {
-  for (const Entry& entry : entries_) {
-    entry.passenger->leave_behind();
-  }
 }
 
 void SideValues::check(const at::Tensor& sums, const StepInfo& step) {

@@ -17,13 +17,15 @@ class SideValues {
   // The passengers must outlive this object.
   explicit SideValues(const std::vector<Passenger*>& passengers);
 
-  std::string description() const;
+  std::string description() const { return lines(&Passenger::description); }
+  std::string news() const { return lines(&Passenger::news); }
+  void note_agreed() const { call(&Passenger::note_agreed); }
   bool wait_for_end() const;
   void begin(const StepInfo& step);
   // Returns the row. First come the numbers of all passengers.
   at::Tensor to_send(StepInfo& step);
-  void fail();
-  void leave_behind();
+  void fail() const { call(&Passenger::fail); }
+  void leave_behind() const { call(&Passenger::leave_behind); }
   // Takes the row of sums. Throws what a passenger throws.
   void check(const at::Tensor& sums, const StepInfo& step);
   void take(const StepInfo& step);
@@ -34,6 +36,8 @@ class SideValues {
     Sums sums = {};  // of the newest step
   };
 
+  std::string lines(std::string (Passenger::*of)() const) const;
+  void call(void (Passenger::*method)()) const;
   at::Tensor on_device(std::vector<float> numbers, c10::Device device);
 
   std::vector<Entry> entries_;

@@ -32,7 +32,7 @@ class Signal final : public Passenger {
     }
   }
   void fail() override { sum_ = std::numeric_limits<double>::quiet_NaN(); }
-  // A rank that has failed sends nan, in place of gradients too. If steps may be taken back, nobody sees those. Waits
+  // A rank that has failed sends nan, in place of gradients too. If steps may be rolled back, nobody sees those. Waits
   // for the device.
   void check(const Sums& sums, const StepInfo& step) override {
     if (!own_ || step.has_failed) {

@@ -222,7 +222,7 @@ void Step::send_next() {
                             .is_weighted_mean = info_.is_weighted && engine_.op_ != Op::kSum,
                             .weight = weight,
                             .shards = engine_.shards_.group(),
-                            .may_be_taken_back = engine_.is_revocable(),
+                            .may_be_rolled_back = engine_.is_revocable(),
                             .has_failed = has_failed(),
                             .needs_stats = engine_.needs_stats()};
   works_.push_back(bucket.send(std::move(grads), options, engine_.start_bucket(bucket), side_values, stand_in));
@@ -282,14 +282,14 @@ void Step::receive() {
 }
 
 // Note [Statistics of a step]
-//   While a bucket is unpacked, statistics are taken of the means that come. They are those of the gradients, except in
-//   three cases. Then they are taken again, see Bucket::measure:
+//   While a bucket is unpacked, statistics are taken of the means that come. A pass that multiplies means takes them
+//   anew, see Note [Means of used parameters]. They are those of the gradients, except in two cases. Then they are
+//   taken again, see Bucket::measure:
 //     - A mean was added to a parameter's sum. The gradient is the new sum.
 //     - No rank has a new gradient of a parameter. So the ranks sent the gradients that they keep, if these can travel
 //       as they are. They cannot with op="sum" and op="mean_of_used", where zeros travel, nor with error feedback,
 //       which adds residuals. If they can, statistics count the mean that has come. If not, they count the kept
 //       gradient if every rank has one, else zeros.
-//     - A mean was multiplied, see Note [Means of used parameters].
 //   All of this follows from what all ranks know, so that statistics are the same on all ranks.
 
 void Step::note_unmeasured(const LayoutBucket& bucket) {
@@ -302,22 +302,38 @@ void Step::note_unmeasured(const LayoutBucket& bucket) {
   bucket.bucket->note_unmeasured(means);
 }
 
+std::vector<at::Tensor> Step::counted(const LayoutBucket& bucket) const {
+  std::vector<at::Tensor> counted;
+  for (const size_t index : bucket.parameters) {
+    counted.push_back(gradients_[index].counted());
+  }
+  return counted;
+}
+
+// The factors of a bucket lie side by side. Those of gradients that no rank has are 1.
+void Step::multiply_means(const LayoutBucket& bucket, const at::Tensor& factors_of_all) const {
+  const auto first = static_cast<int64_t>(layout().flag_of(bucket.parameters.front()));
+  const at::Tensor factors = factors_of_all.narrow(0, first, std::ssize(bucket.parameters));
+  if (!factors.is_cpu() || factors.ne(1.0).any().item<bool>()) {
+    bucket.bucket->multiply(counted(bucket), factors.to(bucket.bucket->device()));
+  }
+}
+
 void Step::take_means(const LayoutBucket& bucket, const BucketWork& work, const at::Tensor& factors_of_all) {
   GradientFlags& flags = engine_.flags_;
   const bool kept_travels = engine_.op_ == Op::kMean && !work.has_error_feedback();  // as it is
-  const at::Tensor factors = factors_of_all.defined() ? factors_of_all.to(bucket.bucket->device()) : factors_of_all;
+  if (factors_of_all.defined()) {
+    multiply_means(bucket, factors_of_all);
+  }
   bool statistics_hold = true;
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
     const size_t index = bucket.parameters[i];
     const size_t flag = layout().flag_of(index);
     Gradient& gradient = gradients_[index];
     const bool exists = !gradient.has_stand_in() || flags.on_some_rank(flag, gradient.parameter().name);
-    if (exists && factors.defined()) {
-      statistics_hold &= !gradient.multiply_mean(factors[static_cast<int64_t>(flag)]);
-    }
     statistics_hold &= gradient.take_mean(exists);
     if (!exists) {
-      bucket.bucket->feedback().take_back(i);
+      bucket.bucket->feedback().restore(i);
       if (!kept_travels) {
         gradient.count_kept_or_zeros(flags.is_kept_everywhere(flag));
         statistics_hold = false;
@@ -325,11 +341,7 @@ void Step::take_means(const LayoutBucket& bucket, const BucketWork& work, const 
     }
   }
   if (!statistics_hold) {
-    std::vector<at::Tensor> counted;
-    for (const size_t index : bucket.parameters) {
-      counted.push_back(gradients_[index].counted());
-    }
-    bucket.bucket->measure(counted);
+    bucket.bucket->measure(counted(bucket));
   }
   if (work.leaves_stats_out()) {
     note_unmeasured(bucket);

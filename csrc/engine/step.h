@@ -77,7 +77,9 @@ class Step {
   void receive_beside();
   void wait_for_gradients(const LayoutBucket& bucket) const;
   at::Tensor side_values_to_send(c10::Device device, at::TensorList grads, const at::Tensor& weight);
+  std::vector<at::Tensor> counted(const LayoutBucket& bucket) const;
   // The factors multiply the means, by flag; undefined if they are 1.
+  void multiply_means(const LayoutBucket& bucket, const at::Tensor& factors_of_all) const;
   void take_means(const LayoutBucket& bucket, const BucketWork& work, const at::Tensor& factors_of_all);
   void note_unmeasured(const LayoutBucket& bucket);
 

@@ -507,10 +507,10 @@ void Synchronizer::agree(bool init_sync) {
   for (const Parameter& parameter : parameters_) {
     text << parameter.description(parameter.lock());
   }
-  text << named_.newcomers();  // last, so that what one rank alone piggybacks is told beside nothing
+  text << side_values_.news();
   const int64_t step = step_ ? step_->number() : this->step();
   EngineState::agree(agreement, "agreement", compressions_, step, text.str(), device_to_agree_on());
-  named_.make_slots();
+  side_values_.note_agreed();
   if (!step_) {
     liveness_->note_rest();
   }

@@ -96,7 +96,7 @@ class Synchronizer : public EngineState, public GradientListener, public std::en
   // See Weight::num_active.
   double num_active() { return weight_.num_active(); }
 
-  // From now on steps may be taken back, and each rank adds a signal to each step.
+  // From now on steps may be rolled back, and each rank adds a signal to each step.
   void make_revocable();
   // Sets the signal of the next step, and returns that step's number.
   int64_t set_signal(float signal);

@@ -11,9 +11,10 @@ namespace fastsync {
 
 // Note [Means of used parameters]
 //   With op="mean_of_used" a mean is over the ranks that have a new gradient of the parameter. Nobody knows these ranks
-//   before the last bucket is sent. So the ranks add up the mean over all ranks, and multiply it afterwards. They leave
-//   it as it is if all ranks have a gradient. Then it has the bits that op="mean" gives, and no other pass is needed.
-//   A residual is part of that first mean, also a rank's that has no gradient now: it may come of encoding sums.
+//   before the last bucket is sent, when the means of others have been unpacked. So the ranks add up the mean over all
+//   ranks, and multiply it afterwards, in one pass over a bucket. They leave it as it is if all ranks have a gradient.
+//   Then it has the bits that op="mean" gives. A residual is part of that first mean, also a rank's that has no
+//   gradient now: it may come of encoding sums.
 
 // Each rank adds its weight for each parameter that it has a new gradient of. The mean over all ranks has the weight of
 // the number of ranks.

@@ -57,7 +57,7 @@ bool WeightCheck::note_update(int64_t step) {
 WeightCheck::Numbers WeightCheck::numbers(int64_t step) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (step <= newest_) {
-    pending_.reset();  // the steps since were taken back
+    pending_.reset();  // the steps since were rolled back
   }
   if (!pending_ || (pending_->is_on_its_way() && step < newest_ + kStepsOnTheWay)) {
     return {.machine = machine_number_};

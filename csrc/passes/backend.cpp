@@ -111,7 +111,7 @@ std::array<std::optional<Passes>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& all_passe
     decltype(all) built;
     built[static_cast<size_t>(c10::kCPU)] = cpu::passes();
 #ifdef FASTSYNC_WITH_CUDA
-    built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::reduce, &cuda::chunk_size,
+    built[static_cast<size_t>(c10::kCUDA)] = {&cuda::pack, &cuda::unpack, &cuda::reduce, &cuda::tile_size,
                                               &cuda::upload};
 #endif
     return built;
@@ -151,8 +151,9 @@ const Passes* passes_on(c10::Device device, bool by_tree = false) {
 
 template <class Args>
 Scratch scratch_for(const Args& args, const Passes& passes, Workspace& workspace, void* stream) {
-  return workspace.prepare(passes, {args.segments, static_cast<size_t>(args.num_segments)}, args.grad_dtype,
-                           args.wire_dtype, stream);
+  const c10::ArrayRef<Segment> segments(args.segments, static_cast<size_t>(args.num_segments));
+  const bool have_factors = std::is_same_v<Args, UnpackArgs> && !segments.empty() && segments[0].residual != nullptr;
+  return workspace.prepare(passes, segments, args.grad_dtype, args.wire_dtype, have_factors, stream);
 }
 
 }  // namespace

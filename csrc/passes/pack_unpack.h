@@ -18,9 +18,11 @@ struct alignas(16) Segment {
   void* data;
   int64_t numel;
   int64_t offset;  // where it begins on the wire, in values
-  // For each value, what the wire has not carried yet, as Compute<G>. All segments of a call have residuals, or none
-  // has.
+  // In packing: for each value, what the wire has not carried yet, as Compute<G>. In unpacking: the factor. All
+  // segments of a call have it, or none has.
   void* residual = nullptr;
+
+  FASTSYNC_HOST_DEVICE const double* factor() const { return static_cast<const double*>(residual); }
 };
 
 // Returns the number of values from the segment's end to the next multiple of the alignment.
@@ -73,6 +75,7 @@ struct PackArgs {
   Position position = {};
   const double* weight = nullptr;  // on the gradients' device; null means 1
   int64_t gap_alignment = 1;       // in values; for wires of single values
+  int64_t residual_shift = 0;      // in bytes, from where a residual is read to where it is written; 0 but on a CPU
 };
 
 // Note [Sums by a tree]
@@ -94,7 +97,7 @@ inline int sums_behind_wire(int64_t wire, int64_t num_wires) {
 }
 
 // Unpack adds up wires to gradients:
-//     gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier / bucket_scale)
+//     gradient[i] = encode(sum over r of (wire r)[offset + i] * multiplier * (factor / bucket_scale))
 // Products and sums are in Compute<G>, from the first wire to the last. A finite sum that the gradient's type does not
 // hold becomes the type's largest value. The pass writes the statistics of the gradients: stats[kSumOfSquares],
 // stats[kNumNonfinite], and stats[kMaxMagnitude] of the finite values. It adds to stats[kNumSaturated]. Then it sets
@@ -249,11 +252,11 @@ C limit_on(double limit) {
   return static_cast<C>(std::fmin(limit, kEncodingLimit<W>));
 }
 
-// What a call of pack or unpack is lent of a device's memory. Two calls that share it must not overlap.
+// The memory of a device that a call of pack or unpack works in. Two calls that share it must not overlap.
 struct Scratch {
-  void* totals = nullptr;           // of cuda::kTotalsBytes; zero before its first use, and after each call
-  const Segment* chunks = nullptr;  // the call's segments, cut into chunks, if the backend wants them on the device
-  int64_t num_chunks = 0;
+  void* totals = nullptr;          // of cuda::kTotalsBytes; zero before its first use, and after each call
+  const Segment* tiles = nullptr;  // the call's segments, cut into tiles, if the backend wants them on the device
+  int64_t num_tiles = 0;
 };
 
 // The passes of a backend. `stream` is the native handle of the stream that they run
@@ -262,9 +265,9 @@ struct Passes {
   void (*pack)(const PackArgs&, const Scratch&, void* stream);
   void (*unpack)(const UnpackArgs&, const Scratch&, void* stream);
   void (*reduce)(const ReduceArgs&, const Scratch&, void* stream);
-  // See cuda::chunk_size and cuda::upload; null if the backend wants no chunks on the device.
-  int64_t (*chunk_size)(int64_t num_segments, DType grad, DType wire) = nullptr;
-  void (*upload)(const Segment* chunks, int64_t num_chunks, Segment* to, void* stream) = nullptr;
+  // See cuda::tile_size and cuda::upload; null if the backend wants no tiles on the device.
+  int64_t (*tile_size)(int64_t num_segments, DType grad, DType wire) = nullptr;
+  void (*upload)(const Segment* tiles, int64_t num_tiles, Segment* to, void* stream) = nullptr;
 };
 
 // The passes of our two backends. Only CUDA takes scratch memory and a stream, which is a cudaStream_t.
@@ -279,14 +282,14 @@ namespace cuda {
 constexpr int64_t kMaxBlocks = 2048;
 constexpr int64_t kTotalsBytes = (1 + 4 * kMaxBlocks) * 8;
 
-// Returns the largest size of the chunks that a call wants on the device, or 0 if it wants none there.
-int64_t chunk_size(int64_t num_segments, DType grad, DType wire);
+// Returns the largest size of the tiles that a call wants on the device, or 0 if it wants none there.
+int64_t tile_size(int64_t num_segments, DType grad, DType wire);
 
 // These throw std::runtime_error with CUDA's message if a launch fails.
 
-// Writes chunks to the device's memory. They travel as a kernel's arguments. So the host's memory is free at once, and
+// Writes tiles to the device's memory. They travel as a kernel's arguments. So the host's memory is free at once, and
 // a CUDA graph has a copy of its own.
-void upload(const Segment* chunks, int64_t num_chunks, Segment* to, void* stream);
+void upload(const Segment* tiles, int64_t num_tiles, Segment* to, void* stream);
 void pack(const PackArgs& args, const Scratch& scratch, void* stream);
 void unpack(const UnpackArgs& args, const Scratch& scratch, void* stream);
 void reduce(const ReduceArgs& args, const Scratch& scratch, void* stream);

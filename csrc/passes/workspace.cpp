@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "passes/cuda/chunk_table.h"
+#include "passes/cuda/tile_table.h"
 #include "passes/cuda_graphs.h"
 
 namespace fastsync {
@@ -31,37 +31,38 @@ Workspace::Workspace(c10::Device device) : device_(device) {
 }
 
 Scratch Workspace::prepare(const Passes& passes, c10::ArrayRef<Segment> segments, DType grad, DType wire,
-                           void* stream) {
+                           bool have_factors, void* stream) {
   Scratch scratch{totals_.defined() ? totals_.data_ptr() : nullptr};
-  const int64_t chunk_size =
-      passes.chunk_size != nullptr ? passes.chunk_size(static_cast<int64_t>(segments.size()), grad, wire) : 0;
-  if (chunk_size == 0) {
+  const int64_t tile_size =
+      passes.tile_size != nullptr ? passes.tile_size(static_cast<int64_t>(segments.size()), grad, wire) : 0;
+  if (tile_size == 0) {
     return scratch;
   }
-  Table* table = find(segments, chunk_size, grad);
+  Table* table = find(segments, tile_size, grad, have_factors);
   if (table->segments.empty()) {
-    const auto chunks = cuda::cut_into_chunks(segments.data(), segments.size(), chunk_size, grad);
-    table->num_chunks = static_cast<int64_t>(chunks.size());
-    table->chunks = at::empty({static_cast<int64_t>(sizeof(Segment)) * table->num_chunks},
-                              at::TensorOptions().dtype(at::kByte).device(device_));
-    passes.upload(chunks.data(), table->num_chunks, static_cast<Segment*>(table->chunks.data_ptr()), stream);
+    const auto tiles = cuda::cut_into_tiles(segments.data(), segments.size(), tile_size, grad, have_factors);
+    table->num_tiles = static_cast<int64_t>(tiles.size());
+    table->tiles = at::empty({static_cast<int64_t>(sizeof(Segment)) * table->num_tiles},
+                             at::TensorOptions().dtype(at::kByte).device(device_));
+    passes.upload(tiles.data(), table->num_tiles, static_cast<Segment*>(table->tiles.data_ptr()), stream);
     table->segments = segments.vec();
   }
-  scratch.chunks = static_cast<const Segment*>(table->chunks.data_ptr());
-  scratch.num_chunks = table->num_chunks;
+  scratch.tiles = static_cast<const Segment*>(table->tiles.data_ptr());
+  scratch.num_tiles = table->num_tiles;
   return scratch;
 }
 
 // A graph repeats the kernel that writes its table, in the graph's own memory. So whatever runs between two replays,
 // the graph and the steps beside it find their own tables.
-Workspace::Table* Workspace::find(c10::ArrayRef<Segment> segments, int64_t chunk_size, DType grad) {
+Workspace::Table* Workspace::find(c10::ArrayRef<Segment> segments, int64_t tile_size, DType grad, bool have_factors) {
   if (is_capturing(device_)) {
     captured_ = Table();
     return &captured_;
   }
   const c10::StreamId stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).id();
   const auto found = std::find_if(tables_.begin(), tables_.end(), [&](const Table& table) {
-    return table.chunk_size == chunk_size && table.grad == grad && table.stream == stream &&
+    return table.tile_size == tile_size && table.grad == grad && table.have_factors == have_factors &&
+           table.stream == stream &&
            std::equal(table.segments.begin(), table.segments.end(), segments.begin(), segments.end(), &is_same);
   });
   if (found != tables_.end()) {
@@ -71,7 +72,8 @@ Workspace::Table* Workspace::find(c10::ArrayRef<Segment> segments, int64_t chunk
   if (tables_.size() == kMaxTables) {
     tables_.erase(tables_.begin());
   }
-  return &tables_.emplace_back(Table{.segments = {}, .chunk_size = chunk_size, .grad = grad, .stream = stream});
+  return &tables_.emplace_back(
+      Table{.segments = {}, .tile_size = tile_size, .grad = grad, .have_factors = have_factors, .stream = stream});
 }
 
 }  // namespace fastsync

@@ -23,21 +23,23 @@ class Workspace {
 
   // Returns the memory for one call of the passes, on the current stream, which is `stream`. It holds until the next
   // call.
-  Scratch prepare(const Passes& passes, c10::ArrayRef<Segment> segments, DType grad, DType wire, void* stream);
+  Scratch prepare(const Passes& passes, c10::ArrayRef<Segment> segments, DType grad, DType wire, bool have_factors,
+                  void* stream);
 
  private:
-  // The chunks of a call's segments, on the device. Gradients mostly lie where they did in the step before. So a table
+  // The tiles of a call's segments, on the device. Gradients mostly lie where they did in the step before. So a table
   // is written once and read in many steps. All of that happens on one stream.
   struct Table {
     std::vector<Segment> segments;  // none until the table is written
-    int64_t chunk_size = 0;
+    int64_t tile_size = 0;
     DType grad = DType::kFloat32;
+    bool have_factors = false;
     c10::StreamId stream = 0;
-    int64_t num_chunks = 0;
-    at::Tensor chunks = {};
+    int64_t num_tiles = 0;
+    at::Tensor tiles = {};
   };
 
-  Table* find(c10::ArrayRef<Segment> segments, int64_t chunk_size, DType grad);
+  Table* find(c10::ArrayRef<Segment> segments, int64_t tile_size, DType grad, bool have_factors);
 
   const c10::Device device_;
   at::Tensor totals_;          // undefined on a CPU

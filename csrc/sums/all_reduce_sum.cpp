@@ -84,7 +84,7 @@ void AllReduceSum::send() {
   transfer_ = all_reduce(*team_->group(), gradients_.device, all);
 }
 
-void AllReduceSum::finish(const std::function<void()>& on_reduced) {
+void AllReduceSum::receive(const std::function<void()>& on_reduced) {
   const auto in_any_case = c10::make_scope_exit([this] {
     let_go_of_gradients();
     memory_.reset();

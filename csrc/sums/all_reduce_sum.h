@@ -25,7 +25,7 @@ class AllReduceSum final : public SumWork {
 
   void send() override;
   bool may_be_sent_again() const override { return true; }
-  void finish(const std::function<void()>& on_reduced) override;
+  void receive(const std::function<void()>& on_reduced) override;
   int64_t sent_bytes() const override { return transfer_->sent_bytes(); }
   bool leaves_stats_out() const override { return leaves_stats_out_; }
 

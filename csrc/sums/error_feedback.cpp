@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace fastsync {
 
@@ -17,83 +18,101 @@ std::vector<at::Tensor> flat_clones(std::vector<at::Tensor> tensors) {
 
 }  // namespace
 
-void ErrorFeedback::lend(FlatGradients& gradients, const std::vector<bool>& stand_in) {
+void ErrorFeedback::apply_to(FlatGradients& gradients, const std::vector<bool>& stand_in, Keep keep) {
   before_.clear();
-  if (!memory_.defined() || memory_.numel() != gradients.num_values || alignment_ != gradients.alignment) {
-    lay_out(gradients);
+  if (!newest_.memory.defined() || newest_.memory.numel() != gradients.num_values ||
+      alignment_ != gradients.alignment) {
+    const Residuals found = std::exchange(newest_, new_residuals(gradients));
+    for (size_t i = 0; i < found.of_gradients.size(); ++i) {
+      if (found.of_gradients[i].defined()) {
+        newest_.of_gradients[i].copy_(found.of_gradients[i].reshape(newest_.of_gradients[i].sizes()));
+      }
+    }
+    old_ = Residuals();
+    alignment_ = gradients.alignment;
   }
-  gradients.residual = memory_;
-  for (size_t i = 0; i < residuals_.size(); ++i) {
-    gradients.segments[i].residual = residuals_[i].data_ptr();
+  for (size_t i = 0; i < gradients.segments.size(); ++i) {
+    gradients.segments[i].residual = newest_.of_gradients[i].data_ptr();
     if (i < stand_in.size() && stand_in[i]) {
-      before_.emplace(i, residuals_[i].clone());
+      before_.emplace(i, newest_.of_gradients[i].clone());
     }
   }
+  if (keep != Keep::kNothing) {
+    keep_old(gradients, keep);
+  }
+  gradients.residual = newest_.memory;
 }
 
 // Residuals lie as the gradients do on the wire, so that a sum's values find their residuals at the same offsets.
-void ErrorFeedback::lay_out(const FlatGradients& gradients) {
-  const at::Tensor& like = gradients.grads.front();
-  memory_ = at::zeros({gradients.num_values}, like.options().dtype(compute_dtype(like.scalar_type())));
-  alignment_ = gradients.alignment;
-  residuals_.resize(gradients.grads.size());
-  for (size_t i = 0; i < residuals_.size(); ++i) {
-    const at::Tensor& gradient = gradients.grads[i];
-    const at::Tensor laid_out = memory_.narrow(0, gradients.segments[i].offset, gradients.segments[i].numel)
-                                    .as_strided(gradient.sizes(), gradient.strides());
-    residuals_[i] = residuals_[i].defined() ? laid_out.copy_(residuals_[i].reshape(gradient.sizes())) : laid_out;
+ErrorFeedback::Residuals ErrorFeedback::new_residuals(const FlatGradients& gradients) {
+  const at::TensorOptions options = gradients.grads.front().options();
+  Residuals made{at::zeros({gradients.num_values}, options.dtype(compute_dtype(gradients.grads.front().scalar_type()))),
+                 {}};
+  for (size_t i = 0; i < gradients.grads.size(); ++i) {
+    made.of_gradients.push_back(made.memory.narrow(0, gradients.segments[i].offset, gradients.segments[i].numel)
+                                    .as_strided(gradients.grads[i].sizes(), gradients.grads[i].strides()));
+  }
+  return made;
+}
+
+// New memory in each step would cost page faults, and a copy another pass over it.
+void ErrorFeedback::keep_old(FlatGradients& gradients, Keep keep) {
+  if (!old_.memory.defined()) {
+    old_ = new_residuals(gradients);
+  }
+  if (keep == Keep::kCopy) {
+    old_.memory.copy_(newest_.memory);
+  } else {
+    std::swap(old_, newest_);
+    gradients.residual_shift =
+        static_cast<std::byte*>(newest_.memory.data_ptr()) - static_cast<std::byte*>(old_.memory.data_ptr());
+  }
+  has_old_ = true;
+}
+
+void ErrorFeedback::roll_back() {
+  before_.clear();
+  if (std::exchange(has_old_, false)) {
+    newest_.memory.copy_(old_.memory);
   }
 }
 
-void ErrorFeedback::take_back(size_t index) {
+void ErrorFeedback::restore(size_t index) {
   if (const auto before = before_.find(index); before != before_.end()) {
-    residuals_[index].copy_(before->second);
+    newest_.of_gradients[index].copy_(before->second);
   }
 }
 
-std::vector<at::Tensor> ErrorFeedback::residuals() const { return flat_clones(residuals_); }
-
-// New memory in each step would cost page faults.
-std::vector<at::Tensor> ErrorFeedback::snapshot() {
-  if (!memory_.defined()) {
-    return residuals();
-  }
-  if (!snapshot_.defined() || snapshot_.numel() != memory_.numel() || snapshot_.dtype() != memory_.dtype()) {
-    snapshot_ = at::empty_like(memory_);
-  }
-  snapshot_.copy_(memory_);
-  std::vector<at::Tensor> copies;
-  for (const at::Tensor& residual : residuals_) {
-    copies.push_back(snapshot_.as_strided(residual.sizes(), residual.strides(), residual.storage_offset()));
-  }
-  return copies;
-}
+std::vector<at::Tensor> ErrorFeedback::residuals() const { return flat_clones(newest_.of_gradients); }
 
 void ErrorFeedback::set_residuals(const std::vector<at::Tensor>& residuals) {
   before_.clear();
-  if (residuals.empty() && memory_.defined()) {
-    memory_.zero_();
+  if (residuals.empty() && newest_.memory.defined()) {
+    newest_.memory.zero_();
     return;
   }
   if (!fit(residuals)) {
     *this = ErrorFeedback();
-    residuals_ = flat_clones(residuals);
+    newest_.of_gradients = flat_clones(residuals);
     return;
   }
-  for (size_t i = 0; i < residuals_.size(); ++i) {
+  for (size_t i = 0; i < residuals.size(); ++i) {
+    const at::Tensor& own = newest_.of_gradients[i];
     if (residuals[i].defined()) {
-      residuals_[i].copy_(residuals[i].reshape(residuals_[i].sizes()));
+      own.copy_(residuals[i].reshape(own.sizes()));
     } else {
-      residuals_[i].zero_();
+      own.zero_();
     }
   }
 }
 
 // Whether the residuals can be written to the memory of those that there are.
 bool ErrorFeedback::fit(const std::vector<at::Tensor>& residuals) const {
-  return memory_.defined() && residuals.size() == residuals_.size() &&
-         std::equal(residuals.begin(), residuals.end(), residuals_.begin(), [&](const auto& one, const auto& other) {
-           return !one.defined() || (one.numel() == other.numel() && one.options().type_equal(memory_.options()));
+  const auto& own = newest_.of_gradients;
+  return newest_.memory.defined() && residuals.size() == own.size() &&
+         std::equal(residuals.begin(), residuals.end(), own.begin(), [&](const auto& one, const auto& other) {
+           return !one.defined() ||
+                  (one.numel() == other.numel() && one.options().type_equal(newest_.memory.options()));
          });
 }
 

@@ -100,22 +100,40 @@ PackArgs FlatGradients::pack_args(const std::vector<Segment>& from, DType dtype,
           .stats = stats.data_ptr<double>(),
           .position = position,
           .weight = weight.defined() ? weight.const_data_ptr<double>() : nullptr,
-          .gap_alignment = gap_alignment};
+          .gap_alignment = gap_alignment,
+          .residual_shift = residual_shift};
 }
 
 void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride,
                            double factor, Position position) const {
   RECORD_FUNCTION("fastsync::unpack", {});
-  const std::vector<Segment> to = output.defined()
-                                      ? cut({{output.data_ptr(), output.numel(), /*offset=*/0}}, ranges, grad_dtype)
-                                      : cut(segments, ranges, grad_dtype);
+  std::vector<Segment> to = output.defined()
+                                ? cut({{output.data_ptr(), output.numel(), /*offset=*/0}}, ranges, grad_dtype)
+                                : cut(segments, ranges, grad_dtype);
   if (wire_dtype == DType::kBytes) {
     copy_bytes(to, wire, /*to_wire=*/false);
     return;
   }
+  for (Segment& segment : to) {
+    segment.residual = nullptr;
+  }
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
               stats.data_ptr<double>(), num_counted(num_wires), stride, factor, position, 1.0 / mean_factor,
               /*by_tree=*/most_in_tree > 0 && num_wires > 1},
+             device, *workspace);
+}
+
+// The memory of the first gradient stands for the wire's, and all others lie before or behind it.
+void FlatGradients::multiply(const at::Tensor& factors) const {
+  RECORD_FUNCTION("fastsync::unpack", {});
+  std::vector<Segment> all = segments;
+  const auto* const wire = static_cast<const std::byte*>(all.front().data);
+  for (size_t i = 0; i < all.size(); ++i) {
+    all[i].offset = values_in(static_cast<const std::byte*>(all[i].data) - wire, grad_dtype);
+    all[i].residual = factors.defined() ? factors.data_ptr<double>() + i : nullptr;
+  }
+  run_unpack({all.data(), static_cast<int64_t>(all.size()), grad_dtype, grad_dtype, wire, /*bucket_scale=*/nullptr,
+              stats.data_ptr<double>()},
              device, *workspace);
 }
 

@@ -62,6 +62,7 @@ struct FlatGradients {
   // The residuals: for each value, what the wire has not carried yet of it and of the sums that this rank has encoded.
   // They are Compute<G> [num_values], and the segments point to them. Undefined without error feedback.
   at::Tensor residual;
+  int64_t residual_shift = 0;  // see PackArgs; the segments point to the residuals that are read
 
   std::vector<Range> all_values() const { return {{0, num_values, /*offset=*/0}}; }
   int64_t side_bytes() const { return side_values.defined() ? static_cast<int64_t>(side_values.nbytes()) : 0; }
@@ -77,6 +78,9 @@ struct FlatGradients {
   // of the output's.
   void unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride, double factor,
               Position position) const;
+  // Multiplies each gradient by its factor, in its own memory, and takes the statistics. The factors are float64, and
+  // on the device. Undefined ones are 1.
+  void multiply(const at::Tensor& factors) const;
   // Makes the arguments of run_reduce, which adds up the rows, each times the factor, and encodes the sum for the wire.
   ReduceArgs reduce_args(const void* rows, DType dtype, int64_t num_rows, int64_t stride, int64_t numel, void* out,
                          double factor) const;

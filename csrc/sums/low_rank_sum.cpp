@@ -134,10 +134,10 @@ void LowRankSum::gather(size_t index) const {
 
 // ---- right factors, and the result ----------------------------------------------------------------------------------
 
-void LowRankSum::finish(const std::function<void()>& on_reduced) {
+void LowRankSum::receive(const std::function<void()>& on_reduced) {
   const at::NoGradGuard no_grad;
   const auto in_any_case = c10::make_scope_exit([this] { let_go_of_gradients(); });
-  left_sum_->finish(groups_.empty() ? on_reduced : [] {});
+  left_sum_->receive(groups_.empty() ? on_reduced : [] {});
   gradients_.side_values = left_sum_->gradients().side_values;
   if (!groups_.empty()) {
     sum_right_factors(on_reduced);
@@ -178,7 +178,7 @@ void LowRankSum::sum_right_factors(const std::function<void()>& on_reduced) {
   }
   right_sum_ = make_sum_(std::move(sent), state_.of_right, /*side_values=*/{});
   right_sum_->send();
-  right_sum_->finish(on_reduced);
+  right_sum_->receive(on_reduced);
 }
 
 // A value that the gradient's type does not hold becomes the largest one.

@@ -61,8 +61,8 @@ class LowRankSum final : public SumWork {
   bool may_be_sent_again() const override { return left_sum_->may_be_sent_again(); }
   bool needs_driving() const override { return left_sum_->needs_driving(); }
   void drive() override { left_sum_->drive(); }
-  bool finish_sends() const override { return !groups_.empty(); }
-  void finish(const std::function<void()>& on_reduced) override;
+  bool receive_sends() const override { return !groups_.empty(); }
+  void receive(const std::function<void()>& on_reduced) override;
   int64_t sent_bytes() const override;
 
  private:

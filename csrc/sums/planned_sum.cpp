@@ -167,14 +167,14 @@ void PlannedSum::sum_side_values(const Rows& rows) {
 
 // ---- the end --------------------------------------------------------------------------------------------------------
 
-// If receive fails, this waits until the thread that drives has ended. If that thread failed too, its error is thrown
+// If unpacking fails, this waits until the thread that drives has ended. If that thread failed too, its error is thrown
 // instead.
-void PlannedSum::finish(const std::function<void()>& on_reduced) {
+void PlannedSum::receive(const std::function<void()>& on_reduced) {
   const auto in_any_case = c10::make_scope_exit([this] { let_go_of_gradients(); });
   drive();
   driven_.wait();  // a rank that has nobody to send to gets no message either
   try {
-    receive(on_reduced);
+    unpack_chunks(on_reduced);
   } catch (...) {
     if (!plan_->chunks.empty()) {
       wait_until_driven(plan_->chunks.back());
@@ -185,7 +185,7 @@ void PlannedSum::finish(const std::function<void()>& on_reduced) {
 }
 
 // Unpacks chunks that have come while the rest is on its way. Another thread may still drive.
-void PlannedSum::receive(const std::function<void()>& on_reduced) {
+void PlannedSum::unpack_chunks(const std::function<void()>& on_reduced) {
   for (const Chunk& chunk : plan_->chunks) {
     const Rows& side_values = chunk.phases.back().side_values;
     const Rows& rows = chunk.unpacked_from;

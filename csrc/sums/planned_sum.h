@@ -36,7 +36,7 @@ class PlannedSum final : public SumWork {
   bool may_be_sent_again() const override;
   bool needs_driving() const override { return plan_->num_phases() > 1 && !has_driver_; }
   void drive() override;
-  void finish(const std::function<void()>& on_reduced) override;
+  void receive(const std::function<void()>& on_reduced) override;
   int64_t sent_bytes() const override;
 
  private:
@@ -49,7 +49,7 @@ class PlannedSum final : public SumWork {
   void set_driven(int num_chunks);
   void wait_until_driven(const Chunk& chunk);
   void reduce(const Chunk& chunk, const Phase& phase);
-  void receive(const std::function<void()>& on_reduced);
+  void unpack_chunks(const std::function<void()>& on_reduced);
   void put_side_values(const Phase& phase) const;
   void sum_side_values(const Rows& rows);
 

@@ -71,7 +71,7 @@ void SparseSum::send() {
   headers_come_ = gather_rows(*team_, headers_, tag_);
 }
 
-void SparseSum::finish(const std::function<void()>& on_reduced) {
+void SparseSum::receive(const std::function<void()>& on_reduced) {
   const auto in_any_case = c10::make_scope_exit([this] {
     let_go_of_gradients();
     gradient_.reset();

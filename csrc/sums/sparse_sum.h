@@ -24,14 +24,14 @@ namespace fastsync {
 class SparseSum final : public SumWork {
  public:
   // `values` holds those of the gradient's rows, [rows, ...], and `rows` their indices, ascending: int64 [rows]. The
-  // gradient becomes the mean. It takes two tags. The host waits for the ranks in finish, on a device too.
+  // gradient becomes the mean. It takes two tags. The host waits for the ranks in receive, on a device too.
   SparseSum(FlatGradients values, at::Tensor rows, at::Tensor gradient, std::shared_ptr<Team> team, int tag,
             bool has_failed);
 
   void send() override;
   bool may_be_sent_again() const override { return !gradients_.device.is_cpu(); }
-  bool finish_sends() const override { return true; }
-  void finish(const std::function<void()>& on_reduced) override;
+  bool receive_sends() const override { return true; }
+  void receive(const std::function<void()>& on_reduced) override;
   int64_t sent_bytes() const override { return sent_bytes_; }
 
  private:

@@ -23,7 +23,7 @@ void SumWork::abandon(std::unique_ptr<SumWork> sum) {
   }
 }
 
-// finish and abandon call this, because another thread may destroy the sum. The last owner of a Python gradient needs
+// receive and abandon call this, because another thread may destroy the sum. The last owner of a Python gradient needs
 // the interpreter.
 void SumWork::let_go_of_gradients() {
   gradients_.grads.clear();

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "transport/per_group.h"
+#include "transport/roll_call.h"
 
 namespace fastsync {
 namespace {
@@ -20,16 +21,13 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kPeriod(1000);     // between two heartbeats
 constexpr milliseconds kListenFor(2500);  // how long ask listens for new heartbeats
-constexpr milliseconds kLimit(4000);      // how long ask waits for the store, which may hang
+constexpr milliseconds kPatience(700);    // how long it waits for another rank's answer after that
+constexpr milliseconds kLimit(7000);      // how long ask waits for the store, which may hang, and for a lost reader
 constexpr milliseconds kAtExit(200);      // how long the process's exit waits for the sender's call of a store
 constexpr milliseconds kLookEvery(5000);  // longer than a rank that agrees may be held up
 
 const char* const kKey = "fastsync/alive";  // followed by the rank; by itself it counts questions
 const char* const kThreadName = "fastsync alive";
-
-int64_t milliseconds_since_1970() {
-  return std::chrono::duration_cast<milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
 
 std::vector<std::string> keys_of_ranks(int64_t size) {
   std::vector<std::string> keys;
@@ -51,13 +49,6 @@ std::vector<int64_t> global_ranks_of(c10d::ProcessGroup& group) {
     ranks.push_back(rank);
   }
   return ranks;
-}
-
-// The engines that are in a step, or else the newest one.
-std::vector<EngineStatus> where_it_is(std::vector<EngineStatus> engines) {
-  std::vector<EngineStatus> in_step;
-  std::ranges::copy_if(engines, std::back_inserter(in_step), &EngineStatus::is_in_step);
-  return in_step.empty() && !engines.empty() ? std::vector{std::move(engines.back())} : in_step;
 }
 
 // The sender: a thread, and the groups whose heartbeats it writes. It is never destroyed, because the thread may hang
@@ -208,9 +199,6 @@ bool Heartbeats::is_time_to_look() {
 
 // An old heartbeat does no harm, because a rank does not come back to an agreement that it has passed.
 void Heartbeats::look_who_is_past() {
-  if (connection_.is_file()) {
-    connection_.store()->add(kKey, 1);
-  }
   std::vector<Heartbeat> seen;
   for (const std::string& text : read()) {
     seen.push_back(heartbeat_from(text));
@@ -234,25 +222,19 @@ std::vector<int64_t> Heartbeats::ranks_past(int64_t agreement, int64_t step, Clo
 
 // ---- how a rank asks ------------------------------------------------------------------------------------------------
 
-std::vector<std::string> Heartbeats::read() const { return connection_.get(keys_); }
+// In a FileStore a heartbeat is written only once somebody has asked.
+std::vector<std::string> Heartbeats::read() const {
+  if (connection_.is_file()) {
+    connection_.store()->add(kKey, 1);
+  }
+  return connection_.get(keys_);
+}
 
 std::vector<RankState> Heartbeats::listen() const {
-  connection_.store()->add(kKey, 1);
-  const std::vector<std::string> before = read();
-  std::this_thread::sleep_for(kListenFor);
-  const std::vector<std::string> after = read();
-  std::vector<RankState> states;
-  for (size_t rank = 0; rank < after.size(); ++rank) {
-    RankState& state = states.emplace_back();
-    state.rank = static_cast<int64_t>(rank);
-    state.global_rank = global_ranks_[rank];
-    state.answers = before[rank] != after[rank];
-    if (after[rank].empty() || (connection_.is_file() && !state.answers)) {
-      continue;  // in a FileStore an old heartbeat tells only when somebody last asked
-    }
-    Heartbeat newest = heartbeat_from(after[rank]);
-    state.age = std::chrono::seconds(std::max<int64_t>(0, milliseconds_since_1970() - newest.sent_at) / 1000);
-    state.engines = where_it_is(std::move(newest.engines));
+  const RollCall call{kKey, rank_, kListenFor, kPatience, /*only_answers=*/connection_.is_file()};
+  std::vector<RankState> states = call.run(connection_, [this] { return read(); });
+  for (RankState& state : states) {
+    state.global_rank = global_ranks_.at(state.rank);
   }
   return states;
 }

@@ -6,8 +6,8 @@
 // tells of engines of other groups that are in a step. A rank that waits in one group does not come to the other
 // groups' steps.
 //
-// A rank that wants to know who is missing reads the heartbeats of all ranks twice, some seconds apart. A rank whose
-// heartbeat has changed meanwhile lives. The ranks' clocks need not agree for that.
+// Whoever wants to know who is missing has the heartbeats of all ranks read twice, some seconds apart, see Note
+// [Roll calls]. A rank whose heartbeat has changed meanwhile lives. The ranks' clocks need not agree for that.
 //
 // The sender only ever waits for the store. If the store hangs, so does the sender, and nobody waits for it.
 #pragma once

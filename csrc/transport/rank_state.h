@@ -55,4 +55,14 @@ std::string to_text(const Heartbeat& heartbeat);
 // Reads such a text. Returns an empty heartbeat for an empty text.
 Heartbeat heartbeat_from(const std::string& text);
 
+// Returns what two reads of all ranks' heartbeats tell of each rank, but for global_rank. With only_answers, a
+// heartbeat that has not changed tells nothing.
+std::vector<RankState> rank_states_of(const std::vector<std::string>& before, const std::vector<std::string>& after,
+                                      bool only_answers);
+// Writes them as a text, and reads it. Ranks whose engines are at the same place share the words for it.
+std::string to_text(const std::vector<RankState>& states);
+std::vector<RankState> rank_states_from(const std::string& text);
+
+int64_t milliseconds_since_1970();
+
 }  // namespace fastsync

@@ -385,7 +385,7 @@ class Elastic:
         residuals = self._sync.state_dict()["residuals"]
         undone = _Undone(torch.get_rng_state(), residuals, self._sync._group.size())
         if engine.step() != self._step.engine_step:
-            engine.take_back_step()
+            engine.roll_back_step()
         self._step.put_back()
         self._kept.put_back()
         return undone

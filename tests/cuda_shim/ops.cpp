@@ -9,7 +9,7 @@
 #include "../passes/ops.cpp"
 #include "cuda_runtime.h"
 #include "passes/aten/passes.h"
-#include "passes/cuda/chunk_table.h"
+#include "passes/cuda/tile_table.h"
 
 namespace fastsync::cpu {
 namespace {
@@ -20,17 +20,18 @@ void* totals() {
   return bytes;
 }
 
-// Calls the pass with the chunks that it wants on the device.
+// Calls the pass with the tiles that it wants on the device.
 template <class Args>
 void run(void (*pass)(const Args&, const Scratch&, void*), const Args& args) {
   Scratch scratch{totals()};
   std::vector<Segment> uploaded;
-  if (const int64_t chunk_size = cuda::chunk_size(args.num_segments, args.grad_dtype, args.wire_dtype)) {
-    const auto chunks = cuda::cut_into_chunks(args.segments, args.num_segments, chunk_size, args.grad_dtype);
-    scratch.num_chunks = static_cast<int64_t>(chunks.size());
-    uploaded.resize(chunks.size() + 1);
-    cuda::upload(chunks.data(), scratch.num_chunks, uploaded.data(), nullptr);
-    scratch.chunks = uploaded.data();
+  if (const int64_t tile_size = cuda::tile_size(args.num_segments, args.grad_dtype, args.wire_dtype)) {
+    const auto tiles = cuda::cut_into_tiles(args.segments, args.num_segments, tile_size, args.grad_dtype,
+                                            /*have_factors=*/std::is_same_v<Args, UnpackArgs>);
+    scratch.num_tiles = static_cast<int64_t>(tiles.size());
+    uploaded.resize(tiles.size() + 1);
+    cuda::upload(tiles.data(), scratch.num_tiles, uploaded.data(), nullptr);
+    scratch.tiles = uploaded.data();
   }
   pass(args, scratch, nullptr);
 }
@@ -54,7 +55,7 @@ void reduce(const ReduceArgs&, c10::Device) {}
 
 }  // namespace fastsync::aten
 
-// ---- chunk_table.h --------------------------------------------------------------------------------------------------
+// ---- tile_table.h --------------------------------------------------------------------------------------------------
 
 namespace fastsync {
 namespace {
@@ -71,31 +72,33 @@ std::vector<Segment> segments_of(at::IntArrayRef numels, int64_t grad_bytes) {
   return segments;
 }
 
-// (begin, length) of every chunk, one after the other, where it begins on the wire. Its memory has to begin there, too.
-std::vector<int64_t> described(const std::vector<Segment>& chunks, int64_t grad_bytes) {
+// (begin, length) of every tile, one after the other, where it begins on the wire. Its memory has to begin there, too.
+std::vector<int64_t> described(const std::vector<Segment>& tiles, int64_t grad_bytes) {
   std::vector<int64_t> rows;
-  for (const Segment& chunk : chunks) {
-    TORCH_CHECK(reinterpret_cast<intptr_t>(chunk.data) == 1 + chunk.offset * grad_bytes, "the chunk at ", chunk.offset,
+  for (const Segment& tile : tiles) {
+    TORCH_CHECK(reinterpret_cast<intptr_t>(tile.data) == 1 + tile.offset * grad_bytes, "the tile at ", tile.offset,
                 " has other memory");
-    TORCH_CHECK(chunk.residual == nullptr, "the chunk at ", chunk.offset, " has a residual");
-    rows.insert(rows.end(), {chunk.offset, chunk.numel});
+    TORCH_CHECK(tile.residual == nullptr, "the tile at ", tile.offset, " has a residual");
+    rows.insert(rows.end(), {tile.offset, tile.numel});
   }
   return rows;
 }
 
-std::vector<int64_t> chunks_of_host(at::IntArrayRef numels, int64_t chunk_size) {
+std::vector<int64_t> tiles_of_host(at::IntArrayRef numels, int64_t tile_size) {
   const auto segments = segments_of(numels, sizeof(double));
-  return described(cuda::cut_into_chunks(segments.data(), numels.size(), chunk_size, DType::kFloat64), sizeof(double));
+  return described(cuda::cut_into_tiles(segments.data(), numels.size(), tile_size, DType::kFloat64,
+                                        /*have_factors=*/false),
+                   sizeof(double));
 }
 
-std::vector<int64_t> chunks_of_kernel(at::IntArrayRef numels, int64_t chunk_size) {
+std::vector<int64_t> tiles_of_kernel(at::IntArrayRef numels, int64_t tile_size) {
   const auto segments = segments_of(numels, sizeof(Half));
-  const auto table = cuda::ChunkTable::of_few(segments.data(), numels.size(), chunk_size);
-  std::vector<Segment> chunks;
-  for (int64_t index = 0; index < table.num_chunks; ++index) {
-    chunks.push_back(table.at(index, chunk_size, sizeof(Half), sizeof(float)));
+  const auto table = cuda::TileTable::of_few(segments.data(), numels.size(), tile_size);
+  std::vector<Segment> tiles;
+  for (int64_t index = 0; index < table.num_tiles; ++index) {
+    tiles.push_back(table.at(index, tile_size, sizeof(Half), sizeof(float)));
   }
-  return described(chunks, sizeof(Half));
+  return described(tiles, sizeof(Half));
 }
 
 }  // namespace
@@ -103,6 +106,6 @@ std::vector<int64_t> chunks_of_kernel(at::IntArrayRef numels, int64_t chunk_size
 
 TORCH_LIBRARY_FRAGMENT(fastsync, library) {
   library.def("set_descending", &emulator::set_descending);
-  library.def("chunks_of_host(int[] numels, int chunk_size) -> int[]", &fastsync::chunks_of_host);
-  library.def("chunks_of_kernel(int[] numels, int chunk_size) -> int[]", &fastsync::chunks_of_kernel);
+  library.def("tiles_of_host(int[] numels, int tile_size) -> int[]", &fastsync::tiles_of_host);
+  library.def("tiles_of_kernel(int[] numels, int tile_size) -> int[]", &fastsync::tiles_of_kernel);
 }

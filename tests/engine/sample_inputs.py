@@ -51,7 +51,8 @@ class Bucket:
     """Everything that the operators are given. ``scale_exponent=None`` stands for no bucket scale.
 
     ``pack`` writes the first of ``num_wires``, ``unpack`` and ``reduce`` add all of them up. ``sums`` says which sides
-    of ``reduce`` are of the wire's dtype; "sums" are of the one that is summed in. ``weight`` is pack's.
+    of ``reduce`` are of the wire's dtype; "sums" are of the one that is summed in. ``weight`` is pack's, and factors are
+    unpack's.
     """
 
     gradients: tuple[Gradient, ...]
@@ -68,6 +69,7 @@ class Bucket:
     seed: int = 0
     weight: float | None = None
     scale_share: float = 1.0
+    with_factors: bool = False
 
     @property
     def wire(self) -> torch.dtype:
@@ -118,6 +120,9 @@ class Bucket:
             built.bucket_scale = torch.tensor(math.ldexp(1.0, self.scale_exponent), device=device)
         if self.weight is not None:
             built.weight = torch.tensor(self.weight, dtype=torch.float64, device=device)
+        if self.with_factors:
+            some = [(1.0, 1.5, 7 / 3, 2.0**-20)[i % 4] for i in range(len(built.grads))]
+            built.factors = torch.tensor(some, dtype=torch.float64, device=device)
         return built
 
     def _rows(self, numel: int, dtype: torch.dtype, allocate: Callable[[int, int, torch.dtype], Tensor]) -> Tensor:
@@ -140,6 +145,7 @@ class BuiltBucket:
     stats: Tensor = field(default_factory=lambda: torch.empty(0))
     bucket_scale: Tensor | None = None
     weight: Tensor | None = None
+    factors: Tensor | None = None
 
     @property
     def wire(self) -> Tensor:
@@ -155,7 +161,7 @@ class BuiltBucket:
         if operator == "unpack":
             wires = self.wire if bucket.num_wires == 1 else self.wires
             factor = 1.0 if bucket.num_wires == 1 else bucket.multiplier
-            options = {"multiplier": factor, "scale_share": bucket.scale_share}
+            options = {"multiplier": factor, "scale_share": bucket.scale_share, "factors": self.factors}
             return (wires, self.grads, self.stats, self.bucket_scale), options
         encoding |= {"grad_dtype": bucket.grad_dtype}
         return (self.sources, self.out, self.bucket_scale, self.residual), encoding
@@ -247,6 +253,8 @@ def sample_inputs(device: str) -> list[BuiltBucket]:
         Bucket(several, wire_dtype=torch.uint8, num_wires=2, values="halves"),
         Bucket(several, wire_dtype=torch.int8, with_residuals=True, values="halves"),
         Bucket(sizes, wire_dtype=torch.uint8, num_wires=2, values="tiny"),
+        Bucket(several, wire_dtype=half, scale_exponent=5, values="mostly_ordinary", with_factors=True),
+        Bucket(13 * (Gradient((4100,)),), half, num_wires=2, values="special", with_factors=True),
     ]
     return [bucket.build(device) for bucket in buckets]
 
@@ -282,4 +290,5 @@ def random_buckets(draw: st.DrawFn) -> Bucket:
         seed=draw(st.integers(0, 2**31)),
         weight=draw(st.one_of(st.none(), st.sampled_from([0.0, 1.0, 1 / 3, 2.7, 8192.0]))),
         scale_share=draw(st.sampled_from([1.0, 0.5, 1 / 3])),
+        with_factors=draw(st.booleans()),
     )

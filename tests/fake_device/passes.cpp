@@ -51,36 +51,36 @@ class Touches {
 
 // As few as make the tests' models have tables on the device.
 constexpr int64_t kFewSegments = 1;
-constexpr int64_t kChunkSize = 256;
+constexpr int64_t kTileSize = 256;
 
-int64_t chunk_size(int64_t num_segments, DType /*grad*/, DType /*wire*/) {
-  return num_segments > kFewSegments ? kChunkSize : 0;
+int64_t tile_size(int64_t num_segments, DType /*grad*/, DType /*wire*/) {
+  return num_segments > kFewSegments ? kTileSize : 0;
 }
 
 int64_t num_uploads = 0;
 
-void upload(const Segment* chunks, int64_t num_chunks, Segment* to, void* /*stream*/) {
+void upload(const Segment* tiles, int64_t num_tiles, Segment* to, void* /*stream*/) {
   num_uploads += 1;
   Touches touches;
-  touches.writes(to, num_chunks * sizeof(Segment));
+  touches.writes(to, num_tiles * sizeof(Segment));
   touches.run("upload");
-  std::copy_n(chunks, num_chunks, to);
+  std::copy_n(tiles, num_tiles, to);
 }
 
-// Returns the arguments with the chunks that are on the device in place of the segments. The pass reads them.
+// Returns the arguments with the tiles that are on the device in place of the segments. The pass reads them.
 template <class Args>
-Args with_chunks(Args args, const Scratch& scratch, Touches& touches) {
-  if (scratch.chunks != nullptr) {
-    touches.reads(scratch.chunks, scratch.num_chunks * sizeof(Segment));
-    args.segments = scratch.chunks;
-    args.num_segments = scratch.num_chunks;
+Args with_tiles(Args args, const Scratch& scratch, Touches& touches) {
+  if (scratch.tiles != nullptr) {
+    touches.reads(scratch.tiles, scratch.num_tiles * sizeof(Segment));
+    args.segments = scratch.tiles;
+    args.num_segments = scratch.num_tiles;
   }
   return args;
 }
 
 void pack(const PackArgs& given, const Scratch& scratch, void* /*stream*/) {
   Touches touches;
-  const PackArgs args = with_chunks(given, scratch, touches);
+  const PackArgs args = with_tiles(given, scratch, touches);
   for (int64_t i = 0; i < args.num_segments; ++i) {
     const Segment& segment = args.segments[i];
     touches.reads(segment.data, bytes_of(segment.numel, args.grad_dtype));
@@ -100,7 +100,7 @@ void pack(const PackArgs& given, const Scratch& scratch, void* /*stream*/) {
 
 void unpack(const UnpackArgs& given, const Scratch& scratch, void* /*stream*/) {
   Touches touches;
-  const UnpackArgs args = with_chunks(given, scratch, touches);
+  const UnpackArgs args = with_tiles(given, scratch, touches);
   for (int64_t wire = 0; wire < args.num_wires; ++wire) {
     for (int64_t i = 0; i < args.num_segments; ++i) {
       touches.wire(static_cast<const char*>(args.wire) + wire * args.stride_bytes, args.segments[i], args.wire_dtype,
@@ -108,6 +108,7 @@ void unpack(const UnpackArgs& given, const Scratch& scratch, void* /*stream*/) {
     }
   }
   for (int64_t i = 0; i < args.num_segments; ++i) {
+    touches.reads(args.segments[i].factor(), sizeof(double));
     touches.writes(args.segments[i].data, bytes_of(args.segments[i].numel, args.grad_dtype));
   }
   touches.writes(args.bucket_scale, sizeof(float));
@@ -135,7 +136,7 @@ void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/
 int64_t take_uploads() { return std::exchange(num_uploads, 0); }
 
 const Passes& passes_over(const Passes& cpu) {
-  static const Passes passes{&pack, &unpack, &reduce, &chunk_size, &upload};
+  static const Passes passes{&pack, &unpack, &reduce, &tile_size, &upload};
   of_cpu = cpu;
   return passes;
 }

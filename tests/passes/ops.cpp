@@ -90,9 +90,13 @@ void pack(at::TensorList grads, const at::Tensor& wire, const at::Tensor& stats,
 }
 
 void unpack(const at::Tensor& wires, at::TensorList grads, const at::Tensor& stats, const OptionalTensor& bucket_scale,
-            double multiplier, bool is_first, bool is_last, double scale_share, int64_t workspace, bool by_tree) {
+            double multiplier, bool is_first, bool is_last, double scale_share, int64_t workspace, bool by_tree,
+            const OptionalTensor& factors) {
   const c10::Device device = wires.device();
-  const auto segments = segments_of(grads, wire_of(wires), {}, device);
+  auto segments = segments_of(grads, wire_of(wires), {}, device);
+  for (size_t i = 0; factors && i < segments.size(); ++i) {
+    segments[i].residual = data_of<double>(factors, device) + i;
+  }
   run_unpack({.segments = segments.data(),
               .num_segments = static_cast<int64_t>(segments.size()),
               .grad_dtype = dtype_of(grads.front().scalar_type()),
@@ -142,7 +146,7 @@ TORCH_LIBRARY(fastsync, library) {
   library.def(
       "unpack(Tensor wire, Tensor(a!)[] grads, Tensor(b!) stats, Tensor(c!)? bucket_scale=None, *, "
       "float multiplier=1.0, bool is_first=True, bool is_last=True, float scale_share=1.0, int workspace=0, bool "
-      "by_tree=False) -> ()",
+      "by_tree=False, Tensor? factors=None) -> ()",
       &unpack);
   library.def(
       "reduce(Tensor wires, Tensor(a!) out, Tensor? bucket_scale=None, Tensor(b!)? residual=None, *, "

@@ -89,12 +89,22 @@ class Segments {
     return joined(tensors);
   }
 
-  void scatter(const at::Tensor& values, void* Segment::* memory, at::ScalarType dtype) const {
+  void scatter(const at::Tensor& values, void* Segment::* memory, at::ScalarType dtype, int64_t shift = 0) const {
     std::vector<at::Tensor> tensors;
     for (const Segment& segment : segments_) {
-      tensors.push_back(over(segment.*memory, {segment.numel}, dtype, device_));
+      tensors.push_back(over(static_cast<char*>(segment.*memory) + shift, {segment.numel}, dtype, device_));
     }
     at::_foreach_copy_(tensors, split(values));
+  }
+
+  // Makes a tensor with each value's factor.
+  at::Tensor factors(at::ScalarType compute) const {
+    std::vector<at::Tensor> tensors;
+    for (const Segment& segment : segments_) {
+      const at::Tensor factor = over(segment.factor(), {1}, at::kDouble, device_).to(compute);
+      tensors.push_back(factor.expand({padded(segment.numel)}));
+    }
+    return joined(tensors);
   }
 
   at::Tensor without_padding(const at::Tensor& values) const {
@@ -299,7 +309,7 @@ void pack(const PackArgs& args, c10::Device device) {
     const at::Tensor sent = decode(encoded, args.wire_dtype, compute);
     const double largest = largest_of(compute == at::kDouble ? DType::kFloat64 : DType::kFloat32);
     const at::Tensor lost = values.sub(clamped(sent.mul(factor.reciprocal()), sent, largest));
-    segments.scatter(at::where(sent.isfinite(), lost, residual), &Segment::residual, compute);
+    segments.scatter(at::where(sent.isfinite(), lost, residual), &Segment::residual, compute, args.residual_shift);
   }
 }
 
@@ -315,11 +325,16 @@ void unpack(const UnpackArgs& args, c10::Device device) {
   if (!segments.empty()) {
     const at::Tensor sum = sum_wires(segments, args.wire, args.num_wires, args.stride_bytes, args.wire_dtype,
                                      args.multiplier, args.by_tree, compute);
-    at::Tensor values = sum;
+    at::Tensor factor;
     if (args.bucket_scale != nullptr) {
-      values = values.mul(scale_or_one(args.bucket_scale, compute, device).reciprocal());
+      factor = scale_or_one(args.bucket_scale, compute, device).reciprocal();
     }
-    if (args.bucket_scale != nullptr || grad != compute) {
+    if (segments.have(&Segment::residual)) {
+      const at::Tensor own = segments.factors(compute);
+      factor = factor.defined() ? factor.mul(own) : own;
+    }
+    at::Tensor values = factor.defined() ? sum.mul(factor) : sum;
+    if (factor.defined() || grad != compute) {
       const at::Tensor is_beyond = sum.isfinite().logical_and_(values.to(grad).isfinite().logical_not_());
       stats.select(0, kNumSaturated).add_(segments.without_padding(is_beyond).sum());
       values = clamped(values, sum, largest_of(args.grad_dtype));

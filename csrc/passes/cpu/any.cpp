@@ -5,8 +5,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "passes/cpu/chunks.h"
 #include "passes/cpu/instruction_sets.h"
+#include "passes/cpu/tiles.h"
 
 namespace fastsync::cpu::any {
 

@@ -1,5 +1,10 @@
-// The passes for CPUs with AVX2. Only the loops are compiled for AVX2. Headers that other files include too are not,
-// because their functions must run on any CPU.
+// The passes for CPUs with AVX2.
+//
+// Note [Two instruction sets]
+//   Only the text of loops.h and vectors.h is compiled for AVX2, by a pragma, and in a namespace of its own. A flag
+//   would do so to the whole unit, and so to functions that headers define in it, such as std::fill, our own Tally::add
+//   and decode. Of such a function the linker keeps one copy for all units. If that is the one with AVX2, a CPU
+//   without it ends the process wherever the function is called, even if no header of torch is included here.
 #include "passes/cpu/instruction_sets.h"
 
 #if FASTSYNC_HAS_AVX2
@@ -12,7 +17,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "passes/cpu/chunks.h"
+#include "passes/cpu/tiles.h"
 
 namespace fastsync::cpu::avx2 {
 

@@ -1,4 +1,4 @@
-// The loops over values: each pass goes over one chunk, a span at a time. any.cpp and avx2.cpp include this file, each
+// The loops over values: each pass goes over one tile, a span at a time. any.cpp and avx2.cpp include this file, each
 // in its own namespace and for its own instruction set. So it has no #pragma once, and they include what it needs.
 //
 // Values beyond the limit, inf and nan show in the largest magnitude of a span, or of a wire's block. The loops go
@@ -128,9 +128,9 @@ int64_t encode_values(const T* values, C multiplier, C limit, W* wire) {
   }
 }
 
-// residual[i] = (values[i] - decode(wire[i]) * multiplier) * factor, unless the decoded value is inf or nan.
+// residual[i] = (values[i] - decode(wire[i]) * multiplier) * factor, or before[i] if the decoded value is inf or nan.
 template <class W, class C>
-void keep_loss(const C* values, const W* wire, C multiplier, C factor, C* residual) {
+void keep_loss(const C* values, const W* wire, C multiplier, C factor, const C* before, C* residual) {
   with_values<C>(wire, kSpan, [&](const auto* sent_values) {
     for (int64_t i = 0; i < kSpan; i += kLanes<C>) {
       const Vec<C> sent = load<C>(sent_values + i);
@@ -138,7 +138,7 @@ void keep_loss(const C* values, const W* wire, C multiplier, C factor, C* residu
       back = back > kLargest<C> ? kLargest<C> : back;
       back = back < -kLargest<C> ? -kLargest<C> : back;
       const Vec<C> lost = (load<C>(values + i) - back) * factor;
-      store<C, C>(residual + i, magnitudes<C>(sent) <= kLargest<C> ? lost : load<C>(residual + i));
+      store<C, C>(residual + i, magnitudes<C>(sent) <= kLargest<C> ? lost : load<C>(before + i));
     }
   });
 }
@@ -276,7 +276,7 @@ void unpack_values(const T* values, Compute<G> multiplier, G* gradient, int64_t 
 
 // Returns the statistics of gradients that unpacking leaves as they are.
 template <class G>
-Tally measure_chunk(const G* gradient, int64_t numel) {
+Tally measure_tile(const G* gradient, int64_t numel) {
   Tally tally;
   if constexpr (std::is_same_v<G, double>) {
     tally.add_values(gradient, numel);
@@ -291,11 +291,11 @@ Tally measure_chunk(const G* gradient, int64_t numel) {
   return tally;
 }
 
-// ---- one chunk ------------------------------------------------------------------------------------------------------
+// ---- one tile ------------------------------------------------------------------------------------------------------
 
 template <class W, class G>
-Tally pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Compute<G> multiplier, Compute<G> limit,
-                 Compute<G> weight, void* wire, int64_t first) {
+Tally pack_tile(const G* gradient, const Compute<G>* residual, Compute<G>* lost, int64_t numel, Compute<G> multiplier,
+                Compute<G> limit, Compute<G> weight, void* wire, int64_t first) {
   using C = Compute<G>;
   if (residual == nullptr && weight != C(0)) {
     multiplier *= weight;
@@ -309,14 +309,15 @@ Tally pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Compute
     if (residual == nullptr && weight == C(1)) {
       tally.num_saturated += encode_values(values.data(), multiplier, limit, encoded.data());
     } else {
-      Whole<C> kept(residual == nullptr ? nullptr : residual + i, length);
+      Whole<const C> before(residual == nullptr ? nullptr : residual + i, length);
       C gathered[kSpan];
-      gather(values.data(), kept.data(), weight, gathered);
+      gather(values.data(), before.data(), weight, gathered);
       tally.num_saturated += encode_values(gathered, multiplier, limit, encoded.data());
       if (residual != nullptr) {
-        keep_loss(gathered, encoded.data(), C(1) / multiplier, C(1), kept.data());
+        Whole<C> kept(lost + i, length);
+        keep_loss(gathered, encoded.data(), C(1) / multiplier, C(1), before.data(), kept.data());
+        kept.put_back();
       }
-      kept.put_back();
     }
     encoded.put_back();
   }
@@ -324,13 +325,13 @@ Tally pack_chunk(const G* gradient, Compute<G>* residual, int64_t numel, Compute
 }
 
 template <class W, class G>
-Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel, Compute<G> multiplier,
-                   Compute<G> inverse_scale) {
+Tally unpack_tile(const Wires& wires, int64_t first, G* gradient, int64_t numel, Compute<G> multiplier,
+                  Compute<G> factor) {
   using C = Compute<G>;
   const bool is_sum = wires.num > 1 || multiplier != C(1);
   const bool is_in_place = !is_sum && static_cast<const void*>(wires.at<W>(0, first)) == gradient;
-  if (is_in_place && inverse_scale == C(1)) {
-    return measure_chunk(gradient, numel);
+  if (is_in_place && factor == C(1)) {
+    return measure_tile(gradient, numel);
   }
   Tally tally;
   for (int64_t i = 0; i < numel; i += kSpan) {
@@ -340,10 +341,10 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
     if (is_sum) {
       C sums[kSpan];
       sum_wires<W>(wires, first + i, length, multiplier, sums);
-      unpack_values(sums, inverse_scale, destination, length, tally);
+      unpack_values(sums, factor, destination, length, tally);
     } else {
       with_values<C>(wires.at<W>(0, first + i), length,
-                     [&](const auto* values) { unpack_values(values, inverse_scale, destination, length, tally); });
+                     [&](const auto* values) { unpack_values(values, factor, destination, length, tally); });
     }
     if (destination == unpacked) {
       std::copy_n(unpacked, length, gradient + i);
@@ -353,8 +354,8 @@ Tally unpack_chunk(const Wires& wires, int64_t first, G* gradient, int64_t numel
 }
 
 template <class C, class W, class Out>
-Tally reduce_chunk(const Wires& wires, int64_t begin, int64_t numel, C multiplier, C limit, C scale, C* residual,
-                   void* out) {
+Tally reduce_tile(const Wires& wires, int64_t begin, int64_t numel, C multiplier, C limit, C scale, C* residual,
+                  void* out) {
   for (int64_t i = 0; i < numel; i += kSpan) {
     const int64_t length = std::min(kSpan, numel - i);
     C sums[kSpan];
@@ -368,7 +369,7 @@ Tally reduce_chunk(const Wires& wires, int64_t begin, int64_t numel, C multiplie
         sums[j] += kept.data()[j] * scale;
       }
       encode_values(sums, C(1), limit, encoded.data());
-      keep_loss(sums, encoded.data(), C(1), C(1) / scale, kept.data());
+      keep_loss(sums, encoded.data(), C(1), C(1) / scale, kept.data(), kept.data());
       kept.put_back();
     }
     encoded.put_back();

@@ -1,4 +1,4 @@
-// The passes of pack_unpack.h on a CPU. Threads share out the chunks of the segments, and run the loops of the best
+// The passes of pack_unpack.h on a CPU. Threads share out the tiles of the segments, and run the loops of the best
 // instruction set that the machine has.
 #include "passes/pack_unpack.h"
 
@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "passes/cpu/chunks.h"
 #include "passes/cpu/instruction_sets.h"
+#include "passes/cpu/tiles.h"
 
 #if FASTSYNC_HAS_AVX2
 #include <cpuid.h>
@@ -18,8 +18,8 @@
 namespace fastsync::cpu {
 namespace {
 
-// A multiple of kBlockValues, so that a chunk begins where a block does.
-constexpr int64_t kChunkSize = 32768;
+// A multiple of kBlockValues, so that a tile begins where a block does.
+constexpr int64_t kTileSize = 32768;
 
 #if FASTSYNC_HAS_AVX2
 // clang 14 has no __builtin_cpu_supports("f16c").
@@ -34,23 +34,23 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && has_f16c() && at::get
 
 }  // namespace
 
-Tally for_each_chunk(const Segment* segments, int64_t num_segments, c10::function_ref<Tally(const Chunk&)> work) {
-  std::vector<Chunk> chunks;
+Tally for_each_tile(const Segment* segments, int64_t num_segments, c10::function_ref<Tally(const Tile&)> work) {
+  std::vector<Tile> tiles;
   int64_t numel = 0;
   for (const Segment* segment = segments; segment < segments + num_segments; ++segment) {
-    for (int64_t begin = 0; begin < segment->numel; begin += kChunkSize) {
-      chunks.push_back({*segment, begin, std::min(kChunkSize, segment->numel - begin)});
+    for (int64_t begin = 0; begin < segment->numel; begin += kTileSize) {
+      tiles.push_back({*segment, begin, std::min(kTileSize, segment->numel - begin)});
     }
     numel += segment->numel;
   }
-  std::vector<Tally> tallies(chunks.size());
+  std::vector<Tally> tallies(tiles.size());
   const auto run = [&](int64_t begin, int64_t end) {
-    std::transform(chunks.begin() + begin, chunks.begin() + end, tallies.begin() + begin, work);
+    std::transform(tiles.begin() + begin, tiles.begin() + end, tallies.begin() + begin, work);
   };
-  if (numel <= kChunkSize) {  // waking a thread costs more than this little work
-    run(0, static_cast<int64_t>(chunks.size()));
+  if (numel <= kTileSize) {  // waking a thread costs more than this little work
+    run(0, static_cast<int64_t>(tiles.size()));
   } else {
-    at::parallel_for(0, static_cast<int64_t>(chunks.size()), 1, run);
+    at::parallel_for(0, static_cast<int64_t>(tiles.size()), 1, run);
   }
   Tally total;
   for (const Tally& tally : tallies) {

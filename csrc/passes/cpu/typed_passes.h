@@ -1,4 +1,4 @@
-// The passes of pack_unpack.h for one instruction set: they choose types, and call the loops for each chunk. any.cpp
+// The passes of pack_unpack.h for one instruction set: they choose types, and call the loops for each tile. any.cpp
 // and avx2.cpp include this file in a namespace each. So it has no #pragma once, and they include what it needs.
 
 namespace {
@@ -17,9 +17,9 @@ void pack(const PackArgs& args, const Scratch& /*scratch*/, void* /*stream*/) {
     using C = Compute<G>;
     const auto multiplier = static_cast<C>(args.multiplier) * value_or_one<C>(args.bucket_scale);
     const auto weight = static_cast<C>(args.weight != nullptr ? *args.weight : 1.0);
-    const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
-      return pack_chunk<W>(chunk.data<const G>(), chunk.residual<C>(), chunk.length, multiplier,
-                           limit_on<W, C>(args.limit), weight, args.wire, chunk.offset());
+    const Tally tally = for_each_tile(args.segments, args.num_segments, [&](const Tile& tile) {
+      return pack_tile<W>(tile.data<const G>(), tile.residual<const C>(), tile.residual<C>(args.residual_shift),
+                          tile.length, multiplier, limit_on<W, C>(args.limit), weight, args.wire, tile.offset());
     });
     if constexpr (!kIsBlock<W>) {
       for (const Segment* segment = args.segments; segment < args.segments + args.num_segments; ++segment) {
@@ -39,9 +39,9 @@ void unpack(const UnpackArgs& args, const Scratch& /*scratch*/, void* /*stream*/
     using C = Compute<G>;
     const C inverse_scale = C(1) / value_or_one<C>(args.bucket_scale);
     const Wires wires{args.wire, args.num_wires, args.stride_bytes, args.by_tree};
-    const Tally tally = for_each_chunk(args.segments, args.num_segments, [&](const Chunk& chunk) {
-      return unpack_chunk<W>(wires, chunk.offset(), chunk.data<G>(), chunk.length, static_cast<C>(args.multiplier),
-                             inverse_scale);
+    const Tally tally = for_each_tile(args.segments, args.num_segments, [&](const Tile& tile) {
+      return unpack_tile<W>(wires, tile.offset(), tile.data<G>(), tile.length, static_cast<C>(args.multiplier),
+                            inverse_scale * tile.factor<C>());
     });
     tally.write_to(args.stats, args.position.is_first);
     if (args.position.is_last && args.bucket_scale != nullptr) {
@@ -58,9 +58,9 @@ void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/
     const Wires wires{args.wire, args.num_wires, args.stride_bytes, args.by_tree};
     const C scale = value_or_one<C>(args.bucket_scale) * static_cast<C>(args.residual_share);
     const Segment all{nullptr, args.numel, 0, args.residual};
-    for_each_chunk(&all, 1, [&](const Chunk& chunk) {
-      return reduce_chunk<C, W, Out>(wires, chunk.begin, chunk.length, static_cast<C>(args.multiplier),
-                                     limit_on<Out, C>(args.limit), scale, chunk.residual<C>(), args.out);
+    for_each_tile(&all, 1, [&](const Tile& tile) {
+      return reduce_tile<C, W, Out>(wires, tile.begin, tile.length, static_cast<C>(args.multiplier),
+                                    limit_on<Out, C>(args.limit), scale, tile.residual<C>(), args.out);
     });
   });
 }

@@ -12,10 +12,10 @@
 
 namespace fastsync::cuda {
 
-// A slice is the range of a chunk that one thread has at a time: num_valid values from the index on. In a whole chunk
+// A slice is the range of a tile that one thread has at a time: num_valid values from the index on. In a whole tile
 // all values are valid, and the gradients and the first wire are aligned. Residuals and further wires need not be.
 struct Slice {
-  const Segment& chunk;
+  const Segment& tile;
   int index;
   int num_valid;
   bool is_whole;
@@ -36,10 +36,10 @@ __device__ C weight_or_one(const double* weight) {
 
 template <class C, int kWidth>
 __device__ void add_residual(const Slice& at, C scale, C (&values)[kWidth]) {
-  if (at.chunk.residual == nullptr) {
+  if (at.tile.residual == nullptr) {
     return;
   }
-  const auto kept = Encoded<C, kWidth>::load(static_cast<const C*>(at.chunk.residual), at.index, at.num_valid);
+  const auto kept = Encoded<C, kWidth>::load(static_cast<const C*>(at.tile.residual), at.index, at.num_valid);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     values[i] += kept.vector.values[i] * scale;
@@ -50,7 +50,7 @@ __device__ void add_residual(const Slice& at, C scale, C (&values)[kWidth]) {
 template <class W, class C, int kWidth>
 __device__ void keep_loss(const Slice& at, const C (&values)[kWidth], const Encoded<W, kWidth>& sent, C multiplier,
                           C factor) {
-  C* const kept = static_cast<C*>(at.chunk.residual);
+  C* const kept = static_cast<C*>(at.tile.residual);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     const C decoded = sent.template decoded<C>(i);
@@ -114,6 +114,7 @@ struct Pack {
   static constexpr const char* kName = "pack";
   static constexpr int kWidth = vector_width<G, W>();
   static constexpr int kUnit = kUnitValues<W>;
+  static constexpr int kResidualBytes = sizeof(C);
   using Loaded = Encoded<G, kWidth>;
 
   W* wire;
@@ -131,18 +132,19 @@ struct Pack {
     scaled.own_weight = weight_or_one<C>(weight);
     return scaled;
   }
+  __device__ const Pack& with_factor(const Segment& /*tile*/) const { return *this; }
 
-  __device__ bool is_aligned(const Segment& chunk) const {
-    return Loaded::is_aligned(static_cast<const G*>(chunk.data)) &&
-           Encoded<W, kWidth>::is_aligned(unit_at<W>(wire, chunk.offset));
+  __device__ bool is_aligned(const Segment& tile) const {
+    return Loaded::is_aligned(static_cast<const G*>(tile.data)) &&
+           Encoded<W, kWidth>::is_aligned(unit_at<W>(wire, tile.offset));
   }
 
   __device__ Loaded load(const Slice& at) const {
-    return Loaded::load(static_cast<const G*>(at.chunk.data), at.index, at.num_valid, at.is_whole);
+    return Loaded::load(static_cast<const G*>(at.tile.data), at.index, at.num_valid, at.is_whole);
   }
 
   __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
-    const C factor = at.chunk.residual != nullptr ? own_weight : C(1);  // else encode multiplies with the weight
+    const C factor = at.tile.residual != nullptr ? own_weight : C(1);  // else encode multiplies with the weight
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       values[i] = own_weight == C(0) ? C(0) : loaded.template decoded<C>(i) * factor;
@@ -151,7 +153,7 @@ struct Pack {
   }
 
   __device__ void encode(const Slice& at, const C (&values)[kWidth], Total& total) const {
-    const C factor = at.chunk.residual != nullptr ? multiplier : multiplier * own_weight;
+    const C factor = at.tile.residual != nullptr ? multiplier : multiplier * own_weight;
     C scaled[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -160,18 +162,18 @@ struct Pack {
       total.count += saturated;
     }
     const auto sent = Encoded<W, kWidth>::from(scaled);
-    sent.store(wire, at.chunk.offset + at.index, at.num_valid, at.is_whole);
-    if (at.chunk.residual != nullptr) {
+    sent.store(wire, at.tile.offset + at.index, at.num_valid, at.is_whole);
+    if (at.tile.residual != nullptr) {
       keep_loss(at, values, sent, C(1) / factor, C(1));
     }
   }
 
-  // All threads of a block call it. Only the last chunk of a segment has a gap behind it, because a chunk's size is a
+  // All threads of a block call it. Only the last tile of a segment has a gap behind it, because a tile's size is a
   // multiple of the alignment.
-  __device__ void fill_gap(const Segment& chunk) const {
+  __device__ void fill_gap(const Segment& tile) const {
     if constexpr (!kIsBlock<W>) {
-      for (int64_t i = threadIdx.x; i < gap_behind(chunk, gap_alignment); i += blockDim.x) {
-        wire[chunk.offset + chunk.numel + i] = W{};
+      for (int64_t i = threadIdx.x; i < gap_behind(tile, gap_alignment); i += blockDim.x) {
+        wire[tile.offset + tile.numel + i] = W{};
       }
     }
   }
@@ -187,32 +189,41 @@ struct Unpack {
   static constexpr const char* kName = "unpack";
   static constexpr int kWidth = vector_width<W, G>();
   static constexpr int kUnit = kUnitValues<W>;
+  static constexpr int kResidualBytes = 0;  // there are none, and the tiles of a segment share its factor
   using Loaded = Encoded<W, kWidth>;
 
   Sum<C, W, kWidth> sum;
   float* bucket_scale;
   double* stats;
   double scale_share;
-  C inverse = C(1);
-  bool is_identity = false;  // whether gradients get the bits that their wire has
+  C factor = C(1);
 
   __device__ Unpack with_scale() const {
     Unpack scaled = *this;
-    scaled.inverse = C(1) / scale_or_one<C>(bucket_scale);
-    scaled.is_identity = std::is_same_v<G, W> && sum.num_wires == 1 && sum.multiplier == C(1) && scaled.inverse == C(1);
+    scaled.factor = C(1) / scale_or_one<C>(bucket_scale);
     return scaled;
   }
+  __device__ Unpack with_factor(const Segment& tile) const {
+    Unpack own = *this;
+    own.factor *= weight_or_one<C>(tile.factor());
+    return own;
+  }
 
-  __device__ bool is_aligned(const Segment& chunk) const {
-    return Encoded<G, kWidth>::is_aligned(static_cast<const G*>(chunk.data)) && sum.is_aligned(chunk.offset);
+  // Whether gradients get the bits that their wire has.
+  __device__ bool is_identity() const {
+    return std::is_same_v<G, W> && sum.num_wires == 1 && sum.multiplier == C(1) && factor == C(1);
+  }
+
+  __device__ bool is_aligned(const Segment& tile) const {
+    return Encoded<G, kWidth>::is_aligned(static_cast<const G*>(tile.data)) && sum.is_aligned(tile.offset);
   }
 
   __device__ Loaded load(const Slice& at) const {
-    return sum.load(0, at.chunk.offset + at.index, at.num_valid, at.is_whole);
+    return sum.load(0, at.tile.offset + at.index, at.num_valid, at.is_whole);
   }
 
   __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
-    sum.add_up(loaded, at.chunk.offset + at.index, at.num_valid, values);
+    sum.add_up(loaded, at.tile.offset + at.index, at.num_valid, values);
   }
 
   __device__ void encode(const Slice& at, const C (&values)[kWidth], Total::Batch& batch) const {
@@ -220,16 +231,16 @@ struct Unpack {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       bool saturated;
-      const G gradient = decode_to<G>(values[i], inverse, saturated);
+      const G gradient = decode_to<G>(values[i], factor, saturated);
       gradients.vector.values[i] = gradient;
       if (i < at.num_valid) {
         batch.add_value(fastsync::decode(gradient));
         batch.num_saturated += saturated;
       }
     }
-    const bool stays = is_identity && unit_at<W>(sum.first_wire, at.chunk.offset) == at.chunk.data;
+    const bool stays = is_identity() && unit_at<W>(sum.first_wire, at.tile.offset) == at.tile.data;
     if (!stays) {
-      gradients.store(static_cast<G*>(at.chunk.data), at.index, at.num_valid, at.is_whole);
+      gradients.store(static_cast<G*>(at.tile.data), at.index, at.num_valid, at.is_whole);
     }
   }
 
@@ -249,6 +260,7 @@ struct Reduce {
   static constexpr const char* kName = "reduce";
   static constexpr int kWidth = vector_width<W, Out>();
   static constexpr int kUnit = std::max<int>(kUnitValues<W>, kUnitValues<Out>);
+  static constexpr int kResidualBytes = sizeof(C);
   using Loaded = Encoded<W, kWidth>;
 
   Sum<C, W, kWidth> sum;
@@ -263,17 +275,18 @@ struct Reduce {
     scaled.scale = scale_or_one<C>(bucket_scale) * residual_share;
     return scaled;
   }
+  __device__ const Reduce& with_factor(const Segment& /*tile*/) const { return *this; }
 
-  __device__ bool is_aligned(const Segment& /*chunk*/) const {
+  __device__ bool is_aligned(const Segment& /*tile*/) const {
     return Encoded<Out, kWidth>::is_aligned(out) && sum.is_aligned(0);
   }
 
   __device__ Loaded load(const Slice& at) const {
-    return sum.load(0, at.chunk.offset + at.index, at.num_valid, at.is_whole);
+    return sum.load(0, at.tile.offset + at.index, at.num_valid, at.is_whole);
   }
 
   __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
-    sum.add_up(loaded, at.chunk.offset + at.index, at.num_valid, values);
+    sum.add_up(loaded, at.tile.offset + at.index, at.num_valid, values);
     add_residual(at, scale, values);
   }
 
@@ -285,8 +298,8 @@ struct Reduce {
       within[i] = scale_and_clamp(values[i], C(1), limit, saturated);
     }
     const auto sent = Encoded<Out, kWidth>::from(within);
-    sent.store(out, at.chunk.offset + at.index, at.num_valid, at.is_whole);
-    if (at.chunk.residual != nullptr) {
+    sent.store(out, at.tile.offset + at.index, at.num_valid, at.is_whole);
+    if (at.tile.residual != nullptr) {
       keep_loss(at, values, sent, C(1), C(1) / scale);
     }
   }

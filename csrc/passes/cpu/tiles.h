@@ -1,4 +1,4 @@
-// The loops of every instruction set take these: chunks of segments, and wires.
+// The loops of every instruction set take these: tiles of segments, and wires.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -25,8 +25,8 @@ struct Wires {
   }
 };
 
-// A range of a segment, which one thread works on. It is not the chunk of a plan.
-struct Chunk {
+// A range of a segment, which one thread works on.
+struct Tile {
   const Segment& segment;
   int64_t begin;  // index of its first value, in the segment
   int64_t length;
@@ -36,14 +36,19 @@ struct Chunk {
     return static_cast<G*>(segment.data) + begin;
   }
   template <class C>
-  C* residual() const {
-    return segment.residual == nullptr ? nullptr : static_cast<C*>(segment.residual) + begin;
+  C* residual(int64_t shift = 0) const {
+    const int64_t index = begin + shift / static_cast<int64_t>(sizeof(C));
+    return segment.residual == nullptr ? nullptr : static_cast<C*>(segment.residual) + index;
+  }
+  template <class C>
+  C factor() const {
+    return static_cast<C>(segment.factor() == nullptr ? 1.0 : *segment.factor());
   }
   int64_t offset() const { return segment.offset + begin; }  // where it begins on the wire, in values
 };
 
-// Calls `work` for every chunk of the segments, and adds up what it returns, in the chunks' order. It is not a
+// Calls `work` for every tile of the segments, and adds up what it returns, in the tiles' order. It is not a
 // template, because there are a hundred kinds of work.
-Tally for_each_chunk(const Segment* segments, int64_t num_segments, c10::function_ref<Tally(const Chunk&)> work);
+Tally for_each_tile(const Segment* segments, int64_t num_segments, c10::function_ref<Tally(const Tile&)> work);
 
 }  // namespace fastsync::cpu

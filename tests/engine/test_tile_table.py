@@ -1,4 +1,4 @@
-"""How the segments of a launch are cut into chunks."""
+"""How the segments of a launch are cut into tiles."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _random_numels(num_segments: int) -> list[int]:
     return [numbers.choice([1, 4095, 4096, 4097, numbers.randint(1, 50_000)]) for _ in range(num_segments)]
 
 
-def _expected(numels: list[int], chunk_size: int) -> list[tuple[int, ...]]:
+def _expected(numels: list[int], tile_size: int) -> list[tuple[int, ...]]:
     begins = [sum(numels[:i]) for i in range(len(numels))]
     return [
-        (first + begin, min(chunk_size, numel - begin))
+        (first + begin, min(tile_size, numel - begin))
         for first, numel in zip(begins, numels, strict=True)
-        for begin in range(0, numel, chunk_size)
+        for begin in range(0, numel, tile_size)
     ]
 
 
@@ -45,10 +45,10 @@ MANY = FEW | {"161": (_random_numels(161), 4096), "1017": (_random_numels(1017),
 
 
 @pytest.mark.parametrize("case", MANY)
-def test_chunks_on_the_device_cover_every_element_once_and_in_order(case: str) -> None:
-    assert _rows(torch.ops.fastsync_emulated.chunks_of_host(*MANY[case]), 2) == _expected(*MANY[case])
+def test_tiles_on_the_device_cover_every_element_once_and_in_order(case: str) -> None:
+    assert _rows(torch.ops.fastsync_emulated.tiles_of_host(*MANY[case]), 2) == _expected(*MANY[case])
 
 
 @pytest.mark.parametrize("case", FEW)
 def test_a_kernel_cuts_few_segments_alike(case: str) -> None:
-    assert _rows(torch.ops.fastsync_emulated.chunks_of_kernel(*FEW[case]), 2) == _expected(*FEW[case])
+    assert _rows(torch.ops.fastsync_emulated.tiles_of_kernel(*FEW[case]), 2) == _expected(*FEW[case])
