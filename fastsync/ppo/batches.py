@@ -36,11 +36,6 @@ class Rows:
             self._array[row] = array
         return self._rows[row]
 
-    def array(self, row: int) -> Array:
-        """Returns a row as an array."""
-        array: Array = self._rows[row].cpu().numpy() if self._array is None else self._array[row]
-        return array
-
 
 def blank_unused(
     observations: Tensor, values: Tensor, outputs: Tensor, actions: Tensor, *, terminated: Tensor, done: Tensor,

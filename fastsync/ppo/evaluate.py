@@ -119,7 +119,7 @@ def _check_suits(checkpoint: Checkpoint, environment: Environments, options: Eva
     settings = checkpoint.settings_as(Settings)
     try:
         with kept_generators(torch.device("cpu")):  # the environment to play in has been seeded
-            training = make_players(settings.env, settings.env_kwargs, seed=0)
+            training = make_players(settings.env, settings.env_kwargs, seed=0, critic_keys=settings.critic_keys)
     except ValueError:  # its module or package is missing; the weights still have to fit
         return
     with training:
@@ -244,7 +244,9 @@ def make_environment(
         return made if video is None else _recorded(made, video, re.sub("[/: ]", "-", env))
 
     try:
-        return make_players(env, kwargs, seed=seed, wrap=wrap, render_mode=render_mode)
+        return make_players(
+            env, kwargs, seed=seed, wrap=wrap, render_mode=render_mode, critic_keys=settings.critic_keys
+        )
     except ValueError as error:
         raise ValueError(f"{error}{_where_it_was(checkpoint, path, env)}") from error
 

@@ -34,7 +34,7 @@ SLICE_SECONDS = 2.0
 
 def make_players(
     env: str, kwargs: Mapping[str, Any] | None = None, *, seed: int, indices: Sequence[int] = (UNSEEN,),
-    wrap: Callable[[Env], Env] = lambda made: made, render_mode: str | None = None,
+    wrap: Callable[[Env], Env] = lambda made: made, render_mode: str | None = None, critic_keys: tuple[str, ...] = (),
 ) -> Environments:  # fmt: skip
     """Makes environments to play in, like those of the training.
 
@@ -45,13 +45,14 @@ def make_players(
         indices: numbers of the environments. A user's function with an argument ``index`` gets them less ``UNSEEN``.
         wrap: wraps each environment.
         render_mode: gymnasium's.
+        critic_keys: those of the training.
 
     Raises:
         ValueError: the environment cannot be made here, or has spaces that the trainer does not support.
     """
     seed_globals(seed, indices[0])
     first, *others = (index - UNSEEN for index in indices)
-    source, made_first = find_env(env, kwargs).explored(first, render_mode)
+    source, made_first = find_env(env, kwargs, critic_keys).explored(first, render_mode)
     made = [wrap(each) for each in (made_first, *(source.make(index, render_mode) for index in others))]
     check_spaces(source.name, made[0].observation_space, made[0].action_space)
     makers: list[Callable[[], gymnasium.Env[Any, Any]]] = [
@@ -86,11 +87,13 @@ def play(
     left = np.full(num_envs, num_episodes // num_envs)
     lengths, totals, num_cut, told = np.zeros(num_envs, np.int64), np.zeros(num_envs), 0, time.monotonic()
     asked = told
-    device = next(policy.parameters()).device
+    device, memory = next(policy.parameters()).device, policy.new_memory(num_envs)
+    remembered = () if policy.recurrent is None else (memory,)
     with in_eval_mode(policy):
         while left.any():
             seen = torch.from_numpy(observations).to(device, policy.observation_dtype)
-            step = environments.step(policy.likeliest(seen).cpu().numpy())
+            step = environments.step(policy.likeliest(seen, *remembered).cpu().numpy())
+            memory.reset(~step.valid)
             observations, lengths, totals = step.observations, lengths + step.valid, totals + step.rewards
             for episode in step.episodes:
                 index = episode.environment - first
@@ -111,6 +114,7 @@ def play(
                 left[index] -= 1
             if cut and left.any():
                 observations, lengths, totals = environments.reset(), np.zeros_like(lengths), np.zeros_like(totals)
+                memory.reset()
             now = time.monotonic()
             if now - told >= PROGRESS_SECONDS:
                 told = now
@@ -139,6 +143,7 @@ class Evaluator:
         self._env, self._kwargs, self._seed = settings.eval_env or settings.env, settings.env_kwargs, settings.seed
         self._prefix = "" if settings.eval_env is None else "eval_"  # of "env" in messages
         self._spaces = training.single_observation_space, training.single_action_space
+        self._critic_keys = settings.critic_keys
         self._indices = [UNSEEN + number for number in range(settings.eval_episodes)]
 
     def check(self) -> None:
@@ -183,7 +188,9 @@ class Evaluator:
             return env
 
         try:
-            environments = make_players(self._env, self._kwargs, seed=self._seed, indices=indices, wrap=checked)
+            environments = make_players(
+                self._env, self._kwargs, seed=self._seed, indices=indices, wrap=checked, critic_keys=self._critic_keys
+            )
             try:
                 check_same_spaces(environments, self._spaces, f"env={self._env!r}")
             except ValueError:

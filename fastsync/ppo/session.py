@@ -408,6 +408,8 @@ class Session:
             "residuals": residuals,
             "torch_random": self._random_states(),
         }
+        if ppo.policy.recurrent is not None:
+            mine["memory"] = ppo.collector.memory.states.cpu()
         if ppo.outer is not None:  # each rank has learnt by itself
             mine["learner"] = learner
         if ppo.reward_normalizer is not None:
@@ -457,6 +459,8 @@ class Session:
             ppo.collector.next_observation = self.environments.reset()
         else:
             ppo.collector.next_observation = observation
+            if "memory" in mine:
+                ppo.collector.memory.states = mine["memory"].to(self.device)
             if ppo.reward_normalizer is not None and "discounted_return" in mine:
                 ppo.reward_normalizer.carried.copy_(mine["discounted_return"])
         notes = []

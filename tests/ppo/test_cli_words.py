@@ -37,7 +37,7 @@ def test_a_command_that_is_missing_or_misspelt(capsys: pytest.CaptureFixture[str
     help_text = capsys.readouterr().err
     assert main(["trian"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "fastsync: 'trian' is not one of train, launch, eval, plot, doctor; did you mean train?"
+    assert line == "fastsync: 'trian' is not one of train, launch, eval, export, plot, doctor; did you mean train?"
     refused(lambda: main(["--help"]), "0", kind=SystemExit)
     assert capsys.readouterr().out == help_text
 

@@ -41,6 +41,7 @@ class EnvSource:
     spec: EnvSpec | None = None  # The registration in gymnasium, or None.
     kwargs: dict[str, Any] = field(default_factory=dict)  # The user's arguments of the environment.
     masks_in_info: bool = False  # Whether the environment says in ``info`` which actions are allowed.
+    critic_keys: tuple[str, ...] = ()  # Keys of a Dict that only the critic sees.
 
     @property
     def is_atari(self) -> bool:
@@ -93,9 +94,9 @@ class EnvSource:
 
     def _wrapped(self, env: Env) -> Env:
         space = env.observation_space
-        if space.is_np_flattenable and (self.masks_in_info or has_parts(space)):
+        if space.is_np_flattenable and (self.masks_in_info or has_parts(space) or self.critic_keys):
             try:
-                return PartsInARow(env, masks_in_info=self.masks_in_info)
+                return PartsInARow(env, masks_in_info=self.masks_in_info, critic_keys=self.critic_keys)
             except ValueError as error:
                 raise ValueError(f"env={self.name!r}: {error}") from None
         return env if suits(space) else FlattenObservation(LeavesChecked(env))
@@ -158,12 +159,13 @@ def _keepers_of_statistics(env: Any) -> list[Any]:
     return keepers
 
 
-def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
+def find_env(name: str, kwargs: Mapping[str, Any] | None = None, critic_keys: tuple[str, ...] = ()) -> EnvSource:
     """Finds a gymnasium id, "module:id" or "module:function".
 
     Args:
         name: the setting ``env``.
         kwargs: the setting ``env_kwargs``, for every environment.
+        critic_keys: the setting of that name.
 
     Raises:
         ValueError: there is no such environment here.
@@ -176,7 +178,7 @@ def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
         except Exception as error:  # any error of the user's module
             raise cannot_be_made(name, error) from error
         if callable(maker):
-            return EnvSource(name, maker=maker, kwargs=dict(kwargs or {}))
+            return EnvSource(name, maker=maker, kwargs=dict(kwargs or {}), critic_keys=critic_keys)
     if attribute.startswith("ALE/"):
         try:
             gymnasium.register_envs(importlib.import_module("ale_py"))
@@ -191,7 +193,7 @@ def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
             hint = f"the module {module_name} has no function {attribute!r}, and after its import: {after}"
             raise ValueError(f"env={name!r} cannot be made: {hint}") from error
         raise ValueError(f"env={name!r} cannot be made: {_why_unknown(name, error)}") from error
-    return EnvSource(name, spec=replace(spec), kwargs=dict(kwargs or {}))
+    return EnvSource(name, spec=replace(spec), kwargs=dict(kwargs or {}), critic_keys=critic_keys)
 
 
 def _why_unknown(name: str, error: Exception) -> str:

@@ -39,12 +39,12 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
     """
     first = rank * settings.num_envs
     seed_globals(settings.seed, first, restart)
-    source = find_env(settings.env, settings.env_kwargs)
+    source = find_env(settings.env, settings.env_kwargs, settings.critic_keys)
     kind = settings.vectorization
     if kind == "auto":
         # gymnasium registers a vectorised implementation of Atari games, which cannot be trained on; see below.
         own = source.spec is not None and source.spec.vector_entry_point is not None and not source.is_atari
-        kind = "vector_entry_point" if own else "sync"
+        kind = "vector_entry_point" if own and not settings.critic_keys else "sync"
     if kind == "vector_entry_point":
         seed = seed_from(settings.seed, first, restart)
         own_vector = _make_own_vector(settings, source)
@@ -84,6 +84,8 @@ def _make_recorder(
 def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any, Any, Any]:
     refused = f"vectorization='vector_entry_point': env={settings.env!r}"
     others = "choose vectorization='sync' or 'async'"
+    if source.critic_keys:
+        raise ValueError(f"{refused} is taken as it is, and critic_keys={list(source.critic_keys)} are not; {others}")
     if source.is_atari:
         raise ValueError(f"{refused} begins a new game whenever a life is lost, and reports no score; {others}")
     if source.spec is None or source.spec.vector_entry_point is None:

@@ -92,7 +92,7 @@ def notes_on_actions(settings: RunSettings, observations: Space[Any], actions: S
     parts = getattr(observations, "parts", None)
     if parts is not None and parts.mask_size:
         return [f"env={settings.env!r} has an action_mask: the policy takes only actions that it allows"]
-    if not isinstance(actions, spaces.Box):
+    if not isinstance(actions, spaces.Box) or settings.action_distribution != "normal":
         return []
     deviation = math.exp(settings.log_std_init)
     low, high = actions.low.astype(np.float64) / deviation, actions.high.astype(np.float64) / deviation
@@ -106,8 +106,8 @@ def notes_on_actions(settings: RunSettings, observations: Space[Any], actions: S
     return [
         f"warning: env={settings.env!r} takes actions in [{actions.low[at]:g}, {actions.high[at]:g}] (number {at})"
         f"{others} but the policy begins with mean 0 and standard deviation {deviation:g}, and its actions are only "
-        "clipped. Wrap the environment in gymnasium.wrappers.RescaleAction(env, -1, 1), and give it as "
-        "'module:function'"
+        "clipped. Set action_distribution to 'tanh_normal' or 'beta', which are scaled, or wrap the environment in "
+        "gymnasium.wrappers.RescaleAction(env, -1, 1)"
     ]
 
 
