@@ -16,14 +16,14 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 import tyro
-from gymnasium import Space, spaces
+from gymnasium import Space
 from torch import Tensor, nn
 
 from ..doctor import install_command
 from ..launch.options import read_options
 from .distributions import Categorical
 from .envs.interface import Environments
-from .envs.spaces import Array
+from .envs.spaces import Array, tensor_translator
 from .evaluate import find_checkpoint, make_environment, restore_policy
 from .evaluation import kept_generators
 from .files import write_whole
@@ -71,6 +71,7 @@ class Exported(nn.Module):
         super().__init__()
         self.policy = policy
         self.action_space: Any = action_space
+        self._translate = tensor_translator(action_space, torch.device("cpu"))
 
     @property
     def outputs(self) -> list[str]:
@@ -80,17 +81,10 @@ class Exported(nn.Module):
     def forward(self, observations: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         observations = self.policy.padded(observations)
         if self.policy.recurrent is None:
-            return (self._translated(self.policy.likeliest(observations)),)
+            return (self._translate(self.policy.likeliest(observations)),)
         memory = self.policy.new_memory()
         (memory.states,) = states
-        return self._translated(self.policy.likeliest(observations, memory)), memory.states
-
-    def _translated(self, actions: Tensor) -> Tensor:
-        """Does to tensors what ``action_translator`` does to arrays."""
-        if isinstance(self.action_space, spaces.Box):
-            low, high = torch.from_numpy(self.action_space.low), torch.from_numpy(self.action_space.high)
-            return actions.to(low.dtype).clamp(low, high)
-        return actions + torch.as_tensor(self.action_space.start)
+        return self._translate(self.policy.likeliest(observations, memory)), memory.states
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -153,8 +153,12 @@ class Collector:
         self.outputs = rows(num_steps, distribution.num_outputs)  # parameters of the distribution, such as logits
         self.memory = policy.new_memory(num_envs)  # of the episodes so far, if the policy is recurrent
         self.states = rows(num_steps, self.memory.states.shape[-1])
-        self.rewards = np.empty((num_steps, num_envs))
-        self.flags = np.empty((3, num_steps, num_envs), dtype=np.bool_)  # terminated, done, valid
+        size = num_steps, num_envs
+        self.rewards: Any = np.empty(size)
+        self.flags: Any = np.empty((3, *size), dtype=np.bool_)  # terminated, done, valid
+        if environments.takes_tensors:  # nothing of them goes over the host
+            self.rewards = torch.empty(size, dtype=policy.dtype, device=streams.device)
+            self.flags = torch.empty(3, *size, dtype=torch.bool, device=streams.device)
         self.next_observation = environments.reset()  # [N, *observation_shape]
 
     @torch.no_grad()
@@ -180,7 +184,8 @@ class Collector:
                 self.values[t].copy_(policy.value(features))
             self.actions[t].copy_(distribution.sample(outputs, noises[t]))
             stepped = time.perf_counter()
-            step = self.environments.step(distribution.scaled(self.actions[t]).cpu().numpy())
+            chosen: Any = distribution.scaled(self.actions[t])
+            step = self.environments.step(chosen if self.environments.takes_tensors else chosen.cpu().numpy())
             environment_seconds += time.perf_counter() - stepped
             self.rewards[t], terminated[t], valid[t] = step.rewards, step.terminated, step.valid
             done[t] = step.terminated | step.truncated
@@ -188,7 +193,8 @@ class Collector:
             self.next_observation = step.observations
             episodes += [episode._replace(row=t) for episode in step.episodes]
             add_infos(infos, step)
-        check_rewards(self.rewards, first_index=self.environments.first_index)
+        episodes += self.environments.take_episodes()
+        check_rewards(torch.as_tensor(self.rewards), first_index=self.environments.first_index)
         last = self.observations.write(num_steps, self.next_observation)
         observations, values = self.observations.tensor, self.values.tensor
         if shares_layers:
@@ -199,14 +205,16 @@ class Collector:
         else:  # a separate critic is evaluated once, for all rows
             rows = observations.flatten(0, 1)  # some layers, such as BatchNorm1d, take [B, D] only
             values.copy_(policy.value(policy.features(rows)).view_as(values))
-        flags = dict(zip(("terminated", "done", "valid"), torch.from_numpy(self.flags).to(values.device), strict=True))
+        flags = dict(
+            zip(("terminated", "done", "valid"), torch.as_tensor(self.flags, device=values.device), strict=True)
+        )
         outputs, actions = self.outputs.tensor, self.actions.tensor
         blank_unused(observations, values, outputs, actions, **flags, first_index=self.environments.first_index)
         return Rollout(
             observations=observations[:-1],
             actions=actions,
             values=values[:-1],
-            rewards=torch.from_numpy(self.rewards).to(values.device, values.dtype),
+            rewards=torch.as_tensor(self.rewards).to(values.device, values.dtype),
             **flags,
             log_probs=distribution.log_prob(outputs, actions),
             next_values=values[1:],

@@ -76,7 +76,7 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
         if dist.get_rank() > 0 and not settings.quiet:
             apart.enter_context(output_kept_apart(here / folder / f"rank{dist.get_rank()}.log"))
         restart = checkpoint.step if checkpoint else 0
-        environments = make_environments(settings, rank=dist.get_rank(), restart=restart)
+        environments = make_environments(settings, rank=dist.get_rank(), restart=restart, device=device or chosen)
         stack.enter_context(environments)
         signals = stack.enter_context(StopSignals())
         yield Session(settings, environments, device or chosen, signals, stack, opened[0], here, survivors, apart)

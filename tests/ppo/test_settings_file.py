@@ -25,7 +25,8 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
     # No value is the default, so that none can be lost without notice.
     settings = Settings(
         env="a:b", seed=2, total_steps=7, num_envs=6, num_steps=6, vectorization="async",
-        network="shared", recurrent="gru", action_distribution="tanh_normal", hidden_sizes=(3, 2, 1), activation="elu", log_std_init=-1.5,
+        network="shared", recurrent="gru", action_distribution="tanh_normal",
+        hidden_sizes=(3, 2, 1), activation="elu", log_std_init=-1.5,
         ortho_init=False,
         learning_rate=1e-5, lr_schedule="adaptive", lr_scaling="sqrt", warmup_updates=3, num_epochs=2,
         num_minibatches=3, num_micro_batches=2, gamma=0.5, gae_lambda=0.25, clip_coef=1e-10, anneal_clip=True,

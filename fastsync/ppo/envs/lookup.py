@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import FlattenObservation, NormalizeObservation, NormalizeReward
 from gymnasium.wrappers import vector as vector_wrappers
@@ -51,6 +52,32 @@ class EnvSource:
             and str(self.spec.entry_point).startswith("ale_py")
             and (self.spec.kwargs | self.kwargs).get("obs_type", "rgb") != "ram"
         )
+
+    @property
+    def makes_vector(self) -> bool:
+        """Whether it is the user's function of ``num_envs``, which makes environments that step together."""
+        return self.maker is not None and "num_envs" in inspect.signature(self.maker).parameters
+
+    def make_vector(self, num_envs: int, device: torch.device) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
+        """Makes environments that step together, by the user's function. It gets ``device`` if it takes one.
+
+        Raises:
+            ValueError: they cannot be made here.
+        """
+        assert self.maker is not None
+        given: dict[str, Any] = {"num_envs": num_envs}
+        if "device" in inspect.signature(self.maker).parameters:
+            given["device"] = device
+        try:
+            vector: Any = self.maker(**given, **self.kwargs)
+        except Exception as error:  # any error of the user's function
+            raise cannot_be_made(self.name, error, kwargs=self.kwargs) from error
+        if not isinstance(vector, gymnasium.vector.VectorEnv):
+            raise ValueError(
+                f"env={self.name!r} returned {vector!r}; a function that takes num_envs must return a "
+                "gymnasium.vector.VectorEnv"
+            )
+        return vector
 
     def make(self, index: int = 0, render_mode: str | None = None) -> Env:
         """Makes an environment. Games get the wrappers of ``wrap_atari``. Observations that are neither vectors nor

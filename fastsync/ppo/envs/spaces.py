@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..settings import RunSettings
 
@@ -125,6 +127,16 @@ def action_translator(space: Space[Any]) -> Callable[[Array], Array]:
     assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
     start = space.start
     return (lambda actions: actions + start) if np.any(start) else (lambda actions: actions.copy())
+
+
+def tensor_translator(space: Space[Any], device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Returns a function that does to tensors on a device what ``action_translator`` does to arrays."""
+    if isinstance(space, spaces.Box):
+        low, high = (torch.from_numpy(bound).to(device) for bound in (space.low, space.high))
+        return lambda actions: actions.to(low.dtype).clamp(low, high)
+    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
+    start = torch.as_tensor(space.start, device=device)
+    return lambda actions: actions + start
 
 
 def random_actions(space: Space[Any], num_envs: int, generator: np.random.Generator) -> Array:
