@@ -92,7 +92,7 @@ test-trainers: $(foreach package,trainers ray pufferlib skrl rsl-rl skypilot,$(V
 	$(VENV)/with-trainers/bin/python -m pytest tests/engine/test_examples.py -k 'hf_trainer or lightning or rl_games or torchrl' $(PYTEST_ARGS)
 	$(VENV)/with-trainers/bin/python -m pytest tests/engine/test_lightning.py tests/engine/test_transformers.py $(PYTEST_ARGS)
 	$(VENV)/with-trainers/bin/python -m pytest tests/ppo/test_launch_files.py -k kubeflow $(PYTEST_ARGS)
-	$(VENV)/with-trainers/bin/python -m pytest tests/ppo/test_export.py $(PYTEST_ARGS)
+	$(VENV)/with-trainers/bin/python -m pytest tests/ppo/test_export.py tests/ppo/test_optuna.py $(PYTEST_ARGS)
 	$(VENV)/with-ray/bin/python -m pytest tests/ppo/test_launch_ray.py $(PYTEST_ARGS)
 	$(VENV)/with-pufferlib/bin/python -m pytest tests/engine/test_examples.py -k pufferlib $(PYTEST_ARGS)
 	$(VENV)/with-skrl/bin/python -m pytest tests/engine/test_examples.py -k skrl_ppo $(PYTEST_ARGS)

@@ -283,7 +283,8 @@ class ActorCritic(Policy):
         if settings.recurrent != "none":
             self.recurrent = Recurrent(settings.recurrent, width, width)
             for name, parameter in self.recurrent.named_parameters():
-                nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
+                for gate in parameter.chunk(len(parameter) // width):
+                    nn.init.zeros_(gate) if "bias" in name else nn.init.orthogonal_(gate)
         if not settings.ortho_init:
             for module in self.modules():
                 if isinstance(module, nn.Linear | nn.Conv2d | nn.RNNBase):

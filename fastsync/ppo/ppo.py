@@ -36,7 +36,7 @@ from .policies import ActorCritic, Policy, autocast, explain_batch_norm, in_eval
 from .random_streams import RandomStreams
 from .runs.metrics import TrainResult, add_infos, mean, mean_of_steps
 from .session import open_session
-from .settings import FLAG_OF_BEFORE, RunSettings
+from .settings import FLAG_OF_BEFORE, RunSettings, own_first
 
 ADAPTIVE_LIMITS = (1e-5, 1e-2)  # of the adaptive learning rate, as in RSL-RL
 ADAPTIVE_FACTOR = 1.5
@@ -44,9 +44,10 @@ KL_TOLERANCE = 1.5  # learning from a rollout ends at this multiple of target_kl
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
+@own_first
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    """PPO's settings, after those of every run. Counts of environments, steps and minibatches are per rank.
+    """PPO's settings, and then those of every run. Counts of environments, steps and minibatches are per rank.
 
     The defaults are those of CleanRL's ppo.py.
     """
@@ -75,7 +76,7 @@ class Settings(RunSettings):
     num_minibatches: int = 4  # Minibatches per pass, one optimizer step each. It must divide num_envs * num_steps.
     num_micro_batches: int = 1
     """Parts of a minibatch that go through the network in turn, to save memory. Each minibatch sends gradients once."""
-    learning_rate: float = 2.5e-4  # Learning rate of Adam at the start.
+    learning_rate: float = 2.5e-4  # Learning rate of Adam at the start. --lr is the same.
     lr_schedule: Literal["constant", "linear", "adaptive"] = "linear"
     """linear lowers the learning rate to 0 over the run. adaptive divides it by 1.5 if a minibatch's KL divergence is
     over twice target_kl, and multiplies it by 1.5 if under half. It stays in [1e-5, 1e-2]."""

@@ -175,6 +175,16 @@ class RunSettings:
 
 Kind = TypeVar("Kind", bound=RunSettings)
 
+
+def own_first(kind: type[Kind]) -> type[Kind]:
+    """Decorates a class of settings: those that it adds come first, as in --help, and then those of every run."""
+    fields: dict[str, Any] = kind.__dataclass_fields__
+    of_runs = RunSettings.__dataclass_fields__
+    added = {name: field for name, field in fields.items() if name not in of_runs}
+    kind.__dataclass_fields__ = added | fields
+    return kind
+
+
 PRESETS = Path(__file__).parent / "presets"
 
 

@@ -114,7 +114,7 @@ def test_settings_that_do_not_go_together_are_refused():
 
 LEARNS = Settings(
     env="tests.toy_envs:masked_cart_pole", total_steps=150_000, num_envs=4, num_steps=128, num_minibatches=4,
-    learning_rate=1e-3, gamma=0.98, gae_lambda=0.9, eval_interval=30_000, eval_episodes=20,
+    learning_rate=2e-3, gamma=0.98, gae_lambda=0.9, eval_interval=30_000, eval_episodes=20,
 )  # fmt: skip
 
 
