@@ -92,6 +92,7 @@ test-trainers: $(foreach package,trainers ray pufferlib skrl rsl-rl skypilot,$(V
 	$(VENV)/with-trainers/bin/python -m pytest tests/engine/test_examples.py -k 'hf_trainer or lightning or rl_games or torchrl' $(PYTEST_ARGS)
 	$(VENV)/with-trainers/bin/python -m pytest tests/engine/test_lightning.py tests/engine/test_transformers.py $(PYTEST_ARGS)
 	$(VENV)/with-trainers/bin/python -m pytest tests/ppo/test_launch_files.py -k kubeflow $(PYTEST_ARGS)
+	$(VENV)/with-trainers/bin/python -m pytest tests/ppo/test_export.py tests/ppo/test_optuna.py $(PYTEST_ARGS)
 	$(VENV)/with-ray/bin/python -m pytest tests/ppo/test_launch_ray.py $(PYTEST_ARGS)
 	$(VENV)/with-pufferlib/bin/python -m pytest tests/engine/test_examples.py -k pufferlib $(PYTEST_ARGS)
 	$(VENV)/with-skrl/bin/python -m pytest tests/engine/test_examples.py -k skrl_ppo $(PYTEST_ARGS)
@@ -107,7 +108,7 @@ $(VENV)/with-sbx/.installed: PACKAGES = sbx-rl==0.28.0
 $(VENV)/with-rlox/.installed: PACKAGES = rlox==1.2.0
 $(VENV)/with-rejax/.installed: PACKAGES = rejax==0.1.3 gymnax==1.0.1
 $(VENV)/with-torchft/.installed: PACKAGES = torchft==0.2.0
-$(VENV)/with-trainers/.installed: PACKAGES = -e '.[trainers]' --no-build-isolation
+$(VENV)/with-trainers/.installed: PACKAGES = -e '.[trainers,export]' --no-build-isolation
 $(VENV)/with-ray/.installed: PACKAGES = 'ray[default,train]'
 $(VENV)/with-skrl/.installed: PACKAGES = skrl
 $(VENV)/with-rsl-rl/.installed: PACKAGES = rsl-rl-lib

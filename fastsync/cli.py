@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "train a policy with PPO on several ranks",
     "launch": "start ranks of a script on this host, or write the file by which Slurm, Kubernetes or SkyPilot does",
     "eval": "play episodes with a trained policy",
+    "export": "write a trained policy into an ONNX or TorchScript file",
     "plot": "draw learning curves of runs",
     "doctor": "tell what works on this machine, and what does not",
 }
@@ -49,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str, arguments: Sequence[str]) -> int:
     """Runs a subcommand. It tells a user's mistake in one sentence."""
     try:
-        main = {"train": _train, "launch": _launch, "eval": _eval, "plot": _plot, "doctor": _doctor}[command]()
+        main = {
+            "train": _train, "launch": _launch, "eval": _eval, "export": _export, "plot": _plot, "doctor": _doctor,
+        }[command]()  # fmt: skip
     except ImportError as error:  # the extension is not built
         sys.exit(f"fastsync {command}: {error}")
     try:
@@ -122,6 +125,15 @@ def _eval() -> Callable[[Sequence[str]], int]:
     from .ppo import evaluate
 
     return evaluate.main
+
+
+def _export() -> Callable[[Sequence[str]], int]:
+    from .ppo.__main__ import require_extra
+
+    require_extra()
+    from .ppo import export
+
+    return export.main
 
 
 def _plot() -> Callable[[Sequence[str]], int]:

@@ -503,3 +503,34 @@ def read_from(file: str) -> gymnasium.Env[Any, Any]:
     env.action_space = spaces.Discrete(actions)
     env.look = lambda: np.zeros(size, np.float32)
     return gymnasium.wrappers.TransformReward(env, lambda _: reward)
+
+
+def masked_cart_pole(**given: Any) -> gymnasium.Env[Any, Any]:
+    """Shows where cart and pole are, and not how fast: one observation does not tell what to do."""
+    env, seen = gymnasium.make("CartPole-v1", **given), [0, 2]
+    space: Any = env.observation_space
+    shown = spaces.Box(space.low[seen], space.high[seen], dtype=space.dtype)
+    return gymnasium.wrappers.TransformObservation(env, lambda observation: observation[seen], shown)
+
+
+class Privileged(Countdown):
+    """What a camera sees, and what only a simulator knows."""
+
+    observation_space = spaces.Dict(
+        seen=spaces.Box(-np.inf, np.inf, (2,), np.float32), state=spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    )
+
+    def look(self) -> Any:
+        state = np.array([self.remaining, self.length, 7.0], np.float32)
+        return {"seen": np.array([self.noise, -self.noise], np.float32), "state": state}
+
+
+class PrivilegedForbids(OneForbidden):
+    """And an image, and a mask."""
+
+    observation_space = spaces.Dict(
+        camera=spaces.Box(0, 255, (1, 36, 36), np.uint8), state=spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    )
+
+    def look(self) -> Any:
+        return {"camera": np.full((1, 36, 36), self.remaining, np.uint8), "state": np.ones(3, np.float32)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,18 +27,13 @@ class Rows:
     def __getitem__(self, row: int) -> Tensor:
         return self._rows[row]
 
-    def write(self, row: int, array: Array) -> Tensor:
-        """Writes an array into a row, and returns the row."""
-        if self._array is None:
-            self._rows[row].copy_(torch.from_numpy(array))
+    def write(self, row: int, array: Array | Tensor) -> Tensor:
+        """Writes an array or a tensor into a row, and returns the row."""
+        if self._array is None or isinstance(array, Tensor):
+            self._rows[row].copy_(torch.as_tensor(array))
         else:  # numpy is three times as fast
             self._array[row] = array
         return self._rows[row]
-
-    def array(self, row: int) -> Array:
-        """Returns a row as an array."""
-        array: Array = self._rows[row].cpu().numpy() if self._array is None else self._array[row]
-        return array
 
 
 def blank_unused(
@@ -77,7 +71,7 @@ def blank_unused(
     outputs[is_blank[:-1]], actions[is_blank[:-1]] = 0, 0
 
 
-def check_rewards(rewards: Array, *, first_index: int) -> None:
+def check_rewards(rewards: Tensor, *, first_index: int) -> None:
     """Checks the rewards [T, N] of a rollout. Vectorised environments come without other checks.
 
     Args:
@@ -87,9 +81,9 @@ def check_rewards(rewards: Array, *, first_index: int) -> None:
     Raises:
         RuntimeError: one is not finite.
     """
-    wrong = ~np.isfinite(rewards)
+    wrong = ~rewards.isfinite()
     if wrong.any():
-        row, index = np.argwhere(wrong)[0]
+        row, index = wrong.nonzero()[0].tolist()
         raise RuntimeError(
             f"environment {first_index + index} has returned the reward {rewards[row, index]} in step {row + 1} of the "
             "rollout; it must be finite"

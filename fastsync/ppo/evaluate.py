@@ -30,6 +30,7 @@ from .names import kept_folder, look_in
 from .policies import Policy, make_policy
 from .ppo import Settings
 from .runs.checkpoints import BEST, Checkpoint, CheckpointFolder, is_checkpoint_file, load_checkpoint
+from .runs.figures import format_return
 from .runs.folder import CHECKPOINTS
 from .runs.metrics import returns_of
 from .whole_numbers import WHOLE_NUMBERS
@@ -104,10 +105,11 @@ def main(arguments: Sequence[str]) -> int:
             return 1
     returns, name = np.array(returns_of(episodes)), "episode" if len(episodes) == 1 else "episodes"
     length = np.mean([episode.length for episode in episodes])
+    mean_return, std = format_return(returns.mean(), 2), format_return(returns.std(), 2)
     which = f"after {checkpoint.step:,} steps{', the best checkpoint' if file.name == BEST else ''}"
     print(
-        f"{options.env or checkpoint.settings['env']} {which}, likeliest actions: return {returns.mean():.2f} "
-        f"± {returns.std():.2f} over {len(episodes)} {name} of {length:.1f} steps"
+        f"{options.env or checkpoint.settings['env']} {which}, likeliest actions: return {mean_return} "
+        f"± {std} over {len(episodes)} {name} of {length:.1f} steps"
     )
     if options.video:
         print(f"videos: {options.video}")
@@ -119,7 +121,7 @@ def _check_suits(checkpoint: Checkpoint, environment: Environments, options: Eva
     settings = checkpoint.settings_as(Settings)
     try:
         with kept_generators(torch.device("cpu")):  # the environment to play in has been seeded
-            training = make_players(settings.env, settings.env_kwargs, seed=0)
+            training = make_players(settings.env, settings.env_kwargs, seed=0, critic_keys=settings.critic_keys)
     except ValueError:  # its module or package is missing; the weights still have to fit
         return
     with training:
@@ -244,7 +246,9 @@ def make_environment(
         return made if video is None else _recorded(made, video, re.sub("[/: ]", "-", env))
 
     try:
-        return make_players(env, kwargs, seed=seed, wrap=wrap, render_mode=render_mode)
+        return make_players(
+            env, kwargs, seed=seed, wrap=wrap, render_mode=render_mode, critic_keys=settings.critic_keys
+        )
     except ValueError as error:
         raise ValueError(f"{error}{_where_it_was(checkpoint, path, env)}") from error
 

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from gymnasium import Space
 
-from .envs.interface import UNSEEN, Environments, Episode, seed_globals
-from .envs.lookup import Env, find_env, notes_on, refuse_running_statistics
+from .envs.interface import UNSEEN, Environments, Episode, seed_from, seed_globals
+from .envs.lookup import Env, EnvSource, find_env, notes_on, refuse_running_statistics
 from .envs.spaces import check_spaces
-from .envs.vector import EpisodeRecorder, RecordedEnvironments, join
+from .envs.tensors import OnHost
+from .envs.vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments, join
 from .exchange import Exchange
 from .policies import Policy, in_eval_mode
 from .settings import RunSettings
@@ -34,7 +35,8 @@ SLICE_SECONDS = 2.0
 
 def make_players(
     env: str, kwargs: Mapping[str, Any] | None = None, *, seed: int, indices: Sequence[int] = (UNSEEN,),
-    wrap: Callable[[Env], Env] = lambda made: made, render_mode: str | None = None,
+    wrap: Callable[[Env], Env] = lambda made: made, render_mode: str | None = None, critic_keys: tuple[str, ...] = (),
+    device: torch.device | None = None,
 ) -> Environments:  # fmt: skip
     """Makes environments to play in, like those of the training.
 
@@ -45,13 +47,18 @@ def make_players(
         indices: numbers of the environments. A user's function with an argument ``index`` gets them less ``UNSEEN``.
         wrap: wraps each environment.
         render_mode: gymnasium's.
+        critic_keys: those of the training.
+        device: where the policy is, for environments that compute there; by default the CPU.
 
     Raises:
         ValueError: the environment cannot be made here, or has spaces that the trainer does not support.
     """
     seed_globals(seed, indices[0])
     first, *others = (index - UNSEEN for index in indices)
-    source, made_first = find_env(env, kwargs).explored(first, render_mode)
+    source = find_env(env, kwargs, critic_keys)
+    if source.makes_vector:
+        return _players_of_vector(source, seed=seed, indices=indices, is_drawn=render_mode is not None, device=device)
+    source, made_first = source.explored(first, render_mode)
     made = [wrap(each) for each in (made_first, *(source.make(index, render_mode) for index in others))]
     check_spaces(source.name, made[0].observation_space, made[0].action_space)
     makers: list[Callable[[], gymnasium.Env[Any, Any]]] = [
@@ -60,6 +67,17 @@ def make_players(
     vector = join(source.name, makers, made[0].observation_space)
     notes = notes_on(source.name, made[0])
     return RecordedEnvironments(vector, first_index=indices[0], counts_games=source.is_atari, notes=notes)
+
+
+def _players_of_vector(
+    source: EnvSource, *, seed: int, indices: Sequence[int], is_drawn: bool, device: torch.device | None
+) -> Environments:
+    """Makes environments that step together. What they give is brought to the host."""
+    if is_drawn:
+        raise ValueError(f"env={source.name!r} makes environments that step together, which cannot be drawn")
+    vector = OnHost(source.make_vector(len(indices), device or torch.device("cpu")))
+    check_spaces(source.name, vector.single_observation_space, vector.single_action_space)
+    return VectorizedEnvironments(vector, seed=seed_from(seed, indices[0]), first_index=indices[0])
 
 
 @torch.no_grad()
@@ -86,11 +104,13 @@ def play(
     left = np.full(num_envs, num_episodes // num_envs)
     lengths, totals, num_cut, told = np.zeros(num_envs, np.int64), np.zeros(num_envs), 0, time.monotonic()
     asked = told
-    device = next(policy.parameters()).device
+    device, memory = next(policy.parameters()).device, policy.new_memory(num_envs)
+    remembered = () if policy.recurrent is None else (memory,)
     with in_eval_mode(policy):
         while left.any():
             seen = torch.from_numpy(observations).to(device, policy.observation_dtype)
-            step = environments.step(policy.likeliest(seen).cpu().numpy())
+            step = environments.step(policy.likeliest(seen, *remembered).cpu().numpy())
+            memory.reset(~step.valid)
             observations, lengths, totals = step.observations, lengths + step.valid, totals + step.rewards
             for episode in step.episodes:
                 index = episode.environment - first
@@ -111,6 +131,7 @@ def play(
                 left[index] -= 1
             if cut and left.any():
                 observations, lengths, totals = environments.reset(), np.zeros_like(lengths), np.zeros_like(totals)
+                memory.reset()
             now = time.monotonic()
             if now - told >= PROGRESS_SECONDS:
                 told = now
@@ -139,6 +160,7 @@ class Evaluator:
         self._env, self._kwargs, self._seed = settings.eval_env or settings.env, settings.env_kwargs, settings.seed
         self._prefix = "" if settings.eval_env is None else "eval_"  # of "env" in messages
         self._spaces = training.single_observation_space, training.single_action_space
+        self._critic_keys = settings.critic_keys
         self._indices = [UNSEEN + number for number in range(settings.eval_episodes)]
 
     def check(self) -> None:
@@ -168,7 +190,8 @@ class Evaluator:
         numbers, together = list[float](), _Together(exchange, stop_requested)
         mine = self._indices[exchange.rank :: exchange.world_size]
         if mine:
-            with _kept(policy), self._make(mine) as environments:
+            device = next(policy.parameters()).device
+            with _kept(policy), self._make(mine, device) as environments:
                 for number, value, length, _ in play(policy, environments, len(mine), goes_on=together.go_on):
                     numbers += [mine[number - environments.first_index], value, length]
         if not together.wait_for_all():
@@ -177,13 +200,16 @@ class Evaluator:
         columns = zip(gathered[::3], gathered[1::3], gathered[2::3], strict=True)
         return sorted(Episode(int(environment), value, int(length)) for environment, value, length in columns)
 
-    def _make(self, indices: Sequence[int]) -> Environments:
+    def _make(self, indices: Sequence[int], device: torch.device | None = None) -> Environments:
         def checked(env: Env) -> Env:
             refuse_running_statistics(self._env, env)
             return env
 
         try:
-            environments = make_players(self._env, self._kwargs, seed=self._seed, indices=indices, wrap=checked)
+            environments = make_players(
+                self._env, self._kwargs, seed=self._seed, indices=indices, wrap=checked, critic_keys=self._critic_keys,
+                device=device,
+            )  # fmt: skip
             try:
                 check_same_spaces(environments, self._spaces, f"env={self._env!r}")
             except ValueError:

@@ -104,13 +104,13 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...]]] = {
     "categorical": ("a4ee9130bb217a2f", _categorical, ()),
     "choose": ("516f1ff02e1456a2", _choose, ()),
     "ppo_loss": ("4af4ff858aba0eed", _ppo_loss, ()),
-    "minibatch_loss": ("36661b8ee4d5be09", _minibatch_loss, ("autocast",)),
+    "minibatch_loss": ("31970e4fc3638683", _minibatch_loss, ("autocast",)),
 }
 """Maps the name of a plain function to three things: a fingerprint, the operator that was proven equal, and the names
 of more functions that the fingerprint includes."""
 
 _METHODS = ("forward", "features", "outputs", "allowed", "value", "_in_full_precision")
-_PROVEN = "8d16615f31dca407"
+_PROVEN = "ef31c8ec458f0fd5"
 """The fingerprint of a policy's methods, and of its distribution's, that ``minibatch_loss`` was proven equal for."""
 
 
@@ -172,7 +172,8 @@ def _suits(rows: Tensor) -> bool:
 def _perceptrons(policy: Any) -> list[list[Tensor]] | None:
     """Returns weights and biases of actor and critic; None if the policy is more than two perceptrons and a choice."""
     kind, distribution, networks = type(policy), policy.distribution, (policy.actor, policy.critic)
-    if policy.trunk is not None or policy.normalizer is not None or policy.parts is not None or distribution.shape:
+    others = policy.trunk, policy.recurrent, policy.normalizer, policy.parts
+    if any(each is not None for each in others) or distribution.shape:
         return None
     if any(type(network) is not Perceptron for network in networks) or any(map(_is_changed, (policy, *networks))):
         return None

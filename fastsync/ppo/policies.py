@@ -1,13 +1,9 @@
-"""Policies: action distributions and networks.
-
-Subclass ``Policy`` for a network of your own. The caller draws the random numbers, for a whole rollout at once.
-"""
+"""Policies: networks of an actor and a critic. Subclass ``Policy`` for one of your own."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -18,10 +14,12 @@ from gymnasium import Space, spaces
 from torch import Tensor, nn
 
 from . import fused
+from .distributions import make_distribution
 from .envs.parts import Parts, PartsSpace, forbids_all
 from .envs.spaces import Array, action_translator
 from .names import import_from
 from .normalize import ObservationNormalizer
+from .recurrent import Memory, Recurrent
 from .settings import Precision, RunSettings
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
@@ -30,131 +28,6 @@ FORBIDDEN = -1e4
 """The logit of a forbidden action. Its probability is exactly 0, and its entropy is not nan."""
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
-
-
-@fused.Operator
-def categorical(logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities [B] of actions [B] under logits [B, n], and entropies [B], in nats."""
-    log_probabilities = torch.log_softmax(logits, dim=-1)
-    entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
-    return log_probabilities.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropy
-
-
-@fused.Operator
-def choose(logits: Tensor, noise: Tensor) -> Tensor:
-    """Returns the argmax [B] of logits + noise [B, n]: with Gumbel noise, a sample of the logits' distribution."""
-    return torch.argmax(logits + noise, dim=-1)
-
-
-class ActionDistribution(nn.Module, ABC):
-    """A distribution over the actions of one kind of space.
-
-    Attributes:
-        num_outputs: number of parameters that the network's last layer computes.
-        shape: shape of an action.
-        dtype: dtype of actions.
-    """
-
-    num_outputs: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @abstractmethod
-    def noise(self, uniform: Tensor) -> Tensor:
-        """Transforms uniform random numbers in (0, 1) to the noise of ``sample``, both [..., num_outputs]."""
-
-    @abstractmethod
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        """Samples actions [..., *shape], from outputs and noise [..., num_outputs]."""
-
-    @abstractmethod
-    def mode(self, outputs: Tensor) -> Tensor:
-        """Returns the likeliest actions [..., *shape], from outputs [..., num_outputs]."""
-
-    @abstractmethod
-    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities [...] (or log densities) of actions [..., *shape], and entropies [...] in nats.
-
-        The distributions are those of outputs [..., num_outputs].
-        """
-
-    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
-        """Returns the log-probabilities only."""
-        return self.log_prob_and_entropy(outputs, actions)[0]
-
-
-class Categorical(ActionDistribution):
-    """One choice out of n, or several independent choices. The outputs are the logits of all choices.
-
-    Args:
-        num_choices: n, or a list with the n of each choice.
-    """
-
-    def __init__(self, num_choices: int | Sequence[int]) -> None:
-        super().__init__()
-        self._sizes = [num_choices] if isinstance(num_choices, int) else list(num_choices)
-        self.num_outputs = sum(self._sizes)
-        self.shape = () if isinstance(num_choices, int) else (len(self._sizes),)
-        self.dtype = torch.int64
-
-    def noise(self, uniform: Tensor) -> Tensor:
-        # Gumbel noise: the argmax of logits + noise is a sample. So acting needs no softmax.
-        return -torch.log(-torch.log(uniform))
-
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        return choose(outputs, noise) if not self.shape else self.mode(outputs + noise)
-
-    def mode(self, outputs: Tensor) -> Tensor:
-        if not self.shape:
-            return torch.argmax(outputs, dim=-1)
-        return torch.stack([logits.argmax(-1) for logits in outputs.split(self._sizes, dim=-1)], dim=-1)
-
-    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.shape:
-            return categorical(outputs, actions)
-        each = zip(outputs.split(self._sizes, dim=-1), actions.unbind(-1), strict=True)
-        log_probs, entropies = zip(*(categorical(logits, chosen) for logits, chosen in each), strict=True)
-        return torch.stack(log_probs).sum(0), torch.stack(entropies).sum(0)
-
-
-class DiagonalGaussian(ActionDistribution):
-    """Independent normal distributions. The outputs are the means; the log standard deviations are parameters.
-
-    Samples are not bounded. The environment clips them to its bounds; log-probabilities are of the unclipped samples.
-    """
-
-    def __init__(self, size: int, *, log_std_init: float) -> None:
-        super().__init__()
-        self.num_outputs = size
-        self.shape = (size,)
-        self.dtype = torch.float32
-        self.log_std = nn.Parameter(torch.full((size,), log_std_init, dtype=torch.float32, device="cpu"))
-
-    def noise(self, uniform: Tensor) -> Tensor:
-        normal: Tensor = torch.special.ndtri(uniform)
-        return normal
-
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        return outputs + self.log_std.exp() * noise
-
-    def mode(self, outputs: Tensor) -> Tensor:
-        return outputs
-
-    def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        standardized = (actions - outputs) * (-self.log_std).exp()
-        log_prob = (-0.5 * standardized.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
-        entropy = (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
-        return log_prob, entropy.expand(outputs.shape[:-1])
-
-
-def make_distribution(action_space: spaces.Space, *, log_std_init: float) -> ActionDistribution:  # type: ignore[type-arg]
-    """Makes the distribution for a space that ``make_environments`` accepts."""
-    if isinstance(action_space, spaces.Discrete):
-        return Categorical(int(action_space.n))
-    if isinstance(action_space, spaces.MultiDiscrete):
-        return Categorical([int(number) for number in action_space.nvec])
-    assert isinstance(action_space, spaces.Box)
-    return DiagonalGaussian(action_space.shape[0], log_std_init=log_std_init)
 
 
 class Policy(nn.Module):
@@ -170,6 +43,7 @@ class Policy(nn.Module):
         distribution: the distribution of actions, chosen by the action space.
         normalizer: normalises observations; None without norm_observations.
         trunk: layers that actor and critic share; their input is its output. None by default.
+        recurrent: layers that remember earlier observations, behind the trunk. None by default.
         parts: what a row of observations consists of, if that is more than one vector or image. Else None.
     """
 
@@ -182,6 +56,7 @@ class Policy(nn.Module):
         self.parts: Parts | None = getattr(observation_space, "parts", None)
         self._action_space = action_space
         self._observation_shape = observation_space.shape
+        self._num_critic = 0 if self.parts is None else self.parts.num_critic
         if self.parts is not None:  # the network's rows have no mask, and those of the environment do
             self._observation_shape = (observation_space.shape[0] + self.parts.mask_size,)
         self._sees_images = len(observation_space.shape) == 3
@@ -190,12 +65,25 @@ class Policy(nn.Module):
         if settings.norm_observations:
             size = observation_space.shape[0] if self.parts is None else self.parts.num_numbers
             self.normalizer = ObservationNormalizer(size)
-        self.distribution = make_distribution(action_space, log_std_init=settings.log_std_init)
+        self.distribution = make_distribution(action_space, settings)
         self.trunk: nn.Module | None = None
+        self.recurrent: Recurrent | None = None
 
-    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the outputs [..., num_outputs] and the values [...] of observations ``[..., *shape]``."""
+    def forward(
+        self, observations: Tensor, states: Tensor | None = None, begins: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the outputs [..., num_outputs] and the values [...] of observations ``[..., *shape]``.
+
+        Args:
+            observations: the observations. With recurrent layers they are rows [B, ...] of pieces of episodes.
+            states, begins: as in ``Recurrent.forward``. Without them each row is the first one of an episode.
+        """
         features = self.features(observations)
+        if self.recurrent is not None:
+            if states is None or begins is None:
+                features = self.new_memory(len(features)).step(features)
+            else:
+                features = self.recurrent(features, states, begins)
         return self.allowed(self.outputs(features), observations), self.value(features)
 
     def features(self, observations: Tensor) -> Tensor:
@@ -208,7 +96,7 @@ class Policy(nn.Module):
 
     def outputs(self, features: Tensor) -> Tensor:
         """Computes the distribution's outputs [..., num_outputs], in full precision even under autocast."""
-        return self._in_full_precision(self.actor(features))
+        return self._in_full_precision(self.actor(features[..., self._num_critic :] if self._num_critic else features))
 
     def allowed(self, outputs: Tensor, observations: Tensor) -> Tensor:
         """Makes the actions impossible that the mask in the observations forbids, if there is one."""
@@ -220,17 +108,40 @@ class Policy(nn.Module):
         """Computes values, the expected discounted returns [...], in full precision even under autocast."""
         return self._in_full_precision(self.critic(features)).squeeze(-1)
 
-    def likeliest(self, observations: Tensor) -> Tensor:
-        """Returns the likeliest of the allowed actions ``[..., *action_shape]``, counted from 0 or without bounds."""
-        outputs = self.allowed(self.outputs(self.features(observations)), observations)
-        return self.distribution.mode(outputs)
+    def padded(self, rows: Tensor) -> Tensor:
+        """Puts zeros in place of numbers that only the critic sees, if rows [..., D] lack them."""
+        if not self._num_critic or rows.shape[-1:] == self._observation_shape:
+            return rows
+        return torch.cat([rows.new_zeros(*rows.shape[:-1], self._num_critic), rows], dim=-1)
 
-    def sampled(self, observations: Tensor) -> Tensor:
+    def new_memory(self, num_envs: int = 1) -> Memory:
+        """Returns what a policy with recurrent layers remembers at the start of episodes in ``num_envs`` environments.
+
+        Without such layers it is empty.
+        """
+        return Memory(self.recurrent, num_envs)
+
+    def likeliest(self, observations: Tensor, memory: Memory | None = None) -> Tensor:
+        """Returns the likeliest of the allowed actions ``[..., *action_shape]``, as ``Environments.step`` takes them.
+
+        With recurrent layers, observations are ``[N, *shape]``, and the memory of N environments goes on by a step.
+        """
+        return self.distribution.scaled(self.distribution.mode(self.decide(observations, memory)))
+
+    def decide(self, observations: Tensor, memory: Memory | None = None) -> Tensor:
+        """Computes the distribution's outputs [..., num_outputs], of allowed actions. See ``likeliest``."""
+        features = self.features(observations)
+        if self.recurrent is not None:
+            features = (memory or self.new_memory(len(features))).step(features)
+        return self.allowed(self.outputs(features), observations)
+
+    def sampled(self, observations: Tensor, memory: Memory | None = None) -> Tensor:
         """Samples allowed actions ``[..., *action_shape]``, by torch's own generator. See ``likeliest``."""
-        outputs = self.allowed(self.outputs(self.features(observations)), observations)
-        tiny = torch.finfo(outputs.dtype).eps
-        noise = self.distribution.noise(torch.rand_like(outputs).clamp(tiny, 1 - tiny))
-        return self.distribution.sample(outputs, noise)
+        outputs = self.decide(observations, memory)
+        tiny, shape = torch.finfo(outputs.dtype).eps, (*outputs.shape[:-1], self.distribution.num_noise)
+        uniform = torch.rand(shape, dtype=outputs.dtype, device=outputs.device)
+        noise = self.distribution.noise(uniform.clamp(tiny, 1 - tiny))
+        return self.distribution.scaled(self.distribution.sample(outputs, noise))
 
     @torch.no_grad()
     def act(
@@ -239,43 +150,68 @@ class Policy(nn.Module):
         action_mask: Array | tuple[Array, ...] | None = None,
         *,
         deterministic: bool = True,
+        memory: Memory | None = None,
     ) -> Array:
         """Chooses the likeliest actions, or samples them, in eval mode.
 
         Args:
-            observations: one observation of the environment, ``[*shape]``, or N of them, ``[N, *shape]``.
+            observations: one observation of the environment, ``[*shape]``, or N of them, ``[N, *shape]``. What only
+                the critic sees may be left out.
             action_mask: the mask that came with them, as in ``info["action_mask"]``, ``[num_choices]`` or
                 ``[N, num_choices]``. Rows of ``fastsync.ppo.envs.parts.PartsInARow`` hold it already.
             deterministic: take the likeliest actions. Without it actions are samples, as in the training;
                 ``torch.manual_seed`` seeds them.
+            memory: what a recurrent policy remembers, from ``new_memory(N)``. Call its ``reset`` where episodes begin.
 
         Returns:
             The action for ``env.step``, ``[*action_shape]``, or N actions, ``[N, *action_shape]``.
 
         Raises:
-            ValueError: the observations have another shape, or a mask is missing, not expected, or forbids all.
+            ValueError: the observations have another shape, or a mask is missing, not expected, or forbids all. Or a
+                recurrent policy has no memory, or that of another number of environments.
         """
         seen = np.asarray(observations)
         if action_mask is not None:
             seen = self._with_mask(seen, action_mask)
-        is_one = seen.shape == self._observation_shape
-        if not is_one and seen.shape[1:] != self._observation_shape:
+        shape = self._observation_shape
+        if self._num_critic and seen.shape[-1:] != shape:
+            shape = (shape[0] - self._num_critic,)
+        is_one = seen.shape == shape
+        if not is_one and seen.shape[1:] != shape:
             raise ValueError(self._why_not_seen(seen.shape))
         mask_size = 0 if self.parts is None else self.parts.mask_size
         if mask_size and forbids_all(seen[..., -mask_size:], self._action_space):
             raise ValueError("action_mask: it forbids every action; allow one, or end the episode")
         rows = torch.from_numpy(seen[None] if is_one else seen).to(next(self.parameters()).device)
         with in_eval_mode(self):
-            rows = rows.to(self.observation_dtype)
-            chosen = self.likeliest(rows) if deterministic else self.sampled(rows)
+            rows = self.padded(rows.to(self.observation_dtype))
+            choose_by = self.likeliest if deterministic else self.sampled
+            chosen = choose_by(rows, *self._memory_of(len(rows), memory))
         actions = action_translator(self._action_space)(chosen.cpu().numpy())
         return actions[0] if is_one else actions
+
+    def _memory_of(self, num_rows: int, memory: Memory | None) -> tuple[Memory, ...]:
+        if self.recurrent is None:
+            return ()
+        if memory is None:
+            raise ValueError(
+                "memory: this policy is recurrent, and needs what it remembers: before the first episode make memory = "
+                "policy.new_memory(), give it to each act(..., memory=memory), and call memory.reset() after each "
+                "env.reset()"
+            )
+        if len(memory.states) != num_rows:
+            raise ValueError(
+                f"memory: it is of {len(memory.states)} environments, and there are {num_rows} observations; make it "
+                f"by policy.new_memory({num_rows})"
+            )
+        return (memory,)
 
     def _with_mask(self, seen: Array, action_mask: Array | tuple[Array, ...]) -> Array:
         """Returns the rows that the environments of a training have: observations, and then the mask."""
         mask = np.concatenate(action_mask, axis=-1) if isinstance(action_mask, tuple) else np.asarray(action_mask)
         size = 0 if self.parts is None else self.parts.mask_size
-        if size and (seen.ndim not in (1, 2) or seen.shape[-1] + size != self._observation_shape[0]):
+        widths = {self._observation_shape[0] - size, self._observation_shape[0] - size - self._num_critic}
+        if size and (seen.ndim not in (1, 2) or seen.shape[-1] not in widths):
             raise ValueError(
                 f"observations: expected one of shape {(self._observation_shape[0] - size,)}, or several, got "
                 f"{seen.shape}; wrap the environment as the training did, in fastsync.ppo.envs.parts.PartsInARow("
@@ -333,16 +269,25 @@ class ActorCritic(Policy):
         super().__init__(observation_space, action_space, settings)
         actor, critic = nn.Sequential(), nn.Sequential()
         sees_images = self._sees_images or bool(self.parts and self.parts.images)
-        if settings.network == "shared" or (settings.network == "auto" and sees_images):
+        is_recurrent = settings.recurrent != "none"
+        shares_by_itself = settings.network == "auto" and sees_images and not settings.critic_keys
+        if settings.network == "shared" or is_recurrent or shares_by_itself:
             self.trunk, width = _body(observation_space, settings)
+            critic_width = width
         else:
-            actor, width = _body(observation_space, settings)
-            critic, _ = _body(observation_space, settings)
+            seen = observation_space.for_actor() if isinstance(observation_space, PartsSpace) else observation_space
+            actor, width = _body(seen, settings)
+            critic, critic_width = _body(observation_space, settings)
         self.actor = actor.append(initialized(nn.Linear(width, self.distribution.num_outputs), gain=0.01))
-        self.critic = critic.append(initialized(nn.Linear(width, 1), gain=1.0))
+        self.critic = critic.append(initialized(nn.Linear(critic_width, 1), gain=1.0))
+        if settings.recurrent != "none":
+            self.recurrent = Recurrent(settings.recurrent, width, width)
+            for name, parameter in self.recurrent.named_parameters():
+                for gate in parameter.chunk(len(parameter) // width):
+                    nn.init.zeros_(gate) if "bias" in name else nn.init.orthogonal_(gate)
         if not settings.ortho_init:
             for module in self.modules():
-                if isinstance(module, nn.Linear | nn.Conv2d):
+                if isinstance(module, nn.Linear | nn.Conv2d | nn.RNNBase):
                     module.reset_parameters()
 
 
@@ -398,6 +343,17 @@ def make_policy(
             raise ValueError(
                 f"policy={name!r} has no {part}; set self.{part} in its __init__, a module as in ActorCritic"
             )
+    if (policy.recurrent is not None) != (settings.recurrent != "none"):
+        has = "no recurrent layers" if policy.recurrent is None else "recurrent layers"
+        raise ValueError(
+            f"recurrent={settings.recurrent!r}, but policy={name!r} has {has}; set self.recurrent in its __init__ as "
+            "in ActorCritic, and the setting recurrent, or neither"
+        )
+    if policy._num_critic and policy.trunk is not None:
+        raise ValueError(
+            f"critic_keys={list(settings.critic_keys)} are for the critic alone, and policy={name!r} has a trunk, "
+            "which the actor shares; give it two networks"
+        )
     if settings.precision == "fp64":
         policy.double()
     for dtype in {parameter.dtype for parameter in policy.parameters()} - {torch.float32, torch.float64}:
@@ -447,7 +403,7 @@ def try_policy(
             f"policy={settings.policy!r} computes outputs {tuple(outputs.shape)} and values {tuple(values.shape)} of "
             f"one observation; they must be {expected} and (1,): check the last layers of actor and critic"
         )
-    return policy.distribution.mode(outputs)
+    return policy.distribution.scaled(policy.distribution.mode(outputs))
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from .policies import ActorCritic, Policy, autocast, explain_batch_norm, in_eval
 from .random_streams import RandomStreams
 from .runs.metrics import TrainResult, add_infos, mean, mean_of_steps
 from .session import open_session
-from .settings import FLAG_OF_BEFORE, RunSettings
+from .settings import FLAG_OF_BEFORE, RunSettings, own_first
 
 ADAPTIVE_LIMITS = (1e-5, 1e-2)  # of the adaptive learning rate, as in RSL-RL
 ADAPTIVE_FACTOR = 1.5
@@ -44,9 +44,10 @@ KL_TOLERANCE = 1.5  # learning from a rollout ends at this multiple of target_kl
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
+@own_first
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    """PPO's settings, after those of every run. Counts of environments, steps and minibatches are per rank.
+    """PPO's settings, and then those of every run. Counts of environments, steps and minibatches are per rank.
 
     The defaults are those of CleanRL's ppo.py.
     """
@@ -75,7 +76,7 @@ class Settings(RunSettings):
     num_minibatches: int = 4  # Minibatches per pass, one optimizer step each. It must divide num_envs * num_steps.
     num_micro_batches: int = 1
     """Parts of a minibatch that go through the network in turn, to save memory. Each minibatch sends gradients once."""
-    learning_rate: float = 2.5e-4  # Learning rate of Adam at the start.
+    learning_rate: float = 2.5e-4  # Learning rate of Adam at the start. --lr is the same.
     lr_schedule: Literal["constant", "linear", "adaptive"] = "linear"
     """linear lowers the learning rate to 0 over the run. adaptive divides it by 1.5 if a minibatch's KL divergence is
     over twice target_kl, and multiplies it by 1.5 if under half. It stays in [1e-5, 1e-2]."""
@@ -104,6 +105,9 @@ class Settings(RunSettings):
         num_rows = self.num_envs * self.num_steps
         self._check_divides("num_minibatches", num_rows, "of a rank's rollout")
         self._check_divides("num_micro_batches", num_rows // self.num_minibatches, "of a minibatch")
+        if self.recurrent != "none":  # a minibatch has a sequence of each environment
+            self._check_divides("num_minibatches", self.num_steps, "of an environment, for recurrent layers")
+            self._check_divides("num_micro_batches", self.num_envs, "of sequences in a minibatch, for recurrent layers")
 
 
 # --- Rollout ----------------------------------------------------------------------------------------------------------
@@ -128,6 +132,7 @@ class Rollout(NamedTuple):
     environment_seconds: float  # time in the environments
     policy_seconds: float  # time of everything else, such as the policy's networks
     ended: float  # time.perf_counter() at the end
+    states: Tensor | None = None  # [T, N, S]: what recurrent layers remember before each step
 
 
 class Collector:
@@ -147,8 +152,14 @@ class Collector:
         self.values = rows(num_steps + 1)
         self.actions = rows(num_steps, *distribution.shape, dtype=action_dtype)
         self.outputs = rows(num_steps, distribution.num_outputs)  # parameters of the distribution, such as logits
-        self.rewards = np.empty((num_steps, num_envs))
-        self.flags = np.empty((3, num_steps, num_envs), dtype=np.bool_)  # terminated, done, valid
+        self.memory = policy.new_memory(num_envs)  # of the episodes so far, if the policy is recurrent
+        self.states = rows(num_steps, self.memory.states.shape[-1])
+        size = num_steps, num_envs
+        self.rewards: Any = np.empty(size)
+        self.flags: Any = np.empty((3, *size), dtype=np.bool_)  # terminated, done, valid
+        if environments.takes_tensors:  # nothing of them goes over the host
+            self.rewards = torch.empty(size, dtype=policy.dtype, device=streams.device)
+            self.flags = torch.empty(3, *size, dtype=torch.bool, device=streams.device)
         self.next_observation = environments.reset()  # [N, *observation_shape]
 
     @torch.no_grad()
@@ -156,43 +167,55 @@ class Collector:
         """Takes T steps in each environment."""
         began, environment_seconds = time.perf_counter(), 0.0
         policy, distribution, num_steps = self.policy, self.policy.distribution, self.settings.num_steps
+        shares_layers = policy.trunk is not None or policy.recurrent is not None
         terminated, done, valid = self.flags
         episodes = list[Episode]()
         infos: dict[str, list[float]] = {name: [] for name in self.settings.log_info}
         # Random numbers of the whole rollout, such as Gumbel noise: logits + noise are largest at a sample.
-        noises = distribution.noise(self.streams.uniform(num_steps, distribution.num_outputs, policy.dtype)).unbind()
+        noises = distribution.noise(self.streams.uniform(num_steps, distribution.num_noise, policy.dtype)).unbind()
         for t in range(num_steps):
             observations = self.observations.write(t, self.next_observation)  # [N, *observation_shape], on the device
             features = policy.features(observations)
+            if policy.recurrent is not None:
+                self.states[t].copy_(self.memory.states)
+                features = self.memory.step(features)
             outputs = policy.allowed(policy.outputs(features), observations)  # [N, num_outputs]
             self.outputs[t].copy_(outputs)
-            if policy.trunk is not None:
+            if shares_layers:
                 self.values[t].copy_(policy.value(features))
             self.actions[t].copy_(distribution.sample(outputs, noises[t]))
             stepped = time.perf_counter()
-            step = self.environments.step(self.actions.array(t))
+            chosen: Any = distribution.scaled(self.actions[t])
+            step = self.environments.step(chosen if self.environments.takes_tensors else chosen.cpu().numpy())
             environment_seconds += time.perf_counter() - stepped
             self.rewards[t], terminated[t], valid[t] = step.rewards, step.terminated, step.valid
             done[t] = step.terminated | step.truncated
+            self.memory.reset(~step.valid)  # the next observation is the first of an episode
             self.next_observation = step.observations
             episodes += [episode._replace(row=t) for episode in step.episodes]
             add_infos(infos, step)
-        check_rewards(self.rewards, first_index=self.environments.first_index)
+        episodes += self.environments.take_episodes()
+        check_rewards(torch.as_tensor(self.rewards), first_index=self.environments.first_index)
         last = self.observations.write(num_steps, self.next_observation)
         observations, values = self.observations.tensor, self.values.tensor
-        if policy.trunk is not None:
-            values[-1] = policy.value(policy.features(last))
+        if shares_layers:
+            features = policy.features(last)
+            if policy.recurrent is not None:  # the next rollout takes this step, too
+                features, _ = policy.recurrent.step(features, self.memory.states)
+            values[-1] = policy.value(features)
         else:  # a separate critic is evaluated once, for all rows
             rows = observations.flatten(0, 1)  # some layers, such as BatchNorm1d, take [B, D] only
             values.copy_(policy.value(policy.features(rows)).view_as(values))
-        flags = dict(zip(("terminated", "done", "valid"), torch.from_numpy(self.flags).to(values.device), strict=True))
+        flags = dict(
+            zip(("terminated", "done", "valid"), torch.as_tensor(self.flags, device=values.device), strict=True)
+        )
         outputs, actions = self.outputs.tensor, self.actions.tensor
         blank_unused(observations, values, outputs, actions, **flags, first_index=self.environments.first_index)
         return Rollout(
             observations=observations[:-1],
             actions=actions,
             values=values[:-1],
-            rewards=torch.from_numpy(self.rewards).to(values.device, values.dtype),
+            rewards=torch.as_tensor(self.rewards).to(values.device, values.dtype),
             **flags,
             log_probs=distribution.log_prob(outputs, actions),
             next_values=values[1:],
@@ -201,6 +224,7 @@ class Collector:
             environment_seconds=environment_seconds,
             policy_seconds=(ended := time.perf_counter()) - began - environment_seconds,
             ended=ended,
+            states=None if policy.recurrent is None else self.states.tensor,
         )
 
 
@@ -263,10 +287,12 @@ class Batch:
     advantages: Tensor  # [B]: normalised, unless norm_advantages is none.
     returns: Tensor  # [B]: targets of the critic.
     weights: Tensor  # [B]: weight of each row in the mean over its minibatch; 0 for restarts, which are no steps.
+    states: Tensor | None = None  # [B, S]: for recurrent layers, what they remember before each row.
+    begins: Tensor | None = None  # [B] bool: and whether the rows before it are of others. Then rows are in order.
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Returns a batch with a function applied to each column."""
-        return Batch(**{name: change(column) for name, column in vars(self).items()})
+        return Batch(**{name: change(column) for name, column in vars(self).items() if column is not None})
 
 
 class Shuffler:
@@ -279,11 +305,14 @@ class Shuffler:
     Args:
         num_minibatches: number of minibatches per pass, of equal size.
         streams: random numbers of the environments, on the batches' device.
+        in_sequences: for recurrent layers. Each environment's steps are cut into as many sequences as there are
+            minibatches, and each minibatch takes one of each environment, with its rows in order.
     """
 
-    def __init__(self, num_minibatches: int, streams: RandomStreams) -> None:
+    def __init__(self, num_minibatches: int, streams: RandomStreams, *, in_sequences: bool = False) -> None:
         self._num_minibatches = num_minibatches
         self._streams = streams
+        self._in_sequences = in_sequences
 
     def minibatches(
         self, batch: Batch, num_epochs: int, normalize: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -297,13 +326,13 @@ class Shuffler:
                 advantages [E, M, B] of all of them, and whether each row is valid. It returns the advantages to use.
         """
         rows = batch.map(lambda column: column.flatten(0, 1))
-        if self._num_minibatches == 1:  # the order of rows does not matter
+        if self._num_minibatches == 1 and not self._in_sequences:  # the order of rows does not matter
             yield from [rows] * num_epochs
             return
         num_steps, num_envs = batch.log_probs.shape
-        orders = self._row_orders(num_steps, num_envs, num_epochs)
+        orders = (self._sequence_orders if self._in_sequences else self._row_orders)(num_steps, num_envs, num_epochs)
         advantages = None
-        if normalize is not None:
+        if normalize is not None and self._num_minibatches > 1:
             at = torch.stack(list(orders)).unflatten(1, (self._num_minibatches, -1))
             advantages = normalize(rows.advantages[at], rows.weights[at] > 0).flatten(1)
         for epoch, order in enumerate(orders):
@@ -318,7 +347,7 @@ class Shuffler:
         if num_parts == 1:
             yield batch
             return
-        columns = {name: column.chunk(num_parts) for name, column in vars(batch).items()}
+        columns = {name: column.chunk(num_parts) for name, column in vars(batch).items() if column is not None}
         for part in range(num_parts):
             yield Batch(**{name: parts[part] for name, parts in columns.items()})
 
@@ -331,6 +360,21 @@ class Shuffler:
             environments = self._streams.bits(num_steps, num_epochs).argsort(dim=1, stable=True)
             steps = steps.gather(1, environments)
         return (steps * num_envs + environments).flatten(0, 1).t().contiguous().unbind()
+
+    def _sequence_orders(self, num_steps: int, num_envs: int, num_epochs: int) -> Sequence[Tensor]:
+        """Returns indices as ``_row_orders``: for each minibatch, a sequence of each environment."""
+        length = num_steps // self._num_minibatches
+        chosen = self._streams.bits(self._num_minibatches, num_epochs).argsort(dim=0, stable=True)  # [M, N, E]
+        rows = torch.arange(length, device=chosen.device).view(1, 1, length, 1)
+        steps = chosen.unsqueeze(2) * length + rows  # [M, N, L, E]
+        environments = torch.arange(num_envs, device=chosen.device).view(1, num_envs, 1, 1)
+        return (steps * num_envs + environments).flatten(0, 2).t().contiguous().unbind()
+
+    def begins(self, valid: Tensor) -> Tensor:
+        """Returns whether each row [T, N] begins a sequence, or an episode in it, by whether rows are steps."""
+        begins = torch.cat([torch.ones_like(valid[:1]), ~valid[:-1]])
+        begins[:: len(valid) // self._num_minibatches] = True
+        return begins
 
 
 # --- Loss -------------------------------------------------------------------------------------------------------------
@@ -383,9 +427,10 @@ def minibatch_loss(
     policy: Policy, batch: Batch, settings: Settings, remaining: float, loss: Loss
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Evaluates the policy on a minibatch, and then the loss."""
+    remembered = () if batch.states is None else (batch.states, batch.begins)
     # The loss stays in fp32, because sums in 16 bits are coarse.
     with autocast(settings.precision, batch.log_probs.device):
-        outputs, values = policy(batch.observations)
+        outputs, values = policy(batch.observations, *remembered)
     log_prob, entropy = policy.distribution.log_prob_and_entropy(outputs, batch.actions)
     result = loss(Evaluated(log_prob, entropy, values, outputs), batch, settings, remaining)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -496,7 +541,8 @@ class PPO:
             self.sync.make_revocable()  # averaging then fails as soon as a rank is lost
         self.scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
         self.learning_rate = LearningRate(settings, dist.get_world_size(), self.optimizer)
-        self.shuffler = Shuffler(settings.num_minibatches, self.streams)
+        is_recurrent = self.policy.recurrent is not None
+        self.shuffler = Shuffler(settings.num_minibatches, self.streams, in_sequences=is_recurrent)
         self.reward_normalizer: RewardNormalizer | None = None
         if settings.norm_rewards:
             self.reward_normalizer = RewardNormalizer(settings.gamma, num_envs, self.policy.dtype).to(device)
@@ -533,6 +579,8 @@ class PPO:
             advantages=advantages,
             returns=returns,
             weights=weights.to(advantages.dtype),
+            states=rollout.states,
+            begins=None if rollout.states is None else self.shuffler.begins(rollout.valid),
         )  # each column is [T, N, ...]
         remaining = max(0.0, 1 - self.step / settings.total_steps)
         self.learning_rate.start_update(remaining=remaining, update=self.update)

@@ -76,7 +76,7 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
         if dist.get_rank() > 0 and not settings.quiet:
             apart.enter_context(output_kept_apart(here / folder / f"rank{dist.get_rank()}.log"))
         restart = checkpoint.step if checkpoint else 0
-        environments = make_environments(settings, rank=dist.get_rank(), restart=restart)
+        environments = make_environments(settings, rank=dist.get_rank(), restart=restart, device=device or chosen)
         stack.enter_context(environments)
         signals = stack.enter_context(StopSignals())
         yield Session(settings, environments, device or chosen, signals, stack, opened[0], here, survivors, apart)
@@ -408,6 +408,8 @@ class Session:
             "residuals": residuals,
             "torch_random": self._random_states(),
         }
+        if ppo.policy.recurrent is not None:
+            mine["memory"] = ppo.collector.memory.states.cpu()
         if ppo.outer is not None:  # each rank has learnt by itself
             mine["learner"] = learner
         if ppo.reward_normalizer is not None:
@@ -457,6 +459,8 @@ class Session:
             ppo.collector.next_observation = self.environments.reset()
         else:
             ppo.collector.next_observation = observation
+            if "memory" in mine:
+                ppo.collector.memory.states = mine["memory"].to(self.device)
             if ppo.reward_normalizer is not None and "discounted_return" in mine:
                 ppo.reward_normalizer.carried.copy_(mine["discounted_return"])
         notes = []

@@ -53,9 +53,17 @@ class RunSettings:
     hidden_sizes: tuple[int, ...] = (64, 64)
     """Widths of the hidden layers for vector observations. Images use the convolutions of Mnih et al., 2015."""
     activation: Activation = "tanh"  # Activation after each hidden layer.
-    log_std_init: float = 0.0  # Initial log standard deviation of continuous actions.
+    recurrent: Literal["none", "lstm", "gru"] = "none"
+    """A layer that remembers earlier observations of the episode, as wide as the last hidden layer and behind it. Actor
+    and critic then share all layers but their last."""
+    action_distribution: Literal["normal", "tanh_normal", "beta"] = "normal"
+    """Distribution of continuous actions. normal is clipped to the bounds. tanh_normal, squashed by tanh, and beta are
+    scaled to them, and need finite ones."""
+    log_std_init: float = 0.0  # Initial log standard deviation of continuous actions. Not with beta.
     ortho_init: bool = True
     """Begin with orthogonal weights. --no-ortho-init: with torch's own, as RL Baselines3 Zoo has it for MuJoCo."""
+    critic_keys: tuple[str, ...] = ()
+    """Keys of dictionaries of observations whose numbers only the critic sees, as what a simulator knows."""
     norm_observations: bool = False
     """Normalise observations by their running mean and variance over all ranks, and clip them to [-10, 10]. The moments
     change between updates, and the first rollout is seen as it is, for nothing is known of it."""
@@ -108,6 +116,22 @@ class RunSettings:
         self._check("must be less than 2**63", lambda value: value < 2**63, "seed")
         self._check("must not be negative", lambda value: value >= 0, "seed", "checkpoint_interval", "eval_interval")
         self._check("must be widths of at least 1", lambda sizes: all(n >= 1 for n in sizes), "hidden_sizes")
+        if self.recurrent != "none" and self.network == "separate":
+            raise ValueError(
+                f"recurrent={self.recurrent!r} is a layer that actor and critic share, and network is 'separate'; "
+                "leave one of them out"
+            )
+        if self.action_distribution == "beta" and self.log_std_init != type(self).log_std_init:
+            raise ValueError(
+                f"log_std_init={self.log_std_init:g} is for normal distributions, and action_distribution is 'beta'; "
+                "leave one of them out"
+            )
+        if self.critic_keys and (self.network == "shared" or self.recurrent != "none"):
+            shared = "network='shared'" if self.network == "shared" else f"recurrent={self.recurrent!r}"
+            raise ValueError(
+                f"critic_keys={list(self.critic_keys)} need a critic of its own, and with {shared} it shares layers "
+                "with the actor; leave one of them out"
+            )
         parse_compression(self.compression)
         if self.eval_env is not None and not self.eval_interval:
             raise ValueError(f"eval_env={self.eval_env!r} needs eval_interval, such as 50000 environment steps")
@@ -150,6 +174,16 @@ class RunSettings:
 
 
 Kind = TypeVar("Kind", bound=RunSettings)
+
+
+def own_first(kind: type[Kind]) -> type[Kind]:
+    """Decorates a class of settings: those that it adds come first, as in --help, and then those of every run."""
+    fields: dict[str, Any] = kind.__dataclass_fields__
+    of_runs = RunSettings.__dataclass_fields__
+    added = {name: field for name, field in fields.items() if name not in of_runs}
+    kind.__dataclass_fields__ = added | fields
+    return kind
+
 
 PRESETS = Path(__file__).parent / "presets"
 

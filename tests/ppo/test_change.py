@@ -28,11 +28,12 @@ from examples.ppo_layer_norm import Normalised
 from examples.ppo_own_loss import annealed_and_penalised
 from examples.ppo_own_metric import with_value_error
 from fastsync.ppo.cli import Arguments, check_environment, parse
+from fastsync.ppo.distributions import categorical, choose
 from fastsync.ppo.evaluate import main
 from fastsync.ppo.fingerprint import fingerprint
 from fastsync.ppo.fused import Operator, Perceptron, fuse
 from fastsync.ppo.names import resolve
-from fastsync.ppo.policies import ActorCritic, Policy, categorical, choose, make_policy
+from fastsync.ppo.policies import ActorCritic, Policy, make_policy
 from fastsync.ppo.ppo import Batch, Evaluated, Settings, minibatch_loss, ppo_loss, train
 from fastsync.ppo.runs.folder import check_run
 from fastsync.ppo.settings import load_settings

@@ -37,7 +37,7 @@ def test_a_command_that_is_missing_or_misspelt(capsys: pytest.CaptureFixture[str
     help_text = capsys.readouterr().err
     assert main(["trian"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "fastsync: 'trian' is not one of train, launch, eval, plot, doctor; did you mean train?"
+    assert line == "fastsync: 'trian' is not one of train, launch, eval, export, plot, doctor; did you mean train?"
     refused(lambda: main(["--help"]), "0", kind=SystemExit)
     assert capsys.readouterr().out == help_text
 
@@ -217,3 +217,9 @@ def test_what_comes_after_a_run_is_said_as_it_was_typed(monkeypatch: pytest.Monk
         ]
     monkeypatch.setattr("sys.argv", ["own.py"])
     assert hints(Path("runs/a")) == []
+
+
+def test_help_has_the_algorithm_first(capsys: pytest.CaptureFixture[str]):
+    refused(lambda: main(["train", "--help"]), "0", kind=SystemExit)
+    text = capsys.readouterr().out
+    assert -1 < text.index("--gamma") < text.index("--learning-rate") < text.index("--lr is") < text.index("--seed")

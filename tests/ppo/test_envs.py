@@ -307,9 +307,11 @@ def test_bounds_that_the_first_actions_hardly_suit_are_warned_of():
         (note,) = environments.notes
     assert note.startswith(
         "warning: env='tests.toy_envs:Wide' takes actions in [0, 1000] (number 1), and 1 more like it, but the policy "
-        "begins with mean 0 and standard deviation 1, and its actions are only clipped. Wrap the environment in "
-        "gymnasium.wrappers.RescaleAction(env, -1, 1)"
+        "begins with mean 0 and standard deviation 1, and its actions are only clipped. Set action_distribution to "
+        "'tanh_normal' or 'beta', which are scaled, or wrap the environment in gymnasium.wrappers.RescaleAction(env, -1"
     )
+    with make_environments(settings("tests.toy_envs:Hundreds", action_distribution="beta"), rank=0) as environments:
+        assert not environments.notes
     started = {"log_std_init": 5.0}  # at a standard deviation of 148
     for env, changes in (("Pendulum-v1", {}), ("tests.toy_envs:Continuous", {}), ("tests.toy_envs:Hundreds", started)):
         with make_environments(settings(env, **changes), rank=0) as environments:

@@ -14,8 +14,9 @@ import pytest
 
 from fastsync.ppo import fingerprint as module
 from fastsync.ppo import fused
+from fastsync.ppo.distributions import Categorical, categorical, choose
 from fastsync.ppo.fingerprint import fingerprint
-from fastsync.ppo.policies import Categorical, Policy, categorical, choose
+from fastsync.ppo.policies import Policy
 from fastsync.ppo.ppo import autocast, minibatch_loss, ppo_loss
 
 

@@ -20,6 +20,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "fp64 early stop": {"precision": "fp64", "target_kl": 0.002, "clip_value_loss": True},
     "fp64 continuous": {"env": "Pendulum-v1", "precision": "fp64", "lr_schedule": "adaptive", "target_kl": 0.01}
     | {"norm_observations": True, "norm_rewards": True},
+    "fp64 recurrent": {"env": "tests.toy_envs:masked_cart_pole", "precision": "fp64", "recurrent": "lstm"},
+    "fp64 beta": {"env": "Pendulum-v1", "precision": "fp64", "action_distribution": "beta"},
     "fp32": {"num_micro_batches": 2},
 }
 Outcome = tuple[dict[str, Tensor], TrainResult]

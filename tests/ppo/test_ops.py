@@ -21,8 +21,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from fastsync import _ppo
 from fastsync.ppo import fused
 from fastsync.ppo.adam import Adam
+from fastsync.ppo.distributions import Categorical, categorical, choose
 from fastsync.ppo.fused import METRICS, Perceptron, what_ran
-from fastsync.ppo.policies import ActorCritic, Categorical, Policy, categorical, choose, make_policy
+from fastsync.ppo.policies import ActorCritic, Policy, make_policy
 from fastsync.ppo.ppo import Batch, Evaluated, Settings, ppo_loss
 from fastsync.ppo.ppo import minibatch_loss as written_loss
 from tests.refused import refused

@@ -243,3 +243,52 @@ def test_a_part_without_a_fixed_size_is_named():
         ValueError, match=r":NoSize' has .*: observation\['seen'\]\[1\] is a Sequence, .* with a Box in"
     ):
         make_environments(replace(TINY, env=f"{TOY}:NoSize"), rank=0)
+
+
+@pytest.mark.parametrize(
+    ("env", "given"),
+    [("Privileged", {"norm_observations": True}), ("PrivilegedForbids", {}), ("PrivilegedForbids", {"fused": False})],
+)
+def test_only_the_critic_sees_what_critic_keys_name(env: str, given: dict[str, Any]):
+    settings = Settings(env=f"tests.toy_envs:{env}", critic_keys=("state",), num_envs=3, hidden_sizes=(8, 8), **given)
+    with make_environments(settings, rank=0) as environments:
+        rows = environments.reset()
+        space = environments.single_observation_space
+        policy = make_policy(settings, space, environments.single_action_space)
+    seen = torch.from_numpy(rows).to(policy.observation_dtype)
+    others = seen.clone()
+    others[:, :3] += 5  # the first ones
+    (outputs, values), (same, changed) = policy(seen), policy(others)
+    assert torch.equal(outputs, same)
+    assert (values != changed).all()
+    expected = policy.act(rows)
+    np.testing.assert_array_equal(policy.act(rows[:, 3:]), expected)
+    np.testing.assert_array_equal(policy.act(rows[0, 3:]), expected[0])
+    if size := space.parts.mask_size:
+        np.testing.assert_array_equal(policy.act(rows[:, 3:-size], rows[:, -size:]), expected)
+
+
+def test_critic_keys_that_do_not_suit_are_refused():
+    def make(env: str = f"{TOY}:Privileged", keys: tuple[str, ...] = ("state",), **given: Any) -> None:
+        settings = Settings(env=env, critic_keys=keys, **given)
+        with make_environments(settings, rank=0) as made:
+            make_policy(settings, made.single_observation_space, made.single_action_space)
+
+    for call, told in {
+        lambda: make(keys=("sate",)): "its observations have seen, state; did you mean",
+        lambda: make(keys=("seen", "state")): "leave nothing for the actor",
+        lambda: make(f"{TOY}:Countdown"): "are of a Dict",
+        lambda: make(f"{TOY}:PrivilegedForbids", ("camera",)): "'camera' has an image",
+        lambda: make("CartPole-v1", vectorization="vector_entry_point"): "is taken as it is",
+        lambda: make(network="shared"): "a critic of its own",
+        lambda: make(recurrent="gru"): "recurrent='gru'",
+        lambda: make(policy=f"{__name__}:Shares"): "has a trunk",
+    }.items():
+        refused(call, "critic_keys=", told)
+
+
+class Shares(Policy):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.trunk = torch.nn.Linear(5, 4)
+        self.actor, self.critic = torch.nn.Linear(4, 3), torch.nn.Linear(4, 1)

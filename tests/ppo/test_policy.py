@@ -11,8 +11,10 @@ import torch
 from gymnasium import spaces
 from torch import distributions
 
-from fastsync.ppo.policies import ActionDistribution, make_distribution, make_policy
+from fastsync.ppo.distributions import ActionDistribution, make_distribution
+from fastsync.ppo.policies import make_policy
 from fastsync.ppo.ppo import Settings
+from tests.refused import refused
 
 VECTOR = spaces.Box(-1, 1, (5,))
 IMAGE = spaces.Box(0, 255, (4, 84, 84), dtype=np.uint8)
@@ -64,9 +66,7 @@ SPACES = {
 
 
 def sampled(distribution: ActionDistribution, outputs: torch.Tensor, num_rows: int) -> torch.Tensor:
-    noise = distribution.noise(
-        torch.rand(num_rows, distribution.num_outputs, generator=torch.Generator().manual_seed(0))
-    )
+    noise = distribution.noise(torch.rand(num_rows, distribution.num_noise, generator=torch.Generator().manual_seed(0)))
     return distribution.sample(outputs.expand(num_rows, -1), noise)
 
 
@@ -81,7 +81,7 @@ def plain(name: str, outputs: torch.Tensor) -> distributions.Distribution | list
 @pytest.mark.parametrize("name", SPACES)
 def test_log_prob_and_entropy_are_torchs(name: str):
     torch.manual_seed(0)
-    distribution = make_distribution(SPACES[name], log_std_init=0.5)
+    distribution = make_distribution(SPACES[name], Settings(log_std_init=0.5))
     outputs = torch.randn(5, 7, distribution.num_outputs)
     actions = distribution.sample(outputs, distribution.noise(torch.rand(outputs.shape)))
     assert actions.shape == (5, 7, *distribution.shape)
@@ -98,7 +98,7 @@ def test_log_prob_and_entropy_are_torchs(name: str):
 
 @pytest.mark.parametrize("name", ["discrete", "multi-discrete"])
 def test_choices_come_with_their_probabilities(name: str):
-    distribution = make_distribution(SPACES[name], log_std_init=0.0)
+    distribution = make_distribution(SPACES[name], Settings())
     sizes = [4] if name == "discrete" else [2, 3, 2]
     probabilities = [torch.arange(1.0, size + 1) / sum(range(size + 1)) for size in sizes]
     outputs = torch.cat([p.log() for p in probabilities])
@@ -112,7 +112,7 @@ def test_choices_come_with_their_probabilities(name: str):
 
 
 def test_real_actions_are_normal():
-    distribution = make_distribution(SPACES["continuous"], log_std_init=-1.0)
+    distribution = make_distribution(SPACES["continuous"], Settings(log_std_init=-1.0))
     mean = torch.tensor([-2.0, 0.0, 3.0])
     actions = sampled(distribution, mean, 20_000)
     deviation = torch.tensor(-1.0).exp()
@@ -127,3 +127,72 @@ def test_weights_are_torchs_own_without_ortho_init():
     for layer in (plain.actor[0], plain.actor[-1], plain.critic[-1]):
         assert layer.bias.any()
         assert layer.weight.abs().max() <= layer.in_features**-0.5  # as torch.nn.Linear has them
+
+
+BOUNDS = spaces.Box(np.array([-1.0, 0.0, 5.0], np.float32), np.array([1.0, 3.0, 5.5], np.float32))
+OUTPUTS = torch.tensor([[-1.5, 0.2, 3.0], [0.0, 4.0, -0.5], [9.0, -9.0, 0.0]])
+
+
+def bounded(kind: Any, outputs: torch.Tensor) -> tuple[ActionDistribution, distributions.Distribution, torch.Tensor]:
+    """A distribution, torch's own, and what the network computes for it."""
+    made = make_distribution(BOUNDS, Settings(action_distribution=kind, log_std_init=0.0 if kind == "beta" else -0.3))
+    if kind == "beta":
+        outputs = torch.cat([outputs, outputs.flip(-1) / 2], dim=-1)
+        one, other = (1 + torch.nn.functional.softplus(outputs)).chunk(2, dim=-1)
+        return made, distributions.Independent(distributions.Beta(one, other), 1), outputs
+    normal = distributions.Normal(outputs, torch.tensor(-0.3).exp().to(outputs))
+    squashed = distributions.TransformedDistribution(normal, distributions.TanhTransform())
+    return made, distributions.Independent(squashed, 1), outputs
+
+
+@pytest.mark.parametrize("kind", ["tanh_normal", "beta"])
+def test_bounded_actions_have_torchs_log_densities_and_moments(kind: Any):
+    made, expected, outputs = bounded(kind, OUTPUTS.double())
+    torch.manual_seed(0)
+    samples = expected.sample((40_000,))
+    noise = made.noise(torch.rand(40_000, 3, made.num_noise, dtype=torch.float64))
+    actions = made.sample(outputs.expand(40_000, -1, -1), noise)
+    assert actions.shape == samples.shape
+    # Where tanh is 1, torch's inverse and ours are of the nearest number below it, which are not the same.
+    usual = (actions.abs() < 0.999).all(-1)
+    log_prob, entropy = made.log_prob_and_entropy(outputs, actions)
+    torch.testing.assert_close(log_prob[usual], expected.log_prob(actions)[usual], rtol=1e-6, atol=1e-6)
+    assert log_prob.isfinite().all()
+    assert entropy.shape == log_prob.shape[1:] or entropy.shape == log_prob.shape
+    # Means, variances and entropies of as many samples, within five standard errors.
+    for power in (1, 2):
+        one, other = actions**power, samples**power
+        error = ((one.var(0) + other.var(0)) / 40_000).sqrt()
+        assert ((one.mean(0) - other.mean(0)).abs() <= 5 * error + 1e-12).all()
+    surprise = -made.log_prob(outputs, actions)[:, :2]
+    assert ((surprise.mean(0) - entropy.expand_as(log_prob)[0, :2]).abs() < 5 * surprise.std(0) / 200).all()
+    outputs.requires_grad_()
+    (gradient,) = torch.autograd.grad(made.log_prob_and_entropy(outputs, made.mode(outputs.detach()))[1].sum(), outputs)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["tanh_normal", "beta"])
+def test_bounded_actions_are_scaled_to_their_bounds(kind: Any):
+    settings = Settings(action_distribution=kind, hidden_sizes=(8,))
+    policy = make_policy(settings, VECTOR, BOUNDS)
+    with torch.no_grad():
+        policy.actor[-1].weight.normal_(std=20)
+    rows = np.random.default_rng(0).normal(size=(500, 5))
+    actions = np.concatenate([policy.act(rows, deterministic=each) for each in (True, False)])
+    assert (actions >= BOUNDS.low).all()
+    assert (actions <= BOUNDS.high).all()
+    reach = (actions.max(0) - actions.min(0)) / (BOUNDS.high - BOUNDS.low)
+    assert (reach > 0.95).all()
+    # Rows that do not count have the action 0.
+    log_prob, entropy = policy.distribution.log_prob_and_entropy(
+        torch.zeros(1, policy.distribution.num_outputs), torch.zeros(1, 3)
+    )
+    assert log_prob.isfinite().all()
+    assert entropy.isfinite().all()
+
+
+def test_distributions_that_do_not_suit_are_refused():
+    beta = Settings(action_distribution="beta")
+    for space in (THREE, spaces.Box(-np.inf, 1, (2,))):
+        refused(lambda at=space: make_policy(beta, VECTOR, at), "action_distribution='beta'")
+    refused(lambda: Settings(action_distribution="beta", log_std_init=-1.0), "log_std_init=-1", "'beta'")

@@ -166,6 +166,8 @@ def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch
         opened = tmp_path, None, list[str]()
         session = Session(FULL, environments, torch.device("cpu"), nothing, nothing, opened, tmp_path)
         session._ppo = ppo
+        ppo.policy.recurrent, states = True, torch.zeros(3, 2, device="cuda")
+        ppo.collector = SimpleNamespace(memory=SimpleNamespace(states=states))
         monkeypatch.setattr(session._checkpoints, "save", lambda checkpoint, _: gathered.append(checkpoint.learner))
         session._write(0.0)
     mine, learner = gathered

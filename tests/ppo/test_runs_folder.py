@@ -180,8 +180,8 @@ def test_changes_are_told_and_another_environment_is_refused():
     assert changes(checkpoint, Settings(resume="auto", run_name="x", runs_dir="y"), 2) == []
     assert changes(checkpoint, Settings(learning_rate=0.5, total_steps=7), 4) == [
         "the world size is 4 from here on, it was 2",
-        "total_steps is 7 from here on, it was 500000",
         "learning_rate is 0.5 from here on, it was 0.00025",
+        "total_steps is 7 from here on, it was 500000",
     ]
     refused(lambda: changes(checkpoint, Settings(env="Acrobot-v1"), 2), "env='Acrobot-v1' cannot resume a run with")
 

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fastsync.ppo.envs.interface import Episode
 from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.console import RunConsole
+from fastsync.ppo.runs.figures import format_return
 from fastsync.ppo.runs.loggers import CsvLog, open_loggers
 from fastsync.ppo.runs.metrics import PhaseTimes, RankReport, TrainResult, ended_episodes, scalars_of
 
@@ -175,3 +176,9 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     first, again = (call.kwargs for call in wandb.init.call_args_list)
     assert first == again
     assert (first["project"], first["resume"], first["dir"]) == ("fastsync-test", "allow", str(tmp_path))
+
+
+def test_small_returns_keep_their_digits():
+    values = (-0.6123, -0.4987, 0.00123, 0.0, -3.14159, 21.25, 499.96, float("nan"))
+    assert [*map(format_return, values)] == ["-0.612", "-0.499", "0.00123", "0.0", "-3.14", "21.2", "500.0", "nan"]
+    assert [format_return(value, 2) for value in (31.0, 0.0, 0.125)] == ["31.00", "0.00", "0.125"]

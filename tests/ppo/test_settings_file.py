@@ -24,8 +24,9 @@ def write(folder: Path, text: str) -> str:
 def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
     # No value is the default, so that none can be lost without notice.
     settings = Settings(
-        env="a:b", seed=2, total_steps=7, num_envs=6, num_steps=4, vectorization="async",
-        network="shared", hidden_sizes=(3, 2, 1), activation="elu", log_std_init=-1.5,
+        env="a:b", seed=2, total_steps=7, num_envs=6, num_steps=6, vectorization="async",
+        network="shared", recurrent="gru", action_distribution="tanh_normal",
+        hidden_sizes=(3, 2, 1), activation="elu", log_std_init=-1.5,
         ortho_init=False,
         learning_rate=1e-5, lr_schedule="adaptive", lr_scaling="sqrt", warmup_updates=3, num_epochs=2,
         num_minibatches=3, num_micro_batches=2, gamma=0.5, gae_lambda=0.25, clip_coef=1e-10, anneal_clip=True,
@@ -40,10 +41,11 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
     same = [
         field.name for field in fields(Settings) if getattr(settings, field.name) == getattr(Settings(), field.name)
     ]
-    assert same == ["bucket_cap_mb", "on_lost_rank"]
-    continues = replace(  # not with diloco
-        settings, sync="gradients", sync_every=1, bucket_cap_mb=0.5, on_lost_rank="continue"
-    )
+    assert same == ["critic_keys", "bucket_cap_mb", "on_lost_rank"]
+    continues = replace(  # not with diloco, and what is hidden from the actor not with layers that it shares
+        settings, sync="gradients", sync_every=1, bucket_cap_mb=0.5, on_lost_rank="continue",
+        network="separate", recurrent="none", critic_keys=("state", "more"),
+    )  # fmt: skip
     for each in (settings, continues):
         assert load_settings(write(tmp_path, dump_settings(each)), Settings) == each
 

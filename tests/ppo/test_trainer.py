@@ -27,6 +27,7 @@ KINDS = {
     "pendulum": {"env": "Pendulum-v1", "target_kl": 0.01, "lr_schedule": "adaptive"},
     "bf16": {"precision": "bf16", "lr_scaling": "sqrt", "warmup_updates": 2},
     "fp16": {"precision": "fp16", "clip_value_loss": True},
+    "critic keys": {"env": "tests.toy_envs:Privileged", "critic_keys": ("state",), "norm_observations": True},
     "asynchronous": {"vectorization": "async", "anneal_clip": True},
 }
 """One run each of what else there is to set."""

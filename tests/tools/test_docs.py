@@ -186,7 +186,7 @@ def test_docstrings_are_plain(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["train"], ["eval"], ["plot"], *(["launch", kind] for kind in KINDS)], ids=str
+    "words", [["--help"], ["train"], ["eval"], ["export"], ["plot"], *(["launch", kind] for kind in KINDS)], ids=str
 )
 def test_help_texts_are_plain(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

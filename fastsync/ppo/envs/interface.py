@@ -64,6 +64,9 @@ class Environments(ABC):
         notes: sentences that the user should read.
     """
 
+    takes_tensors = False
+    """Whether ``step`` takes a tensor, and what it returns are tensors."""
+
     _observations: Array
     _restarting: Bools
 
@@ -99,6 +102,10 @@ class Environments(ABC):
             self._returns[ended] = 0.0
             self._lengths[ended] = 0
         return Step(observations, rewards, terminated, truncated, valid, episodes, infos)
+
+    def take_episodes(self) -> list[Episode]:
+        """Returns the episodes that have ended since the last call, if ``step`` does not tell them."""
+        return []
 
     def state(self) -> dict[str, Any]:
         """Returns the environments' state, as dicts, lists, numbers, strings and tensors. It shares no memory."""

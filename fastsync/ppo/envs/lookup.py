@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import FlattenObservation, NormalizeObservation, NormalizeReward
 from gymnasium.wrappers import vector as vector_wrappers
@@ -41,6 +42,7 @@ class EnvSource:
     spec: EnvSpec | None = None  # The registration in gymnasium, or None.
     kwargs: dict[str, Any] = field(default_factory=dict)  # The user's arguments of the environment.
     masks_in_info: bool = False  # Whether the environment says in ``info`` which actions are allowed.
+    critic_keys: tuple[str, ...] = ()  # Keys of a Dict that only the critic sees.
 
     @property
     def is_atari(self) -> bool:
@@ -50,6 +52,32 @@ class EnvSource:
             and str(self.spec.entry_point).startswith("ale_py")
             and (self.spec.kwargs | self.kwargs).get("obs_type", "rgb") != "ram"
         )
+
+    @property
+    def makes_vector(self) -> bool:
+        """Whether it is the user's function of ``num_envs``, which makes environments that step together."""
+        return self.maker is not None and "num_envs" in inspect.signature(self.maker).parameters
+
+    def make_vector(self, num_envs: int, device: torch.device) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
+        """Makes environments that step together, by the user's function. It gets ``device`` if it takes one.
+
+        Raises:
+            ValueError: they cannot be made here.
+        """
+        assert self.maker is not None
+        given: dict[str, Any] = {"num_envs": num_envs}
+        if "device" in inspect.signature(self.maker).parameters:
+            given["device"] = device
+        try:
+            vector: Any = self.maker(**given, **self.kwargs)
+        except Exception as error:  # any error of the user's function
+            raise cannot_be_made(self.name, error, kwargs=self.kwargs) from error
+        if not isinstance(vector, gymnasium.vector.VectorEnv):
+            raise ValueError(
+                f"env={self.name!r} returned {vector!r}; a function that takes num_envs must return a "
+                "gymnasium.vector.VectorEnv"
+            )
+        return vector
 
     def make(self, index: int = 0, render_mode: str | None = None) -> Env:
         """Makes an environment. Games get the wrappers of ``wrap_atari``. Observations that are neither vectors nor
@@ -93,9 +121,9 @@ class EnvSource:
 
     def _wrapped(self, env: Env) -> Env:
         space = env.observation_space
-        if space.is_np_flattenable and (self.masks_in_info or has_parts(space)):
+        if space.is_np_flattenable and (self.masks_in_info or has_parts(space) or self.critic_keys):
             try:
-                return PartsInARow(env, masks_in_info=self.masks_in_info)
+                return PartsInARow(env, masks_in_info=self.masks_in_info, critic_keys=self.critic_keys)
             except ValueError as error:
                 raise ValueError(f"env={self.name!r}: {error}") from None
         return env if suits(space) else FlattenObservation(LeavesChecked(env))
@@ -158,12 +186,13 @@ def _keepers_of_statistics(env: Any) -> list[Any]:
     return keepers
 
 
-def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
+def find_env(name: str, kwargs: Mapping[str, Any] | None = None, critic_keys: tuple[str, ...] = ()) -> EnvSource:
     """Finds a gymnasium id, "module:id" or "module:function".
 
     Args:
         name: the setting ``env``.
         kwargs: the setting ``env_kwargs``, for every environment.
+        critic_keys: the setting of that name.
 
     Raises:
         ValueError: there is no such environment here.
@@ -176,7 +205,7 @@ def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
         except Exception as error:  # any error of the user's module
             raise cannot_be_made(name, error) from error
         if callable(maker):
-            return EnvSource(name, maker=maker, kwargs=dict(kwargs or {}))
+            return EnvSource(name, maker=maker, kwargs=dict(kwargs or {}), critic_keys=critic_keys)
     if attribute.startswith("ALE/"):
         try:
             gymnasium.register_envs(importlib.import_module("ale_py"))
@@ -191,7 +220,7 @@ def find_env(name: str, kwargs: Mapping[str, Any] | None = None) -> EnvSource:
             hint = f"the module {module_name} has no function {attribute!r}, and after its import: {after}"
             raise ValueError(f"env={name!r} cannot be made: {hint}") from error
         raise ValueError(f"env={name!r} cannot be made: {_why_unknown(name, error)}") from error
-    return EnvSource(name, spec=replace(spec), kwargs=dict(kwargs or {}))
+    return EnvSource(name, spec=replace(spec), kwargs=dict(kwargs or {}), critic_keys=critic_keys)
 
 
 def _why_unknown(name: str, error: Exception) -> str:

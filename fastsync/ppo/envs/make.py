@@ -9,18 +9,23 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import FlattenObservation
+from torch import Tensor
 
 from ..settings import RunSettings
 from .interface import Environments, seed_from, seed_globals
 from .lookup import EnvSource, cannot_be_made, find_env, notes_on, refuse_running_statistics
 from .parts import MASK, has_parts
 from .spaces import check_spaces, notes_on_actions, suits
+from .tensors import TensorEnvironments, has_tensors
 from .vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments, join
 
 
-def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> Environments:
+def make_environments(
+    settings: RunSettings, *, rank: int, restart: int = 0, device: torch.device | None = None
+) -> Environments:  # fmt: skip
     """Makes the environments of one rank. Among those of all ranks their numbers begin at rank * num_envs.
 
     With vectorization sync and async an environment depends only on the run's seed and its own number. So it does not
@@ -32,6 +37,7 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
         rank: this rank.
         restart: a number that grows with each resumption, such as the step. Environments that cannot be restored begin
             with other episodes than last time.
+        device: where the policy is, for environments that compute there; by default the CPU.
 
     Raises:
         ValueError: the environment does not exist here, has spaces that the trainer does not support, does not support
@@ -39,18 +45,32 @@ def make_environments(settings: RunSettings, *, rank: int, restart: int = 0) -> 
     """
     first = rank * settings.num_envs
     seed_globals(settings.seed, first, restart)
-    source = find_env(settings.env, settings.env_kwargs)
+    source = find_env(settings.env, settings.env_kwargs, settings.critic_keys)
     kind = settings.vectorization
     if kind == "auto":
         # gymnasium registers a vectorised implementation of Atari games, which cannot be trained on; see below.
         own = source.spec is not None and source.spec.vector_entry_point is not None and not source.is_atari
-        kind = "vector_entry_point" if own else "sync"
+        own = own or source.makes_vector
+        kind = "vector_entry_point" if own and not settings.critic_keys else "sync"
     if kind == "vector_entry_point":
         seed = seed_from(settings.seed, first, restart)
-        own_vector = _make_own_vector(settings, source)
+        device = device or torch.device("cpu")
+        own_vector, observation = _make_own_vector(settings, source, device)
         spaces = own_vector.single_observation_space, own_vector.single_action_space
         notes = notes_on(settings.env, own_vector) + notes_on_actions(settings, *spaces)
-        return VectorizedEnvironments(own_vector, seed=seed, first_index=first, notes=notes)
+        if not isinstance(observation, Tensor):
+            return VectorizedEnvironments(own_vector, seed=seed, first_index=first, notes=notes)
+        if observation.device.type != device.type:
+            notes.append(
+                f"warning: env={settings.env!r} is on {observation.device}, and the policy on {device}: each step "
+                "copies. A function that makes it may take the argument device"
+            )
+        return TensorEnvironments(own_vector, seed=seed, first_index=first, notes=notes)
+    if source.makes_vector:
+        raise ValueError(
+            f"vectorization={kind!r}: env={settings.env!r} takes num_envs, and makes environments that step together; "
+            "leave vectorization out"
+        )
     source, specimen = source.explored(first)
     specimen.close()
     refuse_running_statistics(settings.env, specimen)
@@ -81,24 +101,33 @@ def _make_recorder(
     return EpisodeRecorder(env, seed=seed, index=index, first_episode=first_episode, log_info=log_info)
 
 
-def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any, Any, Any]:
+def _make_own_vector(
+    settings: RunSettings, source: EnvSource, device: torch.device
+) -> tuple[VectorEnv[Any, Any, Any], Any]:
+    """Returns environments that step together, and what they observe first."""
     refused = f"vectorization='vector_entry_point': env={settings.env!r}"
     others = "choose vectorization='sync' or 'async'"
+    if source.critic_keys:
+        raise ValueError(f"{refused} is taken as it is, and critic_keys={list(source.critic_keys)} are not; {others}")
     if source.is_atari:
         raise ValueError(f"{refused} begins a new game whenever a life is lost, and reports no score; {others}")
-    if source.spec is None or source.spec.vector_entry_point is None:
+    if source.makes_vector:
+        vector = source.make_vector(settings.num_envs, device)
+    elif source.spec is None or source.spec.vector_entry_point is None:
         raise ValueError(f"{refused} has no vectorised implementation of its own; {others}")
-    try:
-        vector: VectorEnv[Any, Any, Any] = gymnasium.make_vec(
-            source.spec, settings.num_envs, vectorization_mode="vector_entry_point", **source.kwargs
-        )
-    except (gymnasium.error.Error, ImportError, TypeError) as error:
-        needed_for = str(source.spec.vector_entry_point)
-        raise cannot_be_made(settings.env, error, needed_for=needed_for, kwargs=source.kwargs) from error
-    if has_parts(vector.single_observation_space) or MASK in vector.reset(seed=0)[1]:
+    else:
+        try:
+            vector = gymnasium.make_vec(
+                source.spec, settings.num_envs, vectorization_mode="vector_entry_point", **source.kwargs
+            )
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            needed_for = str(source.spec.vector_entry_point)
+            raise cannot_be_made(settings.env, error, needed_for=needed_for, kwargs=source.kwargs) from error
+    observation, infos = vector.reset(seed=0)
+    if has_parts(vector.single_observation_space) or MASK in infos:
         vector.close()
         raise ValueError(f"{refused} has images in a dictionary or a mask of actions; {others}")
-    if not suits(vector.single_observation_space):
+    if not suits(vector.single_observation_space) and not has_tensors(observation):
         vector = FlattenObservation(vector)
     try:
         refuse_running_statistics(settings.env, vector)
@@ -109,7 +138,13 @@ def _make_own_vector(settings: RunSettings, source: EnvSource) -> VectorEnv[Any,
                 f"{refused} has metadata['autoreset_mode']={mode!r}; it must be {AutoresetMode.NEXT_STEP}, because "
                 f"other modes end episodes in another way: {others}"
             )
+        expected = (settings.num_envs, *(spaces[0].shape or ()))
+        if isinstance(observation, Tensor) and observation.shape != expected:
+            raise ValueError(
+                f"{refused} observes a tensor of shape {tuple(observation.shape)}, and the shape by num_envs and "
+                f"single_observation_space is {expected}"
+            )
     except ValueError:
         vector.close()
         raise
-    return vector
+    return vector, observation

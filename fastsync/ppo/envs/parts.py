@@ -6,8 +6,8 @@ So a rollout stays one tensor, whatever the environment observes. The policy tak
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
@@ -16,6 +16,7 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...messages import did_you_mean
 from .spaces import LEAST_IMAGE_SIZE
 
 Array = NDArray[Any]
@@ -35,6 +36,7 @@ class Parts:
     num_numbers: int  # Numbers of all vectors.
     images: tuple[tuple[int, int, int], ...]  # Shapes [C, H, W] of the images.
     mask_size: int = 0  # Number of choices that the mask allows or forbids; 0 without a mask.
+    num_critic: int = 0  # The first of the numbers, so many, are seen by the critic alone.
 
     def split(self, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Splits rows [..., D] into numbers [..., num_numbers] and images [..., C, H, W] from 0 to 255."""
@@ -57,6 +59,13 @@ class PartsSpace(spaces.Box):
         """Returns the space of what the network gets."""
         return PartsSpace(self.numbers, self.parts, with_mask=False)
 
+    def for_actor(self) -> PartsSpace:
+        """Returns the space of what the actor's network gets."""
+        hidden, parts = self.parts.num_critic, self.parts
+        numbers = spaces.Box(self.numbers.low[hidden:], self.numbers.high[hidden:], dtype=self.numbers.dtype.type)
+        seen = replace(parts, num_numbers=parts.num_numbers - hidden, num_critic=0)
+        return PartsSpace(numbers, seen, with_mask=False)
+
 
 class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Puts the parts of observations into one row of float32, or of float64 if a vector needs it.
@@ -64,12 +73,16 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
     Args:
         env: an environment, whose observations are a Dict or not.
         masks_in_info: whether ``info["action_mask"]`` tells which actions are allowed. A mask in the Dict comes first.
+        critic_keys: keys of the Dict whose numbers only the critic sees. They come first in a row.
 
     Raises:
-        ValueError: a mask is not as large as the number of choices.
+        ValueError: a mask is not as large as the number of choices. Or ``critic_keys`` are not those of numbers in the
+            Dict, or leave nothing for the actor.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], *, masks_in_info: bool) -> None:
+    def __init__(
+        self, env: gymnasium.Env[Any, Any], *, masks_in_info: bool, critic_keys: Sequence[str] = ()
+    ) -> None:  # fmt: skip
         super().__init__(env)
         leaves = dict(_leaves(env.observation_space))
         num_choices = choices_of(env.action_space)
@@ -78,7 +91,12 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
             raise ValueError(f"the observations' {MASK!r} has {size} entries, and there are {num_choices} choices")
         self._boxes = _boxes_of(leaves)
         self._images = [path for path, space in leaves.items() if _is_image(space)]
-        self._vectors = {path: space for path, space in leaves.items() if path not in self._images}
+        _check_critic_keys(env.observation_space, critic_keys, self._images)
+        vectors = [path for path in leaves if path not in self._images]
+        for_critic = [path for path in vectors if path[:1] and path[0] in critic_keys]
+        others = [path for path in vectors if path not in for_critic]
+        self._vectors = {path: leaves[path] for path in (*for_critic, *others)}
+        num_critic = sum(spaces.flatdim(leaves[path]) for path in for_critic)
         boxes: list[Any] = [spaces.flatten_space(space) for space in self._vectors.values()]
         dtype: Any = np.float32 if all(map(_fits_float32, boxes)) else np.float64
         low = np.concatenate([np.empty(0), *(np.ravel(box.low) for box in boxes)]).astype(dtype)
@@ -90,7 +108,7 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
             (s[2], s[0], s[1]) if last else (s[0], s[1], s[2]) for s, last in zip(shapes, self._moved, strict=True)
         )
         self._mask_size = num_choices if self._has_mask or masks_in_info else 0
-        self.observation_space = PartsSpace(numbers, Parts(len(numbers.low), images, self._mask_size))
+        self.observation_space = PartsSpace(numbers, Parts(len(numbers.low), images, self._mask_size, num_critic))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(seed=seed, options=options)
@@ -127,6 +145,22 @@ class PartsInARow(gymnasium.Wrapper[Any, Any, Any, Any]):
                 "nothing, or end the episode"
             )
         return allowed
+
+
+def _check_critic_keys(space: Space[Any], keys: Sequence[str], images: Sequence[Path]) -> None:
+    if not keys:
+        return
+    given = f"critic_keys={list(keys)}"
+    if not isinstance(space, spaces.Dict):
+        raise ValueError(f"{given} are of a Dict, and its observations are {space}")
+    for key in keys:
+        if key not in space.spaces or key == MASK:
+            others = [each for each in space.spaces if each != MASK]
+            raise ValueError(f"{given}: its observations have {', '.join(others)}{did_you_mean(key, others)}")
+        if any(path[0] == key for path in images):
+            raise ValueError(f"{given}: {key!r} has an image, and only numbers can be hidden from the actor")
+    if not {*space.spaces} - {*keys, MASK}:
+        raise ValueError(f"{given} are all that it observes, and leave nothing for the actor")
 
 
 class LeavesChecked(gymnasium.ObservationWrapper[Any, Any, Any]):

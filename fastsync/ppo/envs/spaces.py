@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..settings import RunSettings
 
@@ -92,7 +94,7 @@ def notes_on_actions(settings: RunSettings, observations: Space[Any], actions: S
     parts = getattr(observations, "parts", None)
     if parts is not None and parts.mask_size:
         return [f"env={settings.env!r} has an action_mask: the policy takes only actions that it allows"]
-    if not isinstance(actions, spaces.Box):
+    if not isinstance(actions, spaces.Box) or settings.action_distribution != "normal":
         return []
     deviation = math.exp(settings.log_std_init)
     low, high = actions.low.astype(np.float64) / deviation, actions.high.astype(np.float64) / deviation
@@ -106,8 +108,8 @@ def notes_on_actions(settings: RunSettings, observations: Space[Any], actions: S
     return [
         f"warning: env={settings.env!r} takes actions in [{actions.low[at]:g}, {actions.high[at]:g}] (number {at})"
         f"{others} but the policy begins with mean 0 and standard deviation {deviation:g}, and its actions are only "
-        "clipped. Wrap the environment in gymnasium.wrappers.RescaleAction(env, -1, 1), and give it as "
-        "'module:function'"
+        "clipped. Set action_distribution to 'tanh_normal' or 'beta', which are scaled, or wrap the environment in "
+        "gymnasium.wrappers.RescaleAction(env, -1, 1)"
     ]
 
 
@@ -125,6 +127,16 @@ def action_translator(space: Space[Any]) -> Callable[[Array], Array]:
     assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
     start = space.start
     return (lambda actions: actions + start) if np.any(start) else (lambda actions: actions.copy())
+
+
+def tensor_translator(space: Space[Any], device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Returns a function that does to tensors on a device what ``action_translator`` does to arrays."""
+    if isinstance(space, spaces.Box):
+        low, high = (torch.from_numpy(bound).to(device) for bound in (space.low, space.high))
+        return lambda actions: actions.to(low.dtype).clamp(low, high)
+    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
+    start = torch.as_tensor(space.start, device=device)
+    return lambda actions: actions + start
 
 
 def random_actions(space: Space[Any], num_envs: int, generator: np.random.Generator) -> Array:

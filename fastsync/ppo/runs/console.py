@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...messages import format_bytes
-from .figures import duration, format_share, labelled_metrics, packed
+from .figures import duration, format_return, format_share, labelled_metrics, packed
 from .metrics import PHASES, TrainResult, mean
 from .panel import RunPanel
 
@@ -94,8 +94,8 @@ class RunConsole:
     def evaluated(self, step: int, scalars: Mapping[str, float], best: float) -> None:
         """Tells the result of an evaluation, and the mean return of the best one so far."""
         mean_return, std = scalars["evaluation/return"], scalars["evaluation/return_std"]
-        told = f"{mean_return:.1f} ± {std:.1f} at step {step:,}"
-        self._evaluations = [told, "the best" if mean_return >= best else f"best {best:.1f}"]
+        told = f"{format_return(mean_return)} ± {format_return(std)} at step {step:,}"
+        self._evaluations = [told, "the best" if mean_return >= best else f"best {format_return(best)}"]
         if self._panel is None:
             self.say(f"  evaluation {told}, {self._evaluations[1]}")
 
@@ -103,7 +103,7 @@ class RunConsole:
         figures = (f"{label} {value:.2g}" for label, value in labelled_metrics(scalars))
         phases = zip(("env", "policy", "learn", "comm"), PHASES, strict=False)
         shares = [f"{label} {self._share(phase, digits=0)}" for label, phase in phases if self._is_shown(phase)]
-        returned = "-" if math.isnan(scalars["episodes/return"]) else f"{scalars['episodes/return']:.1f}"
+        returned = "-" if math.isnan(scalars["episodes/return"]) else format_return(scalars["episodes/return"])
         speed = scalars["speed/steps_per_second"]
         left = duration(max(0, self._total_steps - step) / speed if speed > 0 else math.inf)
         sent = [f"sent {format_bytes(scalars['speed/wire_bytes'])}/update"] if self._world_size > 1 else []
@@ -128,7 +128,7 @@ class RunConsole:
         episodes = len(result.returns)
         if result.stopped_by:
             table.add_row("stopped early by", result.stopped_by)
-        last_return = f"{mean(result.returns):.1f}, mean of the last {episodes} episodes"
+        last_return = f"{format_return(mean(result.returns))}, mean of the last {episodes} episodes"
         table.add_row("return", last_return if episodes else "no episode ended")
         if self._evaluations:
             table.add_row("evaluation", ", ".join(self._evaluations))

@@ -32,6 +32,13 @@ def packed(parts: Sequence[str], width: int, indent: str = "") -> list[str]:
     return lines
 
 
+def format_return(value: float, decimals: int = 1) -> str:
+    """Formats a return with so many decimals or, if it is small, with three significant digits."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.{decimals}f}"
+    return f"{value:.{max(decimals, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
 def format_share(part: float, whole: float, digits: int = 1) -> str:
     """Formats a share such as "12.5%"; a dash if it was not measured."""
     return "-" if math.isnan(part) or not whole > 0 else f"{part / whole:.{digits}%}"

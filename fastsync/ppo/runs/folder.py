@@ -30,7 +30,10 @@ _HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of file systems that lack locks, such as Lustre without the option flock."""
 
 # Settings that must not change: otherwise the saved state does not fit the policy, observations, or averages.
-_FIXED = ("env", "env_kwargs", "policy", "network", "hidden_sizes", "activation", "norm_observations", "sync")
+_FIXED = (
+    "env", "env_kwargs", "policy", "network", "hidden_sizes", "activation", "recurrent", "action_distribution",
+    "critic_keys", "norm_observations", "sync",
+)  # fmt: skip
 # Settings that name code of the user's. Another one must not come in by oversight.
 _OWN_CODE = ("loss", "advantages")
 # Settings that say where a run is stored, and whether it prints. No note tells that they differ.

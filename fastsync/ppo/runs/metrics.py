@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, islice
 from operator import attrgetter
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -85,6 +86,11 @@ def _hash_of(names: Iterable[str]) -> int:
     return crc32("\n".join(names).encode())
 
 
+def on_host(values: Any) -> Any:
+    """Returns an array of what a tensor has; other values as they are."""
+    return values.cpu().numpy() if isinstance(values, Tensor) else values
+
+
 def add_infos(values: Mapping[str, list[float]], step: Step) -> None:
     """Adds the numbers of these names in the environments' ``info`` to the lists. Restarts do not count.
 
@@ -93,10 +99,10 @@ def add_infos(values: Mapping[str, list[float]], step: Step) -> None:
     """
     for name, numbers_of_name in values.items():
         if name in step.infos:
-            known = step.valid & step.infos.get(f"_{name}", step.valid)
+            known = on_host(step.valid & step.infos.get(f"_{name}", step.valid))
             try:
                 # An array of objects has None where an environment has no such number.
-                numbers = np.asarray(step.infos[name])[known].astype(np.float64)
+                numbers = np.asarray(on_host(step.infos[name]))[known].astype(np.float64)
             except (TypeError, ValueError):
                 numbers = np.empty(())
             if numbers.ndim != 1:

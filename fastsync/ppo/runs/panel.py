@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ...messages import format_bytes
-from .figures import duration, format_share, labelled_metrics, packed
+from .figures import duration, format_return, format_share, labelled_metrics, packed
 from .metrics import PHASES
 
 INTERVAL = 0.5
@@ -187,7 +187,7 @@ def _spread(name: str, scalars: Mapping[str, float]) -> list[str]:
     if math.isnan(mean):
         return [f"{name} -, no episode has ended"]
     std, least, most = (scalars[f"episodes/{name}_{each}"] for each in ("std", "min", "max"))
-    return [f"{name} {mean:.1f} ± {std:.1f}", f"{least:.1f} to {most:.1f}"]
+    return [f"{name} {format_return(mean)} ± {format_return(std)}", f"{format_return(least)} to {format_return(most)}"]
 
 
 def _number(value: float) -> str:

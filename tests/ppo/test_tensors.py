@@ -1,0 +1,122 @@
+"""Environments that step together in torch: the rollout of the same ones in numpy, on their device, without a wait."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastsync.cli import main
+from fastsync.ppo.envs.make import make_environments
+from fastsync.ppo.envs.tensors import OnHost, TensorEnvironments
+from fastsync.ppo.envs.vector import VectorizedEnvironments
+from fastsync.ppo.policies import make_policy
+from fastsync.ppo.ppo import Collector, Rollout, Settings
+from fastsync.ppo.random_streams import RandomStreams
+from tests import fake_device
+from tests.refused import refused
+from tests.torch_envs import TorchCartPole
+
+SETTINGS = Settings(
+    env="tests.torch_envs:cart_pole", env_kwargs={"limit": 30}, num_envs=6, num_steps=64, hidden_sizes=(16,),
+    fused=False, log_info=("speed",),
+)  # fmt: skip
+
+
+def rollouts(environments: Any, device: torch.device, number: int = 2) -> list[Rollout]:
+    """Copies, for the next one overwrites them."""
+    torch.manual_seed(0)
+    with environments:
+        spaces = environments.single_observation_space, environments.single_action_space
+        policy = make_policy(SETTINGS, *spaces).to(device)
+        streams = RandomStreams(0, first_index=0, num_envs=6, device=device)
+        collector, collected = Collector(SETTINGS, environments, policy, streams), []
+        for _ in range(number):
+            rollout = collector.collect()
+            copies = {
+                name: value.clone() for name, value in rollout._asdict().items() if isinstance(value, torch.Tensor)
+            }
+            collected.append(rollout._replace(**copies))
+        return collected
+
+
+def assert_same_rollouts(ones: list[Rollout], others: list[Rollout]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        for name, value in one._asdict().items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value.cpu(), getattr(other, name).cpu()), name
+        assert one.episodes == other.episodes
+        assert one.infos == pytest.approx(other.infos)
+    assert sum(len(each.episodes) for each in ones) > 10
+    assert any((each.done & ~each.terminated).any() for each in ones)
+
+
+def test_a_rollout_of_tensors_is_that_of_arrays():
+    cpu = torch.device("cpu")
+    tensors = make_environments(SETTINGS, rank=0)
+    assert isinstance(tensors, TensorEnvironments)
+    arrays = VectorizedEnvironments(OnHost(TorchCartPole(6, limit=30)), seed=tensors._seed, first_index=0)
+    assert_same_rollouts(rollouts(tensors, cpu), rollouts(arrays, cpu))
+
+
+def _stays_on_its_device(rank: int, world_size: int) -> None:
+    fake_device.load()
+    device, waits = torch.device(fake_device.DEVICE), []
+    extension = fake_device.load_device()
+    for num_steps in (64, 8):
+        settings = replace(SETTINGS, num_steps=num_steps)
+        environments = make_environments(settings, rank=0, device=device)
+        assert environments.notes == []
+        policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
+        streams = RandomStreams(0, first_index=0, num_envs=6, device=device)
+        collector = Collector(replace(settings, log_info=()), environments, policy.to(device), streams)
+        extension.take_host_waits()
+        rollout = collector.collect()
+        waits.append(extension.take_host_waits())
+        assert {rollout.observations.device.type, rollout.rewards.device.type, rollout.done.device.type} == {
+            device.type
+        }
+    assert waits[0] == waits[1], waits  # none in a step
+
+
+def test_nothing_of_a_step_waits_for_the_device():
+    fake_device.run_ranks(_stays_on_its_device, 1)
+
+
+def test_a_run_on_two_ranks_is_evaluated_resumed_and_played(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    run = str(tmp_path / "run")
+    words = [
+        "--env", SETTINGS.env, "--env-kwargs", '{"limit": 30}', "--num-envs", "6", "--num-steps", "32", "--nproc", "2",
+        "--eval-interval", "500", "--eval-episodes", "3", "--log-info", "speed", "--runs-dir", str(tmp_path),
+        "--run-name", "run", "--resume", "auto",
+    ]  # fmt: skip
+    assert main(["train", *words, "--total-steps", "1000"]) == 0
+    assert main(["train", *words, "--total-steps", "2000"]) == 0
+    said = capfd.readouterr().out
+    assert "could not be restored exactly, and begin new episodes" in said
+    rows = list(csv.DictReader((tmp_path / "run" / "progress.csv").open()))
+    assert float(rows[-1]["info/speed"]) > 0
+    assert sum(bool(row["evaluation/return"]) for row in rows) == 4
+    assert 5 < float(rows[-1]["episodes/return"]) <= 30
+    assert main(["eval", run, "--episodes", "2"]) == 0
+    assert "over 2 episodes" in capfd.readouterr().out
+    assert main(["eval", run, "--render"]) == 2
+    assert "cannot be drawn" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "told"),
+    [
+        ("cart_pole", {"vectorization": "sync"}, "takes num_envs"),
+        ("same_step", {}, "autoreset_mode"),
+        ("not_a_vector", {}, "must return a gymnasium.vector.VectorEnv"),
+        ("elsewhere", {}, "observes a tensor of shape (4, 4)"),
+    ],
+)
+def test_environments_that_do_not_suit_are_refused(env: str, given: dict[str, Any], told: str):
+    settings = Settings(env=f"tests.torch_envs:{env}", **given)
+    refused(lambda: make_environments(settings, rank=0), f"env='tests.torch_envs:{env}'", told)
