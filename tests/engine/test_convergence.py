@@ -66,16 +66,6 @@ def compare(losses: Sequence[float], full_width: Sequence[float]) -> Comparison:
     return Comparison(shift, abs(shift) + quantile * stdev(differences) / math.sqrt(count), stdev(full_width))
 
 
-def test_a_shift_as_large_as_the_noise_is_noticed() -> None:
-    full_width: Sequence[float] = (0.10, 0.12, 0.14, 0.11, 0.13)
-    noise = compare(full_width, full_width).noise
-    assert noise == pytest.approx(0.0158, abs=1e-4)
-    for shift in (noise, -noise):
-        assert compare([loss + shift for loss in full_width], full_width).bound >= noise
-    scattered = [loss + scatter for loss, scatter in zip(full_width, (0.03, -0.03, 0.04, -0.04, 0.0), strict=True)]
-    assert compare(scattered, full_width).bound >= noise, "on average right, by chance"
-
-
 # ---- what is trained ------------------------------------------------------------------------------------------------
 
 Run = tuple[float, float]
