@@ -81,8 +81,7 @@ def test_ranks_leave_and_return(rank: int, world_size: int, wire: str) -> None:
     everyone = [_grads(other, 8) for other in range(world_size)]
     _step(model, rank, 7)
     got = _step(model, rank, 8)
-    for each, same in zip(got, zip(*everyone, strict=True), strict=True):
-        torch.testing.assert_close(each, torch.stack(same).mean(dim=0))
+    torch.testing.assert_close(got, [torch.stack(same).mean(dim=0) for same in zip(*everyone, strict=True)])
     sync.detach()
     refused(lambda: sync.use_group(pair), "use_group() was called after detach()", kind=RuntimeError)
 

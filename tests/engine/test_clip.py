@@ -301,8 +301,7 @@ def test_an_optimizers_steps_are_those_of_torchs_clipping(way: str, name: str, h
         (scaler.step(optimizer), scaler.update()) if scaler else optimizer.step()
         reference.step()
         assert not hasattr(optimizer, "grad_scale"), "the step after would be clipped as well"
-        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close([*model.parameters()], [*expected.parameters()], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scales", [True, False])
@@ -452,8 +451,7 @@ def test_a_step_that_was_left_out_leaves_no_clip_behind(scales: bool, clips_agai
         if step == 0:
             optimizers[0].register_step_post_hook(lambda *_: called.append(1))
     assert len(called) == 3
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([*model.parameters()], [*plain.parameters()], rtol=1e-5, atol=1e-6)
 
 
 def test_a_scaler_tells_of_unscaled_gradients_or_is_refused() -> None:

@@ -86,8 +86,8 @@ def test_dense_layers_and_experts_are_clipped_as_one_model(rank: int, world_size
             assert (norm.dtype, norm.shape) == (torch.float32, ())
             torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
             theirs = [*grads_of(whole.dense), *grads_of(whole.expert_of(rank))]
-            for mine, other in zip([*grads_of(models[0]), *grads_of(models[1])], theirs, strict=True):
-                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+            mine = [*grads_of(models[0]), *grads_of(models[1])]
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
             assert_same_on_all_ranks([norm, *grads_of(models[0])])
 
 
@@ -145,8 +145,7 @@ def test_an_optimizer_of_all_may_clip_in_its_step(rank: int, world_size: int, is
         scaler.update()
         assert not scales or scaler.get_scale() == (64.0 if step < 2 else 32.0)
     theirs = [*whole.dense.parameters(), *whole.expert_of(rank).parameters()]
-    for mine, other in zip([p for model in models for p in model.parameters()], theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close([p for model in models for p in model.parameters()], theirs, rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)
@@ -169,8 +168,7 @@ def test_handles_that_share_one_copy_of_their_parameters(rank: int, world_size: 
         for each in (*optimizers, *steps):
             each.step()
     for model, reference in zip(models, references, strict=True):
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=1e-4, atol=1e-5)
     scaler = torch.amp.GradScaler("cpu")
     refused(lambda: fastsync.clip_grad_norm_([shared, other], 0.5, optimizer=optimizers[0], scaler=scaler), "scaler:")
 
