@@ -17,7 +17,7 @@ from fastsync import _C
 from fastsync.sync.compression import parse_compression
 from tests.engine.attached import Fallible, attach, loss_of
 from tests.models import SMALL_BUCKETS, Given, assert_same_on_all_ranks, grads_of, random_grads
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.refused import refused
 
 # ---- other process groups --------------------------------------------------------------------------------------------
@@ -145,32 +145,6 @@ def test_a_group_that_is_refused_changes_nothing(rank: int, world_size: int) -> 
 
 
 # ---- ranks without batches -------------------------------------------------------------------------------------------
-
-
-def _goes_on_without_the_last(rank: int, world_size: int, wire: str, weighted: bool) -> None:
-    model = Fallible()
-    sync = attach(model, compression=wire)
-    if weighted:
-        sync.set_weight(1.0)
-    loss_of(model, rank, 0).backward()
-    if rank == world_size - 1:
-        os._exit(0)
-    model.fails = True
-    with pytest.raises((ArithmeticError, RuntimeError)):
-        loss_of(model, rank, 1).backward()
-    model.fails = False
-    sync.use_group(dist.new_group([0, 1], use_local_synchronization=True))
-    model.zero_grad()
-    loss_of(model, rank, 2).backward()
-    assert_same_on_all_ranks(grads_of(model), sync._group)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize(("wire", "weighted"), [("none", False), ("fp16", True), ("int8+ef", False)])
-def test_after_a_step_that_failed_the_others_go_on(wire: str, weighted: bool, shared_memory: bool) -> None:
-    """Nothing of the old group is waited for, and none of its errors comes up again."""
-    run_ranks(_goes_on_without_the_last, 3, wire, weighted, lost=[2], shared_memory=shared_memory, timeout=60)
 
 
 @on_ranks(3, shared_memory=False, lost=[2], timeout=60)

@@ -195,15 +195,6 @@ def test_fp16_fits_large_and_small_gradients(rank: int, world_size: int, entry_p
 @on_ranks(2, cases={"entry_point": AVERAGING}, shared_memory=False)
 def test_the_fp16_scale_follows_the_gradients(rank: int, world_size: int, entry_point: str) -> None:
     same_data_is_meant()
-    # Behind a scale that fits 1e6 tiny ones are lost at first; it rises by a factor of two a step.
-    tiny = [torch.full((3,), 8e-8)]
-    given = average(entry_point, Given(tiny), "fp16")
-    given.step([torch.full((3,), 1e6)])
-    assert _there(given.step(tiny))[0].tolist() == [0.0, 0.0, 0.0]
-    for _ in range(44):  # from 2^-10 to 2^33, which brings 8e-8 to 2^9 and more
-        averaged = _there(given.step(tiny))
-    torch.testing.assert_close(averaged, tiny, rtol=2.0**-11, atol=0.0)
-
     small = torch.tensor([1.0, -1.0, 0.5, 1e-3])
     given = average(entry_point, Given([small]), "fp16")
     assert _there(given.step([small]))[0][:3].tolist() == [1.0, -1.0, 0.5]

@@ -20,7 +20,6 @@ from tests.engine.entry_points import Averaged, average
 from tests.engine.stderr import NO_TIMES, NOTHING_UNUSED, expected_on_stderr
 from tests.fake_device import DEVICE, unwaited, watched
 from tests.models import Given, random_grads
-from tests.refused import refused
 
 SHAPES = [(7, 33), (300,), (), (2, 3, 4), (513, 7)]
 STEPS = 6
@@ -185,13 +184,10 @@ def test_sparse_means_are_the_cpus(rank: int, world_size: int, entry_point: str)
                 assert_bitwise_equal(one, other, f"{entry_point}, {compression}")
 
 
-@fake_device.on_ranks(2, cases={"entry_point": ENTRY_POINTS, "runs_at_once": [False, True]})
-def test_after_a_step_the_group_keeps_no_buffer(
-    rank: int, world_size: int, entry_point: str, runs_at_once: bool
-) -> None:
+@fake_device.on_ranks(2, cases={"entry_point": ENTRY_POINTS})
+def test_after_a_step_the_group_keeps_no_buffer(rank: int, world_size: int, entry_point: str) -> None:
     group = fake_device.new_group()
-    if runs_at_once:
-        fake_device.backend_of(group).run_at_once()
+    fake_device.backend_of(group).run_at_once()
     with warnings_of_ddp(entry_point):
         for compression in ONE_LEVEL:
             given = begin(entry_point, compression, DEVICE, group)
@@ -241,10 +237,3 @@ def test_out_of_memory_stays_the_error_that_it_is_and_nobody_is_asked(rank: int,
         fake_device.load().set_most_bytes(2**40)
         sync.abandon_step()
         model.zero_grad()
-
-
-@fake_device.on_ranks(2)
-def test_a_group_that_does_not_work_on_the_device_is_refused(rank: int, world_size: int) -> None:
-    fake_device.load()
-    model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
-    refused(lambda: fastsync.attach(model, process_group=world()), "process_group:")

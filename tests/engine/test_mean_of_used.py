@@ -98,7 +98,7 @@ def test_lowrank_feeds_errors_back(rank: int, world_size: int) -> None:
     """The mean of many equal steps is right."""
     model = Given(whole_numbers(0, 0, SHAPES))
     sync = fastsync.attach(model, "lowrank", op="mean_of_used", bucket_cap_mb=SMALL_BUCKETS)
-    num_steps = 50
+    num_steps = 100
     for pattern in (0, 2):
         there = used([whole_numbers(other, 0, SHAPES) for other in range(world_size)], USERS[pattern])
         expected = reference.mean_of_used(there)
