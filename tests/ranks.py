@@ -158,6 +158,12 @@ def on_ranks(
     return decorate
 
 
+def pair_of(rank: int, world_size: int, **options: Any) -> dist.ProcessGroup:
+    """The group of this rank and its neighbour. Pairs may each have a case of their own, and wait at the same time."""
+    pairs = [dist.new_group([first, first + 1], **options) for first in range(0, world_size, 2)]
+    return pairs[rank // 2]
+
+
 def _named(names: str, values: Any) -> Iterable[tuple[str, Any]]:
     return zip(names.split(", "), values, strict=True) if "," in names else [(names, values)]
 
