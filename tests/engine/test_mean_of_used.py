@@ -93,7 +93,7 @@ def test_weights_of_the_ranks_that_have_a_gradient(rank: int, world_size: int) -
             assert_norm(sync, model)
 
 
-@on_ranks(3, cases={"shared_memory": [True, False]})
+@on_ranks(3)
 def test_lowrank_feeds_errors_back(rank: int, world_size: int) -> None:
     """The mean of many equal steps is right."""
     model = Given(whole_numbers(0, 0, SHAPES))

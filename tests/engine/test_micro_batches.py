@@ -263,7 +263,7 @@ def _rows(rank: int, world_size: int, first: dict[str, object] | None) -> dict[t
     sampler.set_epoch(2)
     if first is not None:
         sampler.load_state_dict(first)
-    loader = DataLoader(TensorDataset(torch.arange(100)), batch_sampler=sampler, num_workers=int(first is None))
+    loader = DataLoader(TensorDataset(torch.arange(100)), batch_sampler=sampler, num_workers=1)
     batches = iter(loader)
     assert len(sampler) == len(list(sampler))
     seen = {}
