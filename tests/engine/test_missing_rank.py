@@ -36,7 +36,6 @@ GOOD_STEPS = 2
 
 NO_ANSWER = "no answer, so it is stopped or gone, or has no engine of this group"
 AVERAGING = "averaging in step 2 of the engine of parameter 0.weight"
-AGREEING = "agreeing before step 2 of the engine of parameter 0.weight, because "
 IN_HOOK = "averaging in step 2 of a DDP hook"
 ON_EVERY_RANK = ". Do what is said after 'because' on every rank, between the same steps, or on none"
 CURE = ". Where ranks have different numbers of batches, put the training loop inside `with "
