@@ -14,6 +14,8 @@ import pytest
 
 # torch 2.13's profiler writes to stderr, whenever it begins or ends, what is for tracing tools: lines of level 5.
 QUIET = "6"
+# c10d asks for the name of each address that connects. Where an answer is lost, it would be asked again after 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 # Processes that run tests get it from the one that has started them.
 SEED = os.environ.setdefault("TESTS_SAMPLE", os.environ.get("TESTS_SEED") or f"{date.today():%Y%m%d}")
 

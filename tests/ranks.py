@@ -101,13 +101,14 @@ def on_ranks(
     *,
     cases: Mapping[str, Iterable[Any]] | None = None,
     parametrized: Sequence[str] = (),
+    before: Callable[[], object] | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of what each of so many ranks does: ``body(rank, world_size, *parameters)``.
 
     What the body takes beyond the first two are the test's parameters and fixtures, which reach the ranks by pickle.
     Without a number the world size is a parameter too. ``options`` are those of ``run_ranks``; of ``parametrized`` ones
-    the test's parameters tell the values.
+    the test's parameters tell the values. ``before`` is called before there are ranks.
 
     The ranks call the body for each combination of ``cases``, one after the other, each in a new process group: values
     by the parameter's name. Names with a comma between them have their values in tuples. ``shared_memory`` is that of
@@ -144,6 +145,8 @@ def on_ranks(
         def test(**arguments: Any) -> None:
             size = arguments[given.name] if world_size is None else world_size
             told = {name: arguments[name] for name in parametrized}
+            if before is not None:
+                before()
             run_ranks(test, size, *(arguments[each.name] for each in parameters), **options, **told)
 
         told = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in parametrized]
@@ -153,6 +156,12 @@ def on_ranks(
         return test
 
     return decorate
+
+
+def pair_of(rank: int, world_size: int, **options: Any) -> dist.ProcessGroup:
+    """The group of this rank and its neighbour. Pairs may each have a case of their own, and wait at the same time."""
+    pairs = [dist.new_group([first, first + 1], **options) for first in range(0, world_size, 2)]
+    return pairs[rank // 2]
 
 
 def _named(names: str, values: Any) -> Iterable[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -14,8 +15,13 @@ from tests.engine.elastic import Training
 
 @pytest.fixture
 def store() -> TCPStore:
-    """A store that outlives the ranks, as a launcher's."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """A store that outlives the ranks, as a launcher's.
+
+    It listens to IPv4 alone: of ``::ffff:127.0.0.1`` only a name server knows the name, for which c10d asks.
+    """
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 @pytest.fixture

@@ -103,9 +103,12 @@ class Training(Alone):
         return elastic, changes
 
 
-def begun(port: int, compression: str = "none", op: str = "mean", **options: Any) -> tuple[Training, Elastic]:
-    """A training of all ranks, with the store at this port."""
-    os.environ[STORE] = f"127.0.0.1:{port}"
+def begun(store: int | str, compression: str = "none", op: str = "mean", **options: Any) -> tuple[Training, Elastic]:
+    """A training of all ranks, with the store at this port, or in this file."""
+    if isinstance(store, str):
+        options["store"] = dist.FileStore(store, -1)
+    else:
+        os.environ[STORE] = f"127.0.0.1:{store}"
     training = Training(range(dist.get_world_size()), compression, op)
     return training, training.elastic(**options)
 

@@ -25,6 +25,7 @@ class Normed(nn.Module):
         self.layers = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
         self.register_buffer("samples", torch.tensor(2**40, dtype=torch.int64))
         self.register_buffer("precise", torch.full((2, 2), 1 / 3, dtype=torch.float64))
+        self.register_buffer("extreme", torch.tensor([-0.0, torch.inf, torch.nan], dtype=torch.float16))
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("phase", torch.tensor([1 + 2j, 3 - 1j]))
 
@@ -52,6 +53,7 @@ def test_broadcast_is_what_ddp_does(rank: int, world_size: int, wire: str) -> No
             sync.piggyback("one more", torch.tensor(1.0))  # so that complex numbers lie at odd places, too
         for each in (ddp, model):
             for again in range(2):
+                sync.set_weight(1.0)  # which is the gradients' alone
                 sync.piggyback("step", torch.tensor(float(step)))
                 each(_inputs(rank, 10 * step + again)).square().mean().backward()
         assert_same_on_all_ranks([buffer.float().view(-1) for buffer in model.buffers() if not buffer.is_complex()])
@@ -59,28 +61,24 @@ def test_broadcast_is_what_ddp_does(rank: int, world_size: int, wire: str) -> No
     ddp(inputs)
     model(inputs)
     for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, dict(ddp.module.named_buffers())[name]), name
+        assert torch.equal(as_bytes(buffer), as_bytes(dict(ddp.module.named_buffers())[name])), name
 
 
-@on_ranks(3)
-def test_rank_0s_reach_all_bit_for_bit(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_failed_backward_leaves_rank_0s(rank: int, world_size: int) -> None:
     model, first = Normed(), Normed()
-    sync = fastsync.attach(model, broadcast_buffers=True)
+    fastsync.attach(model, broadcast_buffers=True)
     for each in (model, first):
         each.phase = each.phase.conj()
-        each.precise = torch.tensor([[-0.0, float("inf")], [float("nan"), 1 / 3]], dtype=torch.float64)
-    for step in range(3):
-        sync.set_weight(1.0 + rank)  # which is the gradients' alone
-        model(_inputs(rank, step)).sum().backward()
-        first(_inputs(0, step))
-        for (name, buffer), of_first in zip(model.named_buffers(), first.buffers(), strict=True):
-            assert torch.equal(as_bytes(buffer), as_bytes(of_first)), name
-    before = [as_bytes(buffer).clone() for buffer in model.buffers()]
+    model(_inputs(rank, 0)).sum().backward()
+    first(_inputs(0, 0))
+    before = [as_bytes(buffer).clone() for buffer in first.buffers()]
+    assert all(map(torch.equal, map(as_bytes, model.buffers()), before))
     with pytest.raises(ArithmeticError) if rank == 0 else torch.enable_grad():
         first, last = model.layers[0].weight, model.layers[2].weight
         late = (Fails.apply(first) if rank == 0 else first).sum()
         (late + last.sum()).backward()
-    assert all(map(torch.equal, map(as_bytes, model.buffers()), before)), "a failed backward changed buffers"
+    assert all(map(torch.equal, map(as_bytes, model.buffers()), before))
 
 
 class Averaging(nn.Module):

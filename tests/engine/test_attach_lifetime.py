@@ -28,7 +28,7 @@ from tests.engine.attached import (
 )
 from tests.engine.entry_points import AVERAGING, average
 from tests.models import Mlp, assert_all_bitwise_equal, batch
-from tests.ranks import on_ranks, open_group, run_ranks
+from tests.ranks import on_ranks, open_group
 from tests.refused import refused
 
 # ---- the model and its handle ---------------------------------------------------------------------------------------
@@ -119,7 +119,8 @@ def test_handle_is_an_attribute(rank: int, world_size: int) -> None:
 # ---- process groups -------------------------------------------------------------------------------------------------
 
 
-def _group_goes_first(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_group_destroyed_while_a_model_is_attached(rank: int, world_size: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
     models = [Mlp() for _ in range(3)]
     handles = [attach(model) for model in models[:2]]
@@ -128,7 +129,7 @@ def _group_goes_first(rank: int, world_size: int, folder: str) -> None:
             assert_averages(model, rank, number)
         dist.destroy_process_group()
         if number == 0:
-            open_group(f"{folder}/store", rank, world_size)
+            open_group(str(tmp_path / "store"), rank, world_size)
             refused(partial(attach, models[0]), "averaged already, by attach")
             attach(models[2])
             assert_averages(models[2], rank, 0)
@@ -137,11 +138,7 @@ def _group_goes_first(rank: int, world_size: int, folder: str) -> None:
     references = [reference for model in models for reference in references_to(model)]
     del model, models, handles  # the last owners of both groups
     assert_freed(references)
-    open_group(f"{folder}/another", rank, world_size)
-
-
-def test_group_destroyed_while_a_model_is_attached(tmp_path: Path) -> None:
-    run_ranks(_group_goes_first, 2, str(tmp_path))
+    open_group(str(tmp_path / "another"), rank, world_size)
 
 
 # ---- hooks of Python's -----------------------------------------------------------------------------------------------

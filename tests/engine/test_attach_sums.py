@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import fastsync
 from tests.engine.entry_points import Averaged, average
-from tests.models import Fails
 from tests.ranks import on_ranks
 from tests.refused import refused
 
@@ -105,21 +104,6 @@ def test_what_is_no_accumulation_changes_nothing(rank: int, world_size: int, ent
     torch.autograd.backward([model(rank + 1.0, 1.0), model(rank + 1.0, None)])
     given.finish()
     assert values(model) == [[9.0], [14.0]]
-
-
-@on_ranks(2)
-def test_a_backward_that_fails_and_is_run_again(rank: int, world_size: int) -> None:
-    given, model = sums("attach")
-    given.backward(model(rank + 1.0, 1.0))
-    for weight in (model.both, model.second):
-        loss = (Fails.apply(weight).sum() + model.both.sum() + model.second.sum()) * 8.0
-        with pytest.raises(ArithmeticError):
-            loss.backward()
-        model.zero_grad()
-        given.backward(model(None, 1.0))
-        assert values(model) == [None, [2.0]]
-        given.backward(model(rank + 1.0, 1.0))
-        assert values(model) == [[3.0], [4.0]]
 
 
 @on_ranks(2)

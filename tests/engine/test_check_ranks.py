@@ -12,6 +12,7 @@ from fastsync.launch.check_ranks import Found, check
 FOUND = Found("first", "10.0.0.1", {"torch": "2.13.0", "cores": "4"}, "process group", {16: 1e-4, 2**20: 2e-3})
 
 
+@pytest.mark.end_to_end
 def test_ranks_of_this_host() -> None:
     command = [sys.executable, "-m", "fastsync.cli", "doctor", "--ranks", "2"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -37,11 +38,5 @@ def test_a_launcher_has_started_another_number(monkeypatch: pytest.MonkeyPatch) 
         (replace(FOUND, wrong="rank 1 has 1.0 where the mean is 1.5"), ["rank 1 has 1.0 where the mean is 1.5"]),
     ],
 )
-def test_what_differs(other: Found, obstacles: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = [FOUND, other, FOUND]
-    assert check_ranks._obstacles(found) == obstacles
-    check_ranks._print(found, obstacles, 30.0, 1.0)
-    printed = capsys.readouterr().out
-    assert [line for line in obstacles if f"  {line}\n" not in printed] == []
-    differs = [name for name in FOUND.facts if FOUND.facts[name] != other.facts[name]]
-    assert [name for name in differs if f"{name} differs\n" not in printed] == []
+def test_what_differs(other: Found, obstacles: list[str]) -> None:
+    assert check_ranks._obstacles([FOUND, other, FOUND]) == obstacles

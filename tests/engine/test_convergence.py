@@ -34,6 +34,7 @@ COMPRESSIONS = {
 }
 REPORTED = {"int8", "int4", "int4, error feedback", "lowrank"}
 """In the table of the long runs, whatever they give."""
+DAILY = ("none", "bf16", "int8, error feedback")
 OF_PARAMETERS = {wire: Compression(wire) for wire in ("none", "bf16", "fp16", "int8", "int4")}
 """What FSDP2 gathers parameters in."""
 CONFIDENCE = 0.95
@@ -64,16 +65,6 @@ def compare(losses: Sequence[float], full_width: Sequence[float]) -> Comparison:
     shift, count = mean(differences), len(differences)
     quantile = float(stats.t.ppf(CONFIDENCE, count - 1))
     return Comparison(shift, abs(shift) + quantile * stdev(differences) / math.sqrt(count), stdev(full_width))
-
-
-def test_a_shift_as_large_as_the_noise_is_noticed() -> None:
-    full_width: Sequence[float] = (0.10, 0.12, 0.14, 0.11, 0.13)
-    noise = compare(full_width, full_width).noise
-    assert noise == pytest.approx(0.0158, abs=1e-4)
-    for shift in (noise, -noise):
-        assert compare([loss + shift for loss in full_width], full_width).bound >= noise
-    scattered = [loss + scatter for loss, scatter in zip(full_width, (0.03, -0.03, 0.04, -0.04, 0.0), strict=True)]
-    assert compare(scattered, full_width).bound >= noise, "on average right, by chance"
 
 
 # ---- what is trained ------------------------------------------------------------------------------------------------
@@ -209,7 +200,7 @@ def _train_all(
 )
 def test_compressed_training_ends_within_the_noise(train: Train, num_seeds: int, num_steps: int, right: float) -> None:
     all_of_them = OF_PARAMETERS if train is train_sharded_text else COMPRESSIONS
-    compressions = {name: all_of_them[name] for name in all_of_them if num_seeds == 8 or name not in REPORTED}
+    compressions = {name: all_of_them[name] for name in all_of_them if num_seeds == 8 or name in DAILY}
     runs, of_other = run_ranks(_train_all, 2, train, compressions, num_seeds, num_steps, timeout=550)
     assert runs == of_other, "the ranks ended with different models"
     full_width = [loss for loss, _ in runs["none"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,9 @@ from tests.models import (
     batch,
     given_ddp,
     grads_of,
-    random_grads,
     train_step,
 )
-from tests.ranks import on_ranks, open_group, run_ranks
+from tests.ranks import on_ranks, open_group
 from tests.refused import refused
 
 
@@ -95,28 +95,8 @@ def test_every_mode_of_ddp_gives_bitwise_what_it_gives_without_a_hook(rank: int,
         assert hook.stats().num_steps == 4
 
 
-def _two_models_share_the_state_none(rank: int) -> None:
-    shapes = [(300,), (200,), (400,)]
-    likes = [random_grads(rank, 0, shapes, torch.float32), random_grads(rank, 1, shapes[:2], torch.bfloat16)]
-    alone = [given_ddp(like, bucket_cap_mb=SMALL_BUCKETS) for like in likes]
-    sharing = [given_ddp(like, bucket_cap_mb=SMALL_BUCKETS) for like in likes]
-    for ddp in alone:
-        fastsync.register_comm_hook(ddp, "fp16")
-    for ddp in sharing:
-        ddp.register_comm_hook(None, fastsync.fp16_compress_hook)
-    for _ in range(3):
-        expected = [backward_of(ddp, grads) for ddp, grads in zip(alone, likes, strict=True)]
-        actual = [backward_of(ddp, grads) for ddp, grads in zip(sharing, likes, strict=True)]
-        for index in range(2):
-            assert_all_bitwise_equal(actual[index], expected[index], f"one after the other: model {index}, gradient")
-        for ddp in sharing:
-            ddp.zero_grad()
-        torch.stack([ddp(grads) for ddp, grads in zip(sharing, likes, strict=True)]).sum().backward()
-        for index in range(2):
-            assert_all_bitwise_equal(grads_of(sharing[index]), expected[index], f"at once: model {index}, gradient")
-
-
-def _torchs_wrapper_around_our_hook(rank: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_torchs_wrapper_around_our_hook(rank: int, world_size: int) -> None:
     model = Mlp()
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
@@ -134,7 +114,9 @@ def _torchs_wrapper_around_our_hook(rank: int) -> None:
     assert len(state.stats().buckets) >= 3
 
 
-def _uneven_inputs(rank: int) -> None:
+@on_ranks(2, shared_memory=False)
+def test_uneven_inputs(rank: int, world_size: int) -> None:
+    """An epoch each; who runs out first shadows the other with zeros."""
     torch.manual_seed(1)
     model = Mlp()
     plain = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS)
@@ -142,11 +124,7 @@ def _uneven_inputs(rank: int) -> None:
     hook = fastsync.register_comm_hook(hooked)
     for ddp in (plain, hooked):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for num_steps in (
-            3 + 2 * rank,
-            4,
-            6 - 3 * rank,
-        ):  # an epoch each; who runs out first shadows the other with zeros
+        for num_steps in (3 + 2 * rank, 4, 6 - 3 * rank):
             with ddp.join():
                 for step in range(num_steps):
                     train_step(ddp, optimizer, batch(rank, step))
@@ -154,25 +132,15 @@ def _uneven_inputs(rank: int) -> None:
     assert hook.stats().num_steps == 5 + 4 + 6
 
 
-@on_ranks(2, shared_memory=False)
-def test_shared_states_wrapped_hooks_and_join(rank: int, world_size: int) -> None:
-    _two_models_share_the_state_none(rank)
-    _torchs_wrapper_around_our_hook(rank)
-    _uneven_inputs(rank)
-
-
-def _a_new_default_group(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_state_none_follows_the_default_group_when_it_is_made_anew(rank: int, world_size: int, tmp_path: Path) -> None:
     for number in range(2):
         ddp = given_ddp([torch.ones(2)])
         ddp.register_comm_hook(None, fastsync.fp16_compress_hook)
         assert backward_of(ddp, [torch.full((2,), float(rank))])[0].tolist() == [0.5, 0.5]
         del ddp  # while others have the group as well: torch may hang where a DDP model is its last owner
         dist.destroy_process_group()
-        open_group(f"{folder}/store{number}", rank, world_size)
-
-
-def test_state_none_follows_the_default_group_when_it_is_made_anew(tmp_path: object) -> None:
-    run_ranks(_a_new_default_group, 2, str(tmp_path))
+        open_group(str(tmp_path / f"store{number}"), rank, world_size)
 
 
 @on_ranks(2)
@@ -192,8 +160,7 @@ def test_compiled_ddp_runs_the_hook(rank: int, world_size: int) -> None:
             ddp(batch(rank, step)).square().mean().backward()
         assert hook.stats().num_steps == step + 1
         assert_same_on_all_ranks(grads_of(hooked))
-        for actual, expected in zip(grads_of(hooked), grads_of(plain), strict=True):
-            torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(grads_of(hooked), grads_of(plain))
 
 
 @on_ranks(4)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync.sync.ddp import HookState
 from tests.models import Mlp, assert_same_on_all_ranks, batch
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.refused import refused
 
 
@@ -27,7 +27,8 @@ def _loss(model: Any, rank: int, number: int) -> Tensor:
 # ---- gradients that no rank has averaged -----------------------------------------------------------------------------
 
 
-def _past_the_wrapper(rank: int, world_size: int, kind: str) -> None:
+@on_ranks(2, cases={"kind": ["always", "some steps", "another dtype"]})
+def test_a_backward_past_the_wrapper(rank: int, world_size: int, kind: str) -> None:
     model = Mlp()
     ddp = DistributedDataParallel(model)
     fastsync.register_comm_hook(ddp)
@@ -49,11 +50,6 @@ def _past_the_wrapper(rank: int, world_size: int, kind: str) -> None:
         _loss(ddp, rank, 3).backward()
         optimizer.step()
         assert_same_on_all_ranks(list(model.parameters()))
-
-
-@pytest.mark.parametrize("kind", ["always", "some steps", "another dtype"])
-def test_a_backward_past_the_wrapper(kind: str) -> None:
-    run_ranks(_past_the_wrapper, 2, kind)
 
 
 @on_ranks(2)
@@ -141,20 +137,14 @@ def test_steps_that_are_meant(rank: int, world_size: int) -> None:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _other_order(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_layers_in_another_order(rank: int, world_size: int) -> None:
     layers = [("a", nn.Linear(4, 4)), ("b", nn.Linear(4, 4))]
     model = nn.Sequential(OrderedDict(reversed(layers) if rank else layers))
     ddp = DistributedDataParallel(model)
     fastsync.register_comm_hook(ddp)
-    with pytest.raises(ValueError, match="do not agree") as raised:
-        ddp(torch.ones(2, 4)).sum().backward()
-    return str(raised.value)
-
-
-def test_layers_in_another_order() -> None:
-    for error in run_ranks(_other_order, 2):
-        assert "rank 0: parameter 0 of bucket 0, a.weight," in error
-        assert "rank 1: parameter 0 of bucket 0, b.weight," in error
+    of_bucket = [f"rank {each}: parameter 0 of bucket 0, {name}.weight," for each, name in enumerate("ab")]
+    refused(lambda: ddp(torch.ones(2, 4)).sum().backward(), *of_bucket)
 
 
 # ---- models that share a state and a backward ------------------------------------------------------------------------
@@ -186,10 +176,10 @@ def _models(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, list[nn.
     return wrap(outer), parameters
 
 
-@on_ranks(2)
-def test_two_models_in_one_backward_with_a_shared_state(rank: int, world_size: int) -> None:
+@on_ranks(2, cases={"has_state": [True, False]})
+def test_two_models_in_one_backward_with_a_shared_state(rank: int, world_size: int, has_state: bool) -> None:
     """Small whole numbers, whose means have no rounding."""
-    state = HookState()
+    state = HookState() if has_state else None
 
     def wrap(model: nn.Module) -> nn.Module:
         ddp = DistributedDataParallel(model, bucket_cap_mb=2.0**-20)

@@ -1,4 +1,4 @@
-"""The DDP hook with weights, with sums in place of means, and with micro-batches that use different layers."""
+"""The DDP hook with weights, and with sums in place of means."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
@@ -179,18 +179,3 @@ def test_a_backward_that_would_add_to_a_sum_is_refused(rank: int, world_size: in
         with pytest.raises(RuntimeError, match=message):
             loss.backward()
     assert hook.stats().num_steps == 3
-
-
-# ---- layers that only some micro-batches use ------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
-    """A trunk, and two branches of which a forward takes one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Parameter(torch.zeros(300))
-        self.branches = nn.ParameterList(nn.Parameter(torch.zeros(300)) for _ in range(2))
-
-    def forward(self, branch: int, factor: float) -> Tensor:
-        return ((self.trunk + self.branches[branch]) * factor).sum()

@@ -23,7 +23,7 @@ from tests.engine.elastic import NUM_STEPS, Moment, Training, begun, check, end_
 from tests.ranks import run_ranks
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("compression", ["none", "int8+ef"])
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer", "between"])
 @pytest.mark.parametrize("victim", [0, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,43 +31,46 @@ from tests.engine.elastic import (
 from tests.ranks import on_ranks, run_ranks
 
 
-def finish_apart(
-    rank: int, world_size: int, port: int, furthest: int | None, compression: str = "int8+ef"
-) -> tuple[int, Result]:
+def finish_apart(store: str, furthest: int | None, compression: str) -> tuple[int, Result]:
     """Step 2 ends well on one rank alone, or on none."""
-    training, elastic = begun(port, compression, timeout=20)
+    training, elastic = begun(store, compression, timeout=20)
     num_runs = 0
     for step in elastic.steps(NUM_STEPS):
         num_runs += 1
         with step:
-            if step.index == 2 and num_runs == 3 and rank != furthest:
+            if step.index == 2 and num_runs == 3 and dist.get_rank() != furthest:
                 training.optimizer.register_step_pre_hook(fail_once())
             training.step(step.index)
     return num_runs, training.result()
 
 
-@pytest.mark.parametrize("compression", ["fp16", "int8+ef", "lowrank:1"])
-def test_a_step_that_fails_after_its_averaging_is_taken_back_on_all(store: TCPStore, compression: str) -> None:
-    ran = run_ranks(finish_apart, 3, store.port, None, compression)
-    expected = run_ranks(replay, 3, compression, [0, 1, 2], [])
-    for (num_runs, result), replayed in zip(ran, expected, strict=True):
-        assert num_runs == NUM_STEPS + 1
-        assert_same(result, replayed)
+@on_ranks(3, cases={"compression": ["fp16", "int8+ef", "lowrank:1"]})
+def test_a_step_that_fails_after_its_averaging_is_taken_back_on_all(
+    rank: int, world_size: int, compression: str, tmp_path: Path
+) -> None:
+    num_runs, result = finish_apart(str(tmp_path / compression), None, compression)
+    assert num_runs == NUM_STEPS + 1
+    assert_same(result, replay(rank, world_size, compression, [0, 1, 2], []))
 
 
-@pytest.mark.parametrize("furthest", [0, 1])
-def test_a_step_that_one_has_finished_is_finished_on_all(store: TCPStore, furthest: int) -> None:
-    ran = run_ranks(finish_apart, 3, store.port, furthest)
-    expected = run_ranks(replay, 3, "int8+ef", [0, 1, 2], [])
-    for rank, (num_runs, (shared, own)) in enumerate(ran):
-        # The one that had finished step 2 has begun step 3 in vain. The others do not run step 2 again.
-        assert num_runs == NUM_STEPS + (rank == furthest)
-        assert_same((shared, own[-1]), (expected[rank][0], expected[rank][1][-1]))
+@on_ranks(3, cases={"furthest": [0, 1]})
+def test_a_step_that_one_has_finished_is_finished_on_all(
+    rank: int, world_size: int, furthest: int, tmp_path: Path
+) -> None:
+    num_runs, (shared, own) = finish_apart(str(tmp_path / str(furthest)), furthest, "int8+ef")
+    # The one that had finished step 2 has begun step 3 in vain. The others do not run step 2 again.
+    assert num_runs == NUM_STEPS + (rank == furthest)
+    expected_shared, expected_own = replay(rank, world_size, "int8+ef", [0, 1, 2], [])
+    assert_same((shared, own[-1]), (expected_shared, expected_own[-1]))
 
 
-def send_values(rank: int, world_size: int, port: int, fails_on: list[int]) -> list[float]:
-    """The end of each block puts a value into the sync of the next one. Step 2 fails on some ranks."""
-    training, elastic = begun(port, timeout=20)
+@on_ranks(2, cases={"fails_on": [[1], [0, 1]]})
+def test_values_for_the_next_sync_go_along(rank: int, world_size: int, fails_on: list[int], tmp_path: Path) -> None:
+    """The end of each block puts one into the sync of the next. Step 2 fails on some ranks.
+
+    With a rank that has not finished the step, the one that has counts for both.
+    """
+    training, elastic = begun(str(tmp_path / str(len(fails_on))), timeout=20)
     means: dict[int, float] = {}
     for num_runs, step in enumerate(elastic.steps(5), 1):
         with step:
@@ -75,16 +79,9 @@ def send_values(rank: int, world_size: int, port: int, fails_on: list[int]) -> l
             training.step(step.index)
             means[step.index] = float(training.sync.piggybacked().get("next", torch.tensor(0.0)))
             training.sync.piggyback("next", torch.tensor(10.0 * step.index + rank))
-    return [*means.values()]
-
-
-@pytest.mark.parametrize("fails_on", [[1], [0, 1]])
-def test_values_for_the_next_sync_go_along(store: TCPStore, fails_on: list[int]) -> None:
-    """With a rank that has not finished the step, the one that has counts for both."""
-    of_ranks = run_ranks(send_values, 2, store.port, fails_on)
-    of_step_3 = 20.0 if fails_on == [1] else 20.5
-    assert of_ranks[0] == [0.0, 0.5, 10.5, of_step_3, 30.5]
-    assert of_ranks[1][-2:] == [of_step_3, 30.5]
+    expected = [0.0, 0.5, 10.5, 20.0 if fails_on == [1] else 20.5, 30.5]
+    assert [*means.values()][-2:] == expected[-2:]
+    assert rank == 1 or [*means.values()] == expected
 
 
 def finish_beside_a_loss(rank: int, world_size: int, port: int, op: str) -> tuple[Changes, list[Tensor]]:
@@ -112,12 +109,11 @@ def test_residuals_of_a_finished_step_fit_a_smaller_group(store: TCPStore, op: s
         assert_same(ran[rank][1], expected[rank][0])
 
 
-def repeat_a_step(rank: int, world_size: int, port: int, fails: bool) -> list[Tensor]:
+def repeat_a_step(store: dist.FileStore, fails: bool) -> list[Tensor]:
     """Step 1 fails once. Gradients are dropped behind the optimizer's step, as some loops do."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    store = TCPStore("127.0.0.1", port, is_master=False)
     elastic = fastsync.Elastic(model, optimizer, fastsync.attach(model, ignored_states=[model[1]]), store=store)
     for num_runs, step in enumerate(elastic.steps(3), 1):
         with step:
@@ -129,11 +125,10 @@ def repeat_a_step(rank: int, world_size: int, port: int, fails: bool) -> list[Te
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def test_a_step_that_runs_again_drops_what_is_left_to_each_rank(store: TCPStore) -> None:
-    (expected,) = run_ranks(repeat_a_step, 1, store.port, False)
-    store_of_another = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    (weights,) = run_ranks(repeat_a_step, 1, store_of_another.port, True)
-    assert_same(weights, expected)
+@on_ranks(1)
+def test_a_step_that_runs_again_drops_what_is_left_to_each_rank(rank: int, world_size: int, tmp_path: Path) -> None:
+    one, other = (repeat_a_step(dist.FileStore(str(tmp_path / str(fails)), -1), fails) for fails in (False, True))
+    assert_same(one, other)
 
 
 def die_while_it_shares(rank: int, world_size: int, port: int, compression: str) -> tuple[Changes, Result]:
@@ -157,8 +152,11 @@ def test_a_step_whose_result_is_lost_with_its_rank_is_taken_back(store: TCPStore
     assert check(ran, [0, 1, 2], compression) == [(2, {1: 2, 2: 2})]
 
 
-def catch_an_error(rank: int, world_size: int, port: int, steps_on: bool) -> tuple[int, int, Result]:
-    training, elastic = begun(port)
+@on_ranks(3, cases={"steps_on": [False, True]})
+def test_a_step_whose_error_one_rank_has_caught_runs_again_on_all(
+    rank: int, world_size: int, steps_on: bool, tmp_path: Path
+) -> None:
+    training, elastic = begun(str(tmp_path / str(steps_on)))
     num_runs, num_backwards = 0, 0
 
     def backward(loss: Tensor) -> None:
@@ -174,7 +172,9 @@ def catch_an_error(rank: int, world_size: int, port: int, steps_on: bool) -> tup
                 continue
             with contextlib.suppress(StopIteration):
                 training.step(step.index, partial(fail_and_catch, training, steps_on))
-    return num_runs, num_backwards, training.result()
+    assert num_runs == NUM_STEPS + 1
+    assert num_backwards == NUM_STEPS  # the others' raised, so that no scaler or scheduler has seen nan
+    assert_same(training.result(), play(3, range(3), [])[rank])
 
 
 def fail_and_catch(training: Training, steps_on: bool, loss: Tensor) -> None:
@@ -190,16 +190,6 @@ def fail_and_catch(training: Training, steps_on: bool, loss: Tensor) -> None:
     time.sleep(0.5)  # the others have got what was left
     if not steps_on:
         raise StopIteration
-
-
-@pytest.mark.parametrize("steps_on", [False, True])
-def test_a_step_whose_error_one_rank_has_caught_runs_again_on_all(store: TCPStore, steps_on: bool) -> None:
-    ran = run_ranks(catch_an_error, 3, store.port, steps_on)
-    expected = play(3, range(3), [])
-    for rank, (num_runs, num_backwards, result) in enumerate(ran):
-        assert num_runs == NUM_STEPS + 1
-        assert num_backwards == NUM_STEPS  # the others' raised, so that no scaler or scheduler has seen nan
-        assert_same(result, expected[rank])
 
 
 @on_ranks(3)

@@ -5,6 +5,7 @@ With ``attach`` nobody waits, see test_attach_errors.py.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from tests.engine.entry_points import Averaged, average
 from tests.models import Fails
-from tests.ranks import GLOO_TIMED_OUT, on_ranks
+from tests.ranks import GLOO_TIMED_OUT, on_ranks, pair_of
 from tests.refused import refused
 
 GOOD_STEPS = 2
@@ -23,7 +24,7 @@ FAILED = r"averaging .* failed on rank 0 of 2: .*"
 TIMED_OUT = rf"(waited for rank 1's gradients until the process group's time-out, 3 s|{GLOO_TIMED_OUT})"
 HAS_GONE = "rank 1 has ended, or has left the process group"
 
-each_entry_point = pytest.mark.parametrize("entry_point", ["hook", "sharded"])
+ENTRY_POINTS = ("hook", "sharded")
 
 
 class Training:
@@ -52,19 +53,20 @@ def _last_step(training: Training, what_rank_0_says: str) -> None:
             training.step()
 
 
-@each_entry_point
-@on_ranks(2, cases={"shared_memory": [True, False]}, timeout=60)
-def test_the_other_rank_waits_until_the_time_out(rank: int, world_size: int, entry_point: str) -> None:
-    training = Training(rank, entry_point, dist.new_group(timeout=timedelta(seconds=3)))
+@on_ranks(8, timeout=60)
+def test_the_other_rank_waits_until_the_time_out(rank: int, world_size: int) -> None:
+    entry_point = ENTRY_POINTS[rank // 4]
+    os.environ["FASTSYNC_SHARED_MEMORY"] = str(rank // 2 % 2)
+    training = Training(rank % 2, entry_point, pair_of(rank, world_size, timeout=timedelta(seconds=3)))
     _last_step(training, TIMED_OUT)
-    dist.barrier()  # rank 1 stays until the other one has raised
-    if rank == 1 and entry_point == "hook":
+    dist.barrier()  # ranks 1 stay until the other ones have raised
+    if training.fails and entry_point == "hook":
         training.fails = False
         refused(lambda: training.step(), "Expected to have finished reduction in the", kind=RuntimeError)
 
 
-@each_entry_point
-@on_ranks(2, timeout=60)
-def test_the_other_rank_does_not_wait_for_a_process_that_ends(rank: int, world_size: int, entry_point: str) -> None:
+@on_ranks(4, timeout=60)
+def test_the_other_rank_does_not_wait_for_a_process_that_ends(rank: int, world_size: int) -> None:
     """The group's time-out is longer than the test's."""
-    _last_step(Training(rank, entry_point, dist.new_group(timeout=timedelta(seconds=300))), HAS_GONE)
+    group = pair_of(rank, world_size, timeout=timedelta(seconds=300))
+    _last_step(Training(rank % 2, ENTRY_POINTS[rank // 2], group), HAS_GONE)

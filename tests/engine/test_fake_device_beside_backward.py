@@ -49,7 +49,8 @@ def passes_of_a_step(model: nn.Module, grads: list[Tensor]) -> list[str]:
     return [event.name for event in events if event.name in (PACK, UNPACK)]
 
 
-def _unpacks_beside_backward(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_a_bucket_is_unpacked_before_the_last_one_is_packed(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     for compression in ("none", "fp16", "int8"):
         with watched():
@@ -60,11 +61,9 @@ def _unpacks_beside_backward(rank: int, world_size: int) -> None:
             assert passes.index(UNPACK) < len(passes) - 1 - passes[::-1].index(PACK), passes
 
 
-def test_a_bucket_is_unpacked_before_the_last_one_is_packed() -> None:
-    fake_device.run_ranks(_unpacks_beside_backward, 2)
-
-
-def _hooks_without_passes(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@fake_device.on_ranks()
+def test_a_hook_at_full_width_packs_and_unpacks_nothing(rank: int, world_size: int) -> None:
     """NCCL multiplies by 1/n as it adds, so only the statistics are left to do, which nobody has asked for."""
     group = fake_device.new_group()
     with expected_on_stderr(NO_TIMES), watched():
@@ -89,11 +88,6 @@ def all_grads(world_size: int) -> list[list[Tensor]]:
     return [grads_on("cpu", rank) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_hook_at_full_width_packs_and_unpacks_nothing(world_size: int) -> None:
-    fake_device.run_ranks(_hooks_without_passes, world_size)
-
-
 class SharesMemory(nn.Module):
     """Autograd makes the gradients of ``bias``, ``one`` and ``other`` of memory that others read or have as well."""
 
@@ -108,7 +102,8 @@ class SharesMemory(nn.Module):
         return self.layer(inputs) + self.bias.unsqueeze(0) + (self.one.view(2, 2) + self.other.view(2, 2)).view(1, 4)
 
 
-def _leaves_shared_memory_alone(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_gradients_that_share_memory_with_what_backward_reads(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     torch.manual_seed(0)
     model = SharesMemory()
@@ -127,11 +122,8 @@ def _leaves_shared_memory_alone(rank: int, world_size: int) -> None:
                 assert_bitwise_equal(parameter.grad, mean)
 
 
-def test_gradients_that_share_memory_with_what_backward_reads() -> None:
-    fake_device.run_ranks(_leaves_shared_memory_alone, 2)
-
-
-def _zeroes_after_a_failure(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_gradients_may_be_zeroed_after_a_failed_backward(rank: int, world_size: int) -> None:
     """What ran beside the backward that failed does not write to gradients later."""
     group = fake_device.new_group()
     with watched():
@@ -147,11 +139,8 @@ def _zeroes_after_a_failure(rank: int, world_size: int) -> None:
         sync.abandon_step()
 
 
-def test_gradients_may_be_zeroed_after_a_failed_backward() -> None:
-    fake_device.run_ranks(_zeroes_after_a_failure, 2)
-
-
-def _goes_with_a_broken_device(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_an_engine_may_go_when_its_device_is_broken(rank: int, world_size: int) -> None:
     """Whatever the device throws, the engine and what runs beside its backward can be let go."""
     group = fake_device.new_group()
     model = Fallible().to(DEVICE)
@@ -170,11 +159,8 @@ def _goes_with_a_broken_device(rank: int, world_size: int) -> None:
     fake_device.load().set_broken(False)
 
 
-def test_an_engine_may_go_when_its_device_is_broken() -> None:
-    fake_device.run_ranks(_goes_with_a_broken_device, 2)
-
-
-def _takes_memory_of_the_group(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_wires_lie_in_memory_that_the_group_lends(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     for compression in ("none", "fp16", "int8"):
         model = new_model()
@@ -182,10 +168,6 @@ def _takes_memory_of_the_group(rank: int, world_size: int) -> None:
         before = backend_of(group).num_lent()
         passes_of_a_step(model, grads_on(DEVICE, rank))
         assert backend_of(group).num_lent() > before
-
-
-def test_wires_lie_in_memory_that_the_group_lends() -> None:
-    fake_device.run_ranks(_takes_memory_of_the_group, 2)
 
 
 class OnTwoDevices(nn.Module):
@@ -205,7 +187,8 @@ class OnTwoDevices(nn.Module):
         return self.on_device(here + 1).cpu()
 
 
-def _agrees_on_two_devices(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_ranks_whose_gradients_get_ready_on_different_devices_first(rank: int, world_size: int) -> None:
     fake_device.load()
     group = dist.new_group(backend=f"cpu:gloo,{DEVICE}:{DEVICE}")
     torch.manual_seed(0)
@@ -223,13 +206,6 @@ def _agrees_on_two_devices(rank: int, world_size: int) -> None:
         assert_bitwise_equal(other, flat)
 
 
-def test_ranks_whose_gradients_get_ready_on_different_devices_first() -> None:
-    fake_device.run_ranks(_agrees_on_two_devices, 2)
-
-
-def _pairs_up_after_a_failure(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_collectives_of_ones_own_after_a_failed_backward(rank: int, world_size: int) -> None:
     assert_flags_pair_up_after_failures(rank, NUM_STEPS * 2, fake_device.new_group(), DEVICE)
-
-
-def test_collectives_of_ones_own_after_a_failed_backward() -> None:
-    fake_device.run_ranks(_pairs_up_after_a_failure, 2)

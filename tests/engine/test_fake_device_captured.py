@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -54,7 +53,8 @@ class Training:
         return int(graph)
 
 
-def _replays_after(rank: int, world_size: int, change: Change) -> None:
+@fake_device.on_ranks(2, cases={"change": CHANGES})
+def test_what_a_replay_touches_outlives_changes_of_the_engine(rank: int, world_size: int, change: Change) -> None:
     group = fake_device.new_group()
     for compression in WIRES:
         with watched():
@@ -67,16 +67,12 @@ def _replays_after(rank: int, world_size: int, change: Change) -> None:
             fake_device.load().replay(graph)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_a_replay_touches_outlives_changes_of_the_engine(change: Change) -> None:
-    fake_device.run_ranks(partial(_replays_after, change=change), 2)
-
-
 def scales_and_residuals(state: dict[str, Any]) -> dict[str, Tensor | float]:
     return {**state["scales"], **{f"residual of {name}": each for name, each in state["residuals"].items()}}
 
 
-def _takes_over_what_is_loaded(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_a_loaded_state_is_written_in_place(rank: int, world_size: int) -> None:
     """The graph keeps its memory, so a state that lay anywhere else would take more."""
     group = fake_device.new_group()
     allocated_bytes = fake_device.load().allocated_bytes
@@ -98,11 +94,8 @@ def _takes_over_what_is_loaded(rank: int, world_size: int) -> None:
             assert_bitwise_equal(torch.as_tensor(each), expected[name], f"{compression}: {name}")
 
 
-def test_a_loaded_state_is_written_in_place() -> None:
-    fake_device.run_ranks(_takes_over_what_is_loaded, 2)
-
-
-def _steps_after_a_replay(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_an_optimizers_step_after_a_replay_does_not_wait(rank: int, world_size: int) -> None:
     training = Training(rank, Compression(), fake_device.new_group())
     optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
     for _ in range(3):
@@ -113,7 +106,3 @@ def _steps_after_a_replay(rank: int, world_size: int) -> None:
         fake_device.load().replay(graph)
         with fake_device.unwaited():
             optimizer.step()
-
-
-def test_an_optimizers_step_after_a_replay_does_not_wait() -> None:
-    fake_device.run_ranks(_steps_after_a_replay, 2)

@@ -70,7 +70,9 @@ def train(
     return [each.cpu() for each in (*kept, *(state[i][name] for i in state for name in sorted(state[i])))]
 
 
-def _gives_the_bits_of_every_rank(rank: int, world_size: int, optimizer: str) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@fake_device.on_ranks(cases={"optimizer": OPTIMIZERS})
+def test_the_bits_are_those_of_every_rank(rank: int, world_size: int, optimizer: str) -> None:
     group = fake_device.new_group()
     for compression in COMPRESSIONS:
         expected = train(rank, optimizer, compression, group, is_shared=False)
@@ -80,14 +82,8 @@ def _gives_the_bits_of_every_rank(rank: int, world_size: int, optimizer: str) ->
             assert_bitwise_equal(one, other, f"{compression}: tensor {index}")
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_bits_are_those_of_every_rank(world_size: int, optimizer: str) -> None:
-    fake_device.run_ranks(_gives_the_bits_of_every_rank, world_size, optimizer)
-
-
-def _a_scaler_skips_and_unscales(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_a_scaler_skips_and_unscales_as_on_every_rank(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     for compression in COMPRESSIONS[:2]:
         scalers = [GradScaler(DEVICE, init_scale=2.0**10, growth_interval=2) for _ in range(2)]
@@ -99,11 +95,8 @@ def _a_scaler_skips_and_unscales(rank: int, world_size: int) -> None:
             assert_bitwise_equal(one, other, f"{compression}: tensor {index}")
 
 
-def test_a_scaler_skips_and_unscales_as_on_every_rank() -> None:
-    fake_device.run_ranks(_a_scaler_skips_and_unscales, 2)
-
-
-def _gradients_that_a_scaler_has_divided_are_refused(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_gradients_that_a_scaler_has_divided_are_refused(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     model = model_of(torch.float32)
     own = OPTIMIZERS["fused"](model.parameters())
@@ -124,11 +117,8 @@ def _gradients_that_a_scaler_has_divided_are_refused(rank: int, world_size: int)
         own.zero_grad()
 
 
-def test_gradients_that_a_scaler_has_divided_are_refused() -> None:
-    fake_device.run_ranks(_gradients_that_a_scaler_has_divided_are_refused, 2)
-
-
-def _a_failed_step_is_told_before_the_next(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_a_failed_step_is_told_before_the_next(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     model = model_of(torch.float32)
     own = OPTIMIZERS["fused"](model.parameters())
@@ -147,11 +137,8 @@ def _a_failed_step_is_told_before_the_next(rank: int, world_size: int) -> None:
         own.zero_grad()
 
 
-def test_a_failed_step_is_told_before_the_next() -> None:
-    fake_device.run_ranks(_a_failed_step_is_told_before_the_next, 2)
-
-
-def _parameters_may_be_views_of_one_tensor(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_parameters_may_be_views_of_one_tensor(rank: int, world_size: int) -> None:
     """As those of cuDNN's LSTMs are."""
     group = fake_device.new_group()
     flats = [torch.arange(12.0).to(DEVICE) for _ in range(2)]
@@ -171,15 +158,13 @@ def _parameters_may_be_views_of_one_tensor(rank: int, world_size: int) -> None:
         fastsync.shard_optimizer(fastsync.attach(overlapping, process_group=group), AdamW(overlapping, fused=True))
 
 
-def test_parameters_may_be_views_of_one_tensor() -> None:
-    fake_device.run_ranks(_parameters_may_be_views_of_one_tensor, 2)
-
-
 def model_of(dtype: torch.dtype) -> Given:
     return Given([grad.to(DEVICE) for grad in random_grads(9, 9, SHAPES, dtype)]).to(DEVICE)
 
 
-def _steps_masters(rank: int, world_size: int, optimizer: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)])
+@fake_device.on_ranks(cases={"optimizer": OPTIMIZERS})
+def test_masters_are_stepped_as_float32_copies(rank: int, world_size: int, optimizer: str, dtype: torch.dtype) -> None:
     group = fake_device.new_group()
     model, plain = model_of(dtype), model_of(dtype)
     own = OPTIMIZERS[optimizer](model.parameters())
@@ -201,12 +186,3 @@ def _steps_masters(rank: int, world_size: int, optimizer: str, dtype: torch.dtyp
     for index, (parameter, expected) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
         assert_bitwise_equal(parameter.detach().cpu(), expected.detach().cpu(), f"parameter {index}")
         assert_bitwise_equal(state[index]["master"].cpu(), reference.masters[index].detach().cpu(), f"master {index}")
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("world_size", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)]
-)
-def test_masters_are_stepped_as_float32_copies(world_size: int, dtype: torch.dtype, optimizer: str) -> None:
-    fake_device.run_ranks(_steps_masters, world_size, optimizer, dtype)

@@ -46,7 +46,8 @@ class Scatter:
         return shard
 
 
-def _scatters(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_a_reduce_scatter_has_the_bits_of_a_cpu(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     for compression in WIRES:
         on_cpu, on_device = (
@@ -65,11 +66,8 @@ def _cpu_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def test_a_reduce_scatter_has_the_bits_of_a_cpu() -> None:
-    fake_device.run_ranks(_scatters, 2)
-
-
-def _keeps_no_wire(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_a_reduce_scatter_keeps_no_wire_between_calls(rank: int, world_size: int) -> None:
     """The allocator has the wire between two calls, so that all modules share it."""
     scatter = Scatter(fake_device.new_group(), WIRES[0], DEVICE)
     allocated_bytes = fake_device.load().allocated_bytes
@@ -80,10 +78,6 @@ def _keeps_no_wire(rank: int, world_size: int) -> None:
             scatter(torch.ones(world_size * num_values))
         kept.append(allocated_bytes())
     assert kept[1] - kept[0] < 200_000, kept  # tables of chunks take some 100,000, and the wire would take 800,000
-
-
-def test_a_reduce_scatter_keeps_no_wire_between_calls() -> None:
-    fake_device.run_ranks(_keeps_no_wire, 2)
 
 
 class Gather:
@@ -101,7 +95,8 @@ class Gather:
         return self.output
 
 
-def _gathers(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_an_all_gather_has_the_bits_of_a_cpu(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     for compression in (Compression(), Compression("bf16"), Compression("int8")):
         on_cpu, on_device = Gather(_cpu_group(), compression, "cpu"), Gather(group, compression, DEVICE)
@@ -112,11 +107,9 @@ def _gathers(rank: int, world_size: int) -> None:
                 assert_bitwise_equal(gathered.cpu(), on_cpu(values), f"{compression}: step {step}")
 
 
-def test_an_all_gather_has_the_bits_of_a_cpu() -> None:
-    fake_device.run_ranks(_gathers, 2)
-
-
-def _replays_after_the_end(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(not hasattr(torch.Stream, "is_capturing"), reason="this torch asks no device for it")
+@fake_device.on_ranks(2)
+def test_what_a_captured_gather_touches_outlives_the_handle(rank: int, world_size: int) -> None:
     group, extension = fake_device.new_group(), fake_device.load()
     for compression in (Compression("bf16"), Compression("int8")):
         with watched():
@@ -131,8 +124,3 @@ def _replays_after_the_end(rank: int, world_size: int) -> None:
             extension.replay(graph)
             gather.engine = None  # type: ignore[assignment]
             extension.replay(graph)
-
-
-@pytest.mark.skipif(not hasattr(torch.Stream, "is_capturing"), reason="this torch asks no device for it")
-def test_what_a_captured_gather_touches_outlives_the_handle() -> None:
-    fake_device.run_ranks(_replays_after_the_end, 2)

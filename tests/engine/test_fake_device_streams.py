@@ -123,7 +123,9 @@ def _averages_on_cpu(rank: int, compression: Compression, is_weighted: bool = Fa
     return averages
 
 
-def _trains_under_a_side_stream(rank: int, world_size: int, way: str, is_weighted: bool) -> None:
+@pytest.mark.parametrize(("world_size", "is_weighted"), [(4, False), (2, True)])
+@fake_device.on_ranks(cases={"way": WAYS})
+def test_attached_and_trained_under_side_streams(rank: int, world_size: int, way: str, is_weighted: bool) -> None:
     group = fake_device.new_group()
     warnings.simplefilter("error")  # torch warns of an accumulator that remembers another stream
     for compression in COMPRESSIONS if world_size == 4 else COMPRESSIONS[:-1]:
@@ -138,14 +140,8 @@ def _trains_under_a_side_stream(rank: int, world_size: int, way: str, is_weighte
             assert_all_bitwise_equal([tensor.cpu() for tensor in kept], expected, f"{way}, {compression}: gradient")
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("world_size", "is_weighted"), [(4, False), (2, True)])
-def test_attached_and_trained_under_side_streams(world_size: int, way: str, is_weighted: bool) -> None:
-    fake_device.run_ranks(_trains_under_a_side_stream, world_size, way, is_weighted)
-
-
-def _hooked_under_a_side_stream(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_hooked_and_trained_under_a_side_stream(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     for compression in COMPRESSIONS[:-1]:
         with watched():
@@ -161,10 +157,6 @@ def _hooked_under_a_side_stream(rank: int, world_size: int) -> None:
                         hook.grad_stats().grad_norm.sqrt()
 
 
-def test_hooked_and_trained_under_a_side_stream() -> None:
-    fake_device.run_ranks(_hooked_under_a_side_stream, 2)
-
-
 class Apart(nn.Module):
     """Two layers on two devices."""
 
@@ -178,7 +170,8 @@ class Apart(nn.Module):
         return first.to(f"{DEVICE}:1") + self.second([grad.to(f"{DEVICE}:1") for grad in grads])
 
 
-def _trains_on_two_devices(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_a_model_on_two_devices(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     for compression in COMPRESSIONS[:-1]:
         expected = _averages_on_cpu(rank, compression)
@@ -197,10 +190,6 @@ def _trains_on_two_devices(rank: int, world_size: int) -> None:
                 assert_all_bitwise_equal(actual, expected, f"{compression}: gradient")
 
 
-def test_a_model_on_two_devices() -> None:
-    fake_device.run_ranks(_trains_on_two_devices, 2)
-
-
 class _OfBoth(nn.Module):
     """A frozen parameter on the CPU, and weights on the device."""
 
@@ -210,7 +199,8 @@ class _OfBoth(nn.Module):
         self.given = Given(_grads(0, 0)).to(DEVICE)
 
 
-def _trains_beside_an_engine_of_both(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_an_engine_with_a_parameter_on_the_cpu_has_its_place_in_the_devices_order(rank: int, world_size: int) -> None:
     fake_device.load()
     group = dist.new_group(backend=f"cpu:gloo,{DEVICE}:{DEVICE}")
     assert isinstance(group, dist.ProcessGroup)
@@ -232,11 +222,8 @@ def _trains_beside_an_engine_of_both(rank: int, world_size: int) -> None:
             assert_all_bitwise_equal([grad.cpu() for grad in grads_of(model)], means, f"step {step}, engine {index}")
 
 
-def test_an_engine_with_a_parameter_on_the_cpu_has_its_place_in_the_devices_order() -> None:
-    fake_device.run_ranks(_trains_beside_an_engine_of_both, 2)
-
-
-def _survives_failures(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_failed_backwards_and_detach(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     for compression in COMPRESSIONS[:-1]:
         with watched():
@@ -259,11 +246,9 @@ def _survives_failures(rank: int, world_size: int) -> None:
                 assert grad.isfinite().all().item()
 
 
-def test_failed_backwards_and_detach() -> None:
-    fake_device.run_ranks(_survives_failures, 2)
-
-
-def _goes_on_right_after_failures(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(1)
+def test_detach_and_synchronize_right_after_a_failed_backward(rank: int, world_size: int) -> None:
+    """A device's thread tells of the failure before it lets go of what it was doing."""
     group = fake_device.new_group()
     inputs = torch.ones(16, 32, device=DEVICE)
     for attempt in range(100):
@@ -278,12 +263,8 @@ def _goes_on_right_after_failures(rank: int, world_size: int) -> None:
             sync.synchronize() if attempt % 2 else sync.detach()
 
 
-def test_detach_and_synchronize_right_after_a_failed_backward() -> None:
-    """A device's thread tells of the failure before it lets go of what it was doing."""
-    fake_device.run_ranks(_goes_on_right_after_failures, 1)
-
-
-def _ends_with_its_model(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_an_engine_and_its_memory_end_with_the_model(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     extension = fake_device.load()
     before = extension.allocated_bytes()
@@ -297,7 +278,3 @@ def _ends_with_its_model(rank: int, world_size: int) -> None:
         del model, sync
         assert_freed(references)
         assert_soon_none(lambda: extension.allocated_bytes() - before)  # bytes that are kept
-
-
-def test_an_engine_and_its_memory_end_with_the_model() -> None:
-    fake_device.run_ranks(_ends_with_its_model, 2)

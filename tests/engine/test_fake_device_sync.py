@@ -20,7 +20,6 @@ from tests.engine.entry_points import Averaged, average
 from tests.engine.stderr import NO_TIMES, NOTHING_UNUSED, expected_on_stderr
 from tests.fake_device import DEVICE, unwaited, watched
 from tests.models import Given, random_grads
-from tests.refused import refused
 
 SHAPES = [(7, 33), (300,), (), (2, 3, 4), (513, 7)]
 STEPS = 6
@@ -107,7 +106,7 @@ def warnings_of_ddp(entry_point: str) -> AbstractContextManager[None]:
     return expected_on_stderr(NOTHING_UNUSED, NO_TIMES) if entry_point == "hook" else nullcontext()
 
 
-def _gives_the_cpus_bits(
+def gives_the_cpus_bits(
     rank: int, world_size: int, entry_point: str, compressions: list[Compression], kernels: str, runs_at_once: bool
 ) -> None:
     group = fake_device.new_group(with_passes=kernels == "fused")
@@ -136,7 +135,8 @@ def _gives_the_cpus_bits(
     ("world_size", "kernels", "runs_at_once"),
     [(2, "fused", False), (2, "generic", False), (4, "fused", False), (2, "fused", True), (4, "fused", True)],
 )
-def test_the_bits_are_the_cpus(world_size: int, entry_point: str, kernels: str, runs_at_once: bool) -> None:
+@fake_device.on_ranks()
+def test_the_bits_are_the_cpus(rank: int, world_size: int, entry_point: str, kernels: str, runs_at_once: bool) -> None:
     """Of kernels of its own, and of torch's operations where none were built for the device. With a process group
     that groups calls, and with one whose calls run at once."""
     compressions = ONE_LEVEL + (TWO_LEVELS if world_size == 4 else [])
@@ -144,13 +144,13 @@ def test_the_bits_are_the_cpus(world_size: int, entry_point: str, kernels: str, 
         # A CPU's messages carry a stamp in every step, those of a device in one of several. By their length goes the
         # order in which Gloo adds on four ranks.
         compressions = [each for each in compressions if world_size < 4 or each.reduce == "fp32" or each.wire == "none"]
-    fake_device.run_ranks(_gives_the_cpus_bits, world_size, entry_point, compressions, kernels, runs_at_once)
+    gives_the_cpus_bits(rank, world_size, entry_point, compressions, kernels, runs_at_once)
 
 
-@pytest.mark.parametrize("kernels", ["fused", "generic"])
-def test_means_of_used_parameters_are_the_cpus(kernels: str) -> None:
+@fake_device.on_ranks(2, cases={"kernels": ["fused", "generic"]})
+def test_means_of_used_parameters_are_the_cpus(rank: int, world_size: int, kernels: str) -> None:
     """Nor does the host wait to find out which ranks have used a parameter."""
-    fake_device.run_ranks(_gives_the_cpus_bits, 2, OF_USED, ONE_LEVEL, kernels, False)
+    gives_the_cpus_bits(rank, world_size, OF_USED, ONE_LEVEL, kernels, False)
 
 
 def _train_sparse(entry_point: str, compression: str, device: str, group: dist.ProcessGroup) -> list[Tensor]:
@@ -172,7 +172,8 @@ def _train_sparse(entry_point: str, compression: str, device: str, group: dist.P
     return [tensor.cpu() for tensor in kept]
 
 
-def _averages_sparse_gradients(rank: int, world_size: int, entry_point: str) -> None:
+@fake_device.on_ranks(2, cases={"entry_point": ENTRY_POINTS})
+def test_sparse_means_are_the_cpus(rank: int, world_size: int, entry_point: str) -> None:
     group = fake_device.new_group()
     with expected_on_stderr(NO_TIMES) if entry_point == "hook" else nullcontext():
         for compression in ("none", "fp16"):
@@ -183,15 +184,10 @@ def _averages_sparse_gradients(rank: int, world_size: int, entry_point: str) -> 
                 assert_bitwise_equal(one, other, f"{entry_point}, {compression}")
 
 
-@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
-def test_sparse_means_are_the_cpus(entry_point: str) -> None:
-    fake_device.run_ranks(_averages_sparse_gradients, 2, entry_point)
-
-
-def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str, runs_at_once: bool) -> None:
+@fake_device.on_ranks(2, cases={"entry_point": ENTRY_POINTS})
+def test_after_a_step_the_group_keeps_no_buffer(rank: int, world_size: int, entry_point: str) -> None:
     group = fake_device.new_group()
-    if runs_at_once:
-        fake_device.backend_of(group).run_at_once()
+    fake_device.backend_of(group).run_at_once()
     with warnings_of_ddp(entry_point):
         for compression in ONE_LEVEL:
             given = begin(entry_point, compression, DEVICE, group)
@@ -201,13 +197,8 @@ def _lets_go_of_buffers(rank: int, world_size: int, entry_point: str, runs_at_on
                 assert kept == 0, f"{entry_point}, {compression}: the group keeps tensors"
 
 
-@pytest.mark.parametrize("runs_at_once", [False, True])
-@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
-def test_after_a_step_the_group_keeps_no_buffer(entry_point: str, runs_at_once: bool) -> None:
-    fake_device.run_ranks(_lets_go_of_buffers, 2, entry_point, runs_at_once)
-
-
-def _fails_in_a_group(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_an_error_in_a_group_leaves_none_open_and_names_the_bucket(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     backend = fake_device.backend_of(group)
     for compression, num_calls in (
@@ -230,11 +221,8 @@ def _fails_in_a_group(rank: int, world_size: int) -> None:
             sync.detach()
 
 
-def test_an_error_in_a_group_leaves_none_open_and_names_the_bucket() -> None:
-    fake_device.run_ranks(_fails_in_a_group, 2)
-
-
-def _runs_out_of_memory(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_out_of_memory_stays_the_error_that_it_is_and_nobody_is_asked(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
     sync = fastsync.attach(model, process_group=group)
@@ -249,17 +237,3 @@ def _runs_out_of_memory(rank: int, world_size: int) -> None:
         fake_device.load().set_most_bytes(2**40)
         sync.abandon_step()
         model.zero_grad()
-
-
-def test_out_of_memory_stays_the_error_that_it_is_and_nobody_is_asked() -> None:
-    fake_device.run_ranks(_runs_out_of_memory, 2)
-
-
-def _refuses_gloo(rank: int, world_size: int) -> None:
-    fake_device.load()
-    model = Given(random_grads(0, 0, SHAPES, torch.float32)).to(DEVICE)
-    refused(lambda: fastsync.attach(model, process_group=world()), "process_group:")
-
-
-def test_a_group_that_does_not_work_on_the_device_is_refused() -> None:
-    fake_device.run_ranks(_refuses_gloo, 2)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import fastsync
 from tests.engine.same_data import same_data_is_meant
+from tests.engine.wrappers import Opaque
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks
 from tests.refused import refused
@@ -203,32 +204,12 @@ def test_one_copy_of_the_others(rank: int, world_size: int) -> None:
     assert not torch.equal(before, model.expert[0].weight)
 
 
-class Wraps(Tensor):
-    """A tensor that wraps others, as quantised ones do, and whose gradients fastsync could not send."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wraps:
-        return Tensor._make_wrapper_subclass(cls, inner.shape)  # type: ignore[attr-defined, no-any-return]
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return "Wraps()"
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].inner)
-        raise NotImplementedError(str(function))
-
-
 @on_ranks(2)
 def test_what_could_not_be_sent_may_be_ignored(rank: int, world_size: int) -> None:
     model = nn.ModuleDict({"plain": nn.Linear(2, 2), "odd": nn.Module()})
-    odd = nn.Parameter(Wraps(torch.ones(3)))
+    odd = nn.Parameter(Opaque(torch.ones(3, dtype=torch.int8), torch.ones(())), requires_grad=True)
     model["odd"].register_parameter("weight", odd)
-    refused(lambda: fastsync.attach(model), "odd.weight is a Wraps")
+    refused(lambda: fastsync.attach(model), "odd.weight is a", "Opaque")
     fastsync.attach(model, ignored_states=[odd])
 
 

@@ -96,38 +96,20 @@ def test_a_script_beside_a_folder_of_this_name_finds_the_package(tmp_path: Path)
 
 
 def test_an_unbuilt_package_says_what_to_do(unbuilt: Path) -> None:
-    result = _python("from fastsync import register_comm_hook", unbuilt)
-    assert result.status == 1
-    sentence = result.err.strip().splitlines()[-1]
-    assert sentence.startswith(f"ImportError: fastsync in {unbuilt}/fastsync has no extension")
-    assert "No module named 'fastsync._C'" in sentence
-    assert "run `pip install --no-build-isolation" in sentence
-    for code, kind in (
-        ("import fastsync; fastsync.distributed.process_group(timeout=60)", "ImportError: fastsync in "),
+    lacks = f"fastsync in {unbuilt}/fastsync has no extension"
+    for code, said in (
+        ("from fastsync import register_comm_hook", f"ImportError: {lacks}"),
         ("import fastsync; fastsync.autotune.measure_group()", "AttributeError: module 'fastsync' has no"),
-        ("from fastsync.distributed import process_group", "ImportError: fastsync in "),
-        ("import fastsync.ppo.ppo", "ImportError: fastsync in "),
+        ("import fastsync.ppo.ppo", f"ImportError: {lacks}"),
+        ("import sys; from fastsync.cli import main; sys.exit(main(['train']))", f"fastsync train: {lacks}"),
     ):
-        sentence = _python(code, unbuilt).err.strip().splitlines()[-1]
-        assert sentence.startswith(kind), sentence
+        result = _python(code, unbuilt)
+        sentence = result.err.strip().splitlines()[-1]
+        assert (result.status, sentence[: len(said)]) == (1, said)
         assert "run `pip install --no-build-isolation" in sentence
-    result = _python("import fastsync; fastsync.distributet", unbuilt)
-    assert result.err.strip().splitlines()[-1] == "AttributeError: module 'fastsync' has no attribute 'distributet'"
-    result = _python("import sys; from fastsync.cli import main; sys.exit(main(['train']))", unbuilt)
-    assert result.status == 1
-    (sentence,) = result.err.strip().splitlines()
-    assert sentence.startswith(f"fastsync train: fastsync in {unbuilt}/fastsync has no extension")
     result = _python("import sys; from fastsync import doctor; sys.exit(doctor.main())", unbuilt)
     assert result.status == 1, result.err
-    assert "the engine: fastsync in" in result.out
-
-
-def test_extension_for_another_torch_is_not_loaded(tmp_path: Path) -> None:
-    shutil.copytree(PACKAGE, tmp_path / "fastsync", ignore=shutil.ignore_patterns("__pycache__"))
-    for note in (tmp_path / "fastsync").glob("*.torch"):
-        note.write_text("1.2.3+cpu")
-    result = _python("from fastsync import attach", tmp_path)
-    assert "it was built for torch 1.2.3+cpu" in result.err.strip().splitlines()[-1]
+    assert f"the engine: {lacks}" in result.out
 
 
 def test_a_wheel_for_another_torch_names_the_one_to_take_at_import(tmp_path: Path) -> None:
@@ -143,7 +125,8 @@ def test_a_wheel_for_another_torch_names_the_one_to_take_at_import(tmp_path: Pat
     assert f"(it was built for torch 1.2.3): take the wheel for this torch, whose page ends in {wheel}: " in result.err
     assert f"`pip install --no-deps fastsync-torch==0.1.0+{wheel} --extra-index-url PAGE`" in result.err
     result = _python("import fastsync; fastsync.attach", tmp_path)
-    assert result.err.strip().splitlines()[-1].startswith("ImportError: ")
+    assert "ImportError: " in result.err.strip().splitlines()[-1]
+    assert "it was built for torch 1.2.3" in result.err.strip().splitlines()[-1]
 
 
 def test_a_wheel_without_the_kernels_of_gpus_names_one_that_has_them(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
-import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -15,7 +15,7 @@ from tests.engine.entry_points import average
 from tests.engine.stderr import NO_TIMES, expected_on_stderr
 from tests.fake_device import DEVICE
 from tests.models import Given, random_grads
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.refused import refused
 
 SHAPES = [(7, 33), (300,)]
@@ -38,22 +38,13 @@ def test_torchs_own_operations_run_where_they_are_asked_for() -> None:
     assert _C.kernels("cpu") == "fused"
 
 
-def _refuses_the_environment(rank: int, world_size: int) -> None:
-    refused(lambda: fastsync.attach(torch.nn.Linear(2, 2)), "FASTSYNC_KERNELS:")
-
-
-def test_the_environment_is_looked_at_when_a_model_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(_with_kernels, 1, "fused", _refuses_the_environment)
-
-
-def _with_kernels(rank: int, world_size: int, name: str, then: object) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FASTSYNC_KERNELS", name)
-        then(rank, world_size)  # type: ignore[operator]
-
-
-def _stats_say_which(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_the_environment_is_looked_at_when_a_model_is_registered(rank: int, world_size: int) -> None:
+    """Who chooses torch's own operations is not warned."""
     model = torch.nn.Linear(2, 2)
+    os.environ["FASTSYNC_KERNELS"] = "fused"
+    refused(lambda: fastsync.attach(model), "FASTSYNC_KERNELS:")
+    os.environ["FASTSYNC_KERNELS"] = "aten"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sync = fastsync.attach(model)
@@ -62,11 +53,8 @@ def _stats_say_which(rank: int, world_size: int) -> None:
     assert sync.stats().kernels == "generic"
 
 
-def test_who_chooses_torchs_operations_is_not_warned() -> None:
-    run_ranks(_with_kernels, 1, "aten", _stats_say_which)
-
-
-def _warns_once(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_a_device_without_kernels_trains_with_one_warning(rank: int, world_size: int) -> None:
     group = fake_device.new_group(with_passes=False)
     with expected_on_stderr(NO_TIMES), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -80,7 +68,3 @@ def _warns_once(rank: int, world_size: int) -> None:
     assert len(said) == 1
     assert said[0].startswith(f"fastsync: gradients on {DEVICE} are packed by torch's own operations")
     assert "fastsync doctor" in said[0]
-
-
-def test_a_device_without_kernels_trains_with_one_warning() -> None:
-    fake_device.run_ranks(_warns_once, 2)

@@ -102,28 +102,12 @@ def test_replacements_that_no_rank_is_left_to_take_in_are_too_late() -> None:
     assert supervisor._are_too_late()
 
 
-def test_an_error_of_a_rank_is_told_again_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic")
-    ends = iter([[SimpleNamespace(exitcode=5)], []])
-
-    def start(*_: object, **__: object) -> Any:
-        result = SimpleNamespace(failures=next(ends), return_values={})
-        return SimpleNamespace(wait=lambda timeout: result, pids=dict)
-
-    PrefixStore(KEYS_OF_FIRST, supervisor._store).set("newest", Membership(1, {0: 7, 1: 7}, {}).to_json())
-    with patch("fastsync.launch.supervisor.start_processes", start):
-        assert supervisor.run() == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "fastsync launch local: rank 0 has failed with status 5; 1 rank goes on"
-    assert said[1:] == [
-        "fastsync launch local: others have come to the end; rank 0 failed with status 5, and what failed stands above"
-    ]
-
-
 @pytest.mark.parametrize("have_met", [False, True])
 @pytest.mark.parametrize("ends", [["-", "5"], ["-", "-9"], ["5", "-"], ["-", "-"]], ids=str)
-def test_a_rank_that_fails_in_a_plain_script_is_a_failure(ends: list[str], have_met: bool) -> None:
-    """Ranks that have met go on without it."""
+def test_a_rank_that_fails_in_a_plain_script_is_a_failure(
+    ends: list[str], have_met: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks that have met go on without it, and it is told again at the end."""
     supervisor = Supervisor("train.py", [], 2, command="fastsync launch local", place="Elastic")
     failures = iter([[] if end == "-" else [SimpleNamespace(exitcode=int(end))] for end in ends])
 
@@ -135,6 +119,10 @@ def test_a_rank_that_fails_in_a_plain_script_is_a_failure(ends: list[str], have_
         PrefixStore(KEYS_OF_FIRST, supervisor._store).set("newest", Membership(1, {0: 7, 1: 7}, {}).to_json())
     with patch("fastsync.launch.supervisor.start_processes", start):
         assert supervisor.run() == (0 if have_met or ends == ["-", "-"] else 1)
+    if have_met and ends == ["5", "-"]:
+        first, last = capsys.readouterr().err.splitlines()
+        assert first.endswith("rank 0 has failed with status 5; 1 rank goes on")
+        assert "others have come to the end; rank 0 failed with status 5" in last
 
 
 SCRIPT = """

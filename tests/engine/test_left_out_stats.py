@@ -67,14 +67,11 @@ def test_nobody_reads_the_means_before_somebody_asks(rank: int, world_size: int)
     _leaves_statistics_out("cpu")
 
 
-def _leaves_them_out_on_a_device(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2)
+def test_nobody_reads_the_means_on_a_device(rank: int, world_size: int) -> None:
     group = fake_device.new_group()
     with watched():
         _leaves_statistics_out(DEVICE, group)
-
-
-def test_nobody_reads_the_means_on_a_device() -> None:
-    fake_device.run_ranks(_leaves_them_out_on_a_device, 2)
 
 
 @on_ranks(1, cases={"views": [False, True]})

@@ -40,7 +40,7 @@ def _module() -> Any:
     return Regression()
 
 
-def _fit(model: Any, callbacks: list[Any], folder: str, epochs: int, **options: Any) -> Any:
+def _fit(model: Any, callbacks: list[Any], folder: str, epochs: int, strategy: Any = "ddp", **options: Any) -> Any:
     from lightning import Trainer
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from torch.utils.data import DataLoader, TensorDataset
@@ -53,7 +53,7 @@ def _fit(model: Any, callbacks: list[Any], folder: str, epochs: int, **options: 
     trainer = Trainer(
         accelerator="cpu",
         devices=world_size,
-        strategy="ddp" if world_size > 1 else "auto",
+        strategy=strategy if world_size > 1 else "auto",
         plugins=[TorchElasticEnvironment()] if world_size > 1 else None,
         callbacks=callbacks,
         max_epochs=epochs,
@@ -113,11 +113,28 @@ def test_layers_that_are_unfrozen_on_the_way_are_refused(rank: int, world_size: 
     assert_same_on_all_ranks(list(model.parameters()))
 
 
-def _alone(rank: int, world_size: int, folder: str) -> None:
+def _weights_over(rank: int, world_size: int, backend: str, folder: str) -> list[Tensor]:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    model = _module()
+    _fit(model, [], folder, 1, DDPStrategy(process_group_backend=backend))
+    assert dist.get_backend() == backend
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_the_backend_gives_the_bits_of_gloo(tmp_path: Path) -> None:
+    ours, theirs = (
+        run_ranks(_weights_over, 2, name, str(tmp_path), backend=name, timeout=200) for name in ("fastsync", "gloo")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@on_ranks(1, timeout=200)
+def test_one_rank_without_a_process_group(rank: int, world_size: int, tmp_path: Path) -> None:
     from fastsync.integrations.lightning import FastsyncCallback
 
     dist.destroy_process_group()
-    model, callback = _module(), FastsyncCallback("fp16")
+    folder, model, callback = str(tmp_path), _module(), FastsyncCallback("fp16")
     _fit(model, [callback], folder, 1)
     _fit(model, [callback], folder, 1)  # the same model once more
     assert callback.handle.stats().num_steps == 12
@@ -131,10 +148,6 @@ def _alone(rank: int, world_size: int, folder: str) -> None:
         assert loaded.called == is_known, "a model goes on with its residuals, and another one has none"
         assert len(callback.state_dict()["residuals"]) > 0
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for whoever ends it
-
-
-def test_one_rank_without_a_process_group(tmp_path: Path) -> None:
-    run_ranks(_alone, 1, str(tmp_path))
 
 
 @pytest.mark.parametrize("is_manual", [False, True])

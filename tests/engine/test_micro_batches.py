@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,14 +43,9 @@ def alone(kind: str = "mlp", optimizer: str = "AdamW") -> str:
 # ---- the digests ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 9])
-def test_in_shared_memory(world_size: int) -> None:
-    assert run_ranks(train, world_size) == [alone()] * world_size
-
-
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_by_messages(world_size: int) -> None:
-    assert run_ranks(train, world_size, shared_memory=False) == [alone()] * world_size
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (9, True), (5, False)])
+def test_any_number_of_ranks(world_size: int, shared_memory: bool) -> None:
+    assert run_ranks(train, world_size, shared_memory=shared_memory) == [alone()] * world_size
 
 
 def _on_hosts(rank: int, world_size: int, nodes: Nodes) -> str:
@@ -99,22 +94,16 @@ def test_resumed_on_another_number_of_ranks(tmp_path: Path) -> None:
 # ---- the specification ----------------------------------------------------------------------------------------------
 
 
-def _train_unclipped(rank: int, world_size: int, optimizer: str) -> list[Tensor | None]:
+@on_ranks(3, cases={"optimizer": OPTIMIZERS})
+def test_it_is_a_page_of_plain_pytorch(rank: int, world_size: int, optimizer: str) -> None:
     training = Training("mlp", optimizer)
     for step in range(NUM_STEPS):
         for index in training.sync.micro_batches(SEED):
             training.model.loss(step, index).backward()
         training.optimizer.step()
-    return tensors_of(training.model, training.optimizer)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_it_is_a_page_of_plain_pytorch(optimizer: str) -> None:
-    expected = plain("mlp", optimizer)
-    for found in run_ranks(_train_unclipped, 3, optimizer):
-        assert [each is None for each in found] == [each is None for each in expected]
-        for one, other in zip(found, expected, strict=True):
-            assert one is None or other is None or one.numpy().tobytes() == other.numpy().tobytes()
+    for one, other in zip(tensors_of(training.model, training.optimizer), plain("mlp", optimizer), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or one.numpy().tobytes() == other.numpy().tobytes()
 
 
 @pytest.mark.parametrize("kernels", ["auto", "aten"])

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,7 +36,6 @@ GOOD_STEPS = 2
 
 NO_ANSWER = "no answer, so it is stopped or gone, or has no engine of this group"
 AVERAGING = "averaging in step 2 of the engine of parameter 0.weight"
-AGREEING = "agreeing before step 2 of the engine of parameter 0.weight, because "
 IN_HOOK = "averaging in step 2 of a DDP hook"
 ON_EVERY_RANK = ". Do what is said after 'because' on every rank, between the same steps, or on none"
 CURE = ". Where ranks have different numbers of batches, put the training loop inside `with "
@@ -114,27 +113,6 @@ def last_is_busy(group: Group) -> str:
     return where_ranks_are(model)
 
 
-def last_does_it_alone(group: Group, way: str, what: Callable[[Any], object]) -> str:
-    model, handle = trained(way, group)
-    if group.rank() == 1:
-        what(handle)
-    return where_both_are(group, model)
-
-
-def last_joins_alone(group: Group) -> str:
-    model, handle = trained("none", group)
-    with contextlib.suppress(ArithmeticError), handle.join() if group.rank() == 1 else contextlib.nullcontext():
-        said = where_both_are(group, model)
-        raise ArithmeticError  # or it would wait for the others at the end
-    return said
-
-
-def where_both_are(group: Group, model: nn.Module) -> str:
-    said = where_ranks_are(model)
-    live_until_all_have_raised(group)
-    return said
-
-
 def live_until_all_have_raised(group: Group) -> None:
     """With its engine, which answers."""
     store = dist.distributed_c10d._get_default_store()
@@ -153,42 +131,22 @@ CASES: dict[str, tuple[int, Case, dict[int, str]]] = {
         {2: NO_ANSWER, 0: AVERAGING, 1: AVERAGING},
     ),
     "hook, stopped": (2, partial(is_stopped, way="hook", who=1), {1: NO_ANSWER, 0: IN_HOOK}),
-    "ended": (
-        2,
-        last_has_ended,
-        {1: NO_ANSWER, 0: AVERAGING},
-    ),
+    "ended": (2, last_has_ended, {1: NO_ANSWER, 0: AVERAGING}),
     "busy": (2, last_is_busy, {1: "in no sync, after step 1 of the engine of parameter 0.weight", 0: AVERAGING}),
-    "piggyback": (
-        2,
-        partial(last_does_it_alone, way="none", what=lambda sync: sync.piggyback("loss", torch.tensor(1.0))),
-        {1: AGREEING + "piggybacked value 'loss' is new", 0: AVERAGING},
-    ),
-    "join": (2, last_joins_alone, {1: AGREEING + "join() began", 0: AVERAGING}),
-    "hook, compression": (
-        2,
-        partial(last_does_it_alone, way="hook", what=lambda hook: setattr(hook, "compression", "fp16")),
-        {
-            1: "agreeing before step 2 of a DDP hook, because its compression was set",
-            0: IN_HOOK,
-        },
-    ),
 }
 
 
-def _all_cases(rank: int, world_size: int, names: Sequence[str]) -> str:
-    """Each case has a group of its own, so that all of them wait at the same time."""
-    first = 0
-    mine: tuple[Case, Group] | None = None
-    for size, case, _ in (CASES[name] for name in names):
+def of_rank(rank: int, cases: Iterable[tuple[int, Any]], timeout: timedelta) -> tuple[Any, Group]:
+    """Of cases of so many ranks each, the rank's, and its group. So all of them wait at the same time."""
+    first, mine = 0, None
+    for size, case in cases:
         members = list(range(first, first + size))
-        group = dist.new_group(members, timeout=TIMEOUT)
+        group = dist.new_group(members, timeout=timeout)
         if rank in members:
             mine = case, group
         first += size
     assert mine is not None
-    case, group = mine
-    return case(group)
+    return mine
 
 
 def _positions(said: str) -> dict[int, str]:
@@ -201,21 +159,19 @@ def _positions(said: str) -> dict[int, str]:
     return positions
 
 
-@pytest.mark.parametrize(("names", "shared_memory"), [(tuple(CASES), False), (("piggyback", "join"), True)])
-def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[str], shared_memory: bool) -> None:
-    world_size = sum(CASES[name][0] for name in names)
-    said = iter(run_ranks(_all_cases, world_size, names, shared_memory=shared_memory))
-    for name in names:
-        size, _, where = CASES[name]
-        of_ranks = [next(said) for _ in range(size)]
-        for rank, text in enumerate(of_ranks):
-            raises = where[rank].startswith(("averaging", "agreeing"))
+def _takes_its_case(rank: int, world_size: int) -> str:
+    case, group = of_rank(rank, [each[:2] for each in CASES.values()], TIMEOUT)
+    return case(group)
+
+
+def test_every_rank_says_who_is_missing() -> None:
+    said = iter(run_ranks(_takes_its_case, sum(size for size, *_ in CASES.values()), shared_memory=False))
+    for name, (size, _, where) in CASES.items():
+        cure = CURE + ("Join([ddp_model]):`" if name.startswith("hook") else "sync.join():`")
+        for rank in range(size):
+            text, raises = next(said), where[rank].startswith("averaging")
             assert (_positions(text) if text else None) == (where if raises else None), (name, rank, text)
-            cure = CURE + ("Join([ddp_model]):`" if name.startswith("hook") else "sync.join():`")
-            may_have_no_batches = any(re.match("no answer|in no sync", at) for at in where.values())
-            is_alone = any(at.startswith("agreeing") for at in where.values())
-            assert text.endswith(ON_EVERY_RANK) == (raises and is_alone), (name, rank, text)
-            assert text.endswith(cure) == (CURE in text) == (raises and may_have_no_batches), (name, rank, text)
+            assert text.endswith(cure) == raises, (name, rank, text)
 
 
 @on_ranks(2)
@@ -259,6 +215,10 @@ def piggyback(step: Averaged) -> None:
     step.handle.piggyback("loss", torch.tensor(1.0))
 
 
+def join(step: Averaged) -> None:
+    step.handle.join().__enter__()
+
+
 def load_state(step: Averaged) -> None:
     step.handle.load_state_dict(step.handle.state_dict())
 
@@ -280,6 +240,7 @@ ALONE = {
     "compression, sharded": Alone(set_compression, SET, "sharded"),
     "state, hook": Alone(load_state, "a state was loaded", "hook"),
     "piggyback": Alone(piggyback, "piggybacked value 'loss' is new"),
+    "join": Alone(join, "join() began"),
     "frozen": Alone(freeze, FROZEN, error=ANEW),
     "frozen, int8, 3 ranks": Alone(freeze, FROZEN, compression="int8", size=3, error=ANEW),
 }
@@ -287,17 +248,8 @@ LONG = timedelta(seconds=600)
 
 
 def _each_does_it_alone(rank: int, world_size: int) -> str:
-    """What the error says. Each case has a group of its own, in which nothing has a time-out that the test reaches."""
-    first = 0
-    mine: tuple[Alone, Group] | None = None
-    for case in ALONE.values():
-        members = list(range(first, first + case.size))
-        group = dist.new_group(members, timeout=LONG)
-        if rank in members:
-            mine = case, group
-        first += case.size
-    assert mine is not None
-    case, group = mine
+    """What the error says. No group has a time-out that the test reaches."""
+    case, group = of_rank(rank, [(case.size, case) for case in ALONE.values()], LONG)
     averaged = average(case.entry_point, small_model(), case.compression, group=group)
 
     def step() -> None:

@@ -43,6 +43,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     return ranks.run_ranks(fn, world_size, *args, shared_memory=False)  # as on a device
 
 
+def on_ranks(world_size: int | None = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As ``tests.ranks.on_ranks``, with the extension ready to be loaded."""
+    return ranks.on_ranks(world_size, before=build, shared_memory=False, **options)
+
+
 @cache
 def load() -> Any:
     """Registers the device and its passes with torch and the engine. Returns the extension."""
