@@ -121,7 +121,7 @@ def test_steps_are_counted_that_the_optimizer_takes(rank: int, world_size: int) 
 def test_a_mean_that_is_on_its_way_when_an_error_ends_the_block_arrives(rank: int, world_size: int) -> None:
     model, optimizer, sync = make_site(DiLoCo, sync_every=2, fragments=2, fragment_sync_delay=1)
     average = sync._average
-    sync._average = lambda *args: (time.sleep(0.5 * rank), average(*args))
+    sync._average = lambda *args: (time.sleep(0.2 * rank), average(*args))
     for epoch in range(2):
         with contextlib.suppress(KeyError), sync:
             for step in range(4):

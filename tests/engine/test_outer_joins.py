@@ -97,9 +97,7 @@ def train_with_a_new_site(rank: int, world_size: int, port: int, options: dict[s
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"compression": "int8+ef"},
-    {"compression": TopK()},
-    {"fragments": 2},
-    {"fragments": 2, "fragment_sync_delay": 1},
+    {"compression": TopK(), "fragments": 2, "fragment_sync_delay": 1},
 ]
 
 

@@ -437,7 +437,7 @@ def test_ranks_agree_on_a_number_where_one_has_made_more_engines_before(rank: in
 
 # ---- ranks that are lost --------------------------------------------------------------------------------------------
 
-SECONDS = 4
+SECONDS = 2
 
 
 def _loses_a_rank(rank: int, world_size: int, cases: Sequence[tuple[str, int]], dies: bool) -> None:

@@ -183,9 +183,9 @@ def evaluate_for_ever(rank: int, world_size: int, settings: Settings) -> Any:
     with make_one(settings) as training:
         evaluator = Evaluator(settings, training)
     exchange = Exchange(torch.device("cpu"))
-    exchange.use_group(dist.new_group(timeout=timedelta(seconds=6)))
+    exchange.use_group(dist.new_group(timeout=timedelta(seconds=3)))
     began = time.monotonic()
-    return evaluator.evaluate(policy, exchange, lambda: rank == 1 and time.monotonic() - began > 8)
+    return evaluator.evaluate(policy, exchange, lambda: rank == 1 and time.monotonic() - began > 4)
 
 
 def test_ranks_wait_for_long_episodes_and_a_stop_ends_them():
