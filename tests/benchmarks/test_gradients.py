@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.baselines.compressions import DEFAULT, ON_REQUEST, half_steps, split
 from benchmarks.baselines.gradients import Rounding
-from benchmarks.baselines.methods import LIMITS, METHODS
+from benchmarks.baselines.methods import LIMITS
 from benchmarks.baselines.workloads import Size, Workload
-from tests import reference
 from tests.models import group_of_one
 
 CPU = torch.device("cpu")
@@ -66,29 +63,3 @@ def test_the_check_knows_the_scales_of_blocks():
     assert not workload.is_mean(mean_as_sent.roll(1), whole)
     of_all = mean.abs().max() / 127
     assert not workload.is_mean((mean / of_all).round() * of_all, half)
-
-
-NAMES = [name for name in (*DEFAULT, *ON_REQUEST) if half_steps(name)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_bounds_hold_for_the_specification(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Over several steps of the same gradients, as benchmarks have them."""
-    world_size = 5
-    with group_of_one():
-        monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
-        workload = Workload(Size(SHAPES, repetitions=1), CPU)
-    numel, lengths = workload.flat_grads.numel(), [math.prod(shape) for shape in SHAPES]
-    flat = [torch.randn(numel, generator=torch.Generator().manual_seed(1 + rank)) for rank in range(world_size)]
-    assert torch.equal(flat[0], workload.flat_grads)
-    (rounding,) = METHODS[f"fastsync.attach/{name}"].allowed
-    wire = torch.uint8 if rounding.wire == torch.int8 else rounding.wire
-    with_feedback, two_shot = "ef" in split(name)[1], "one_shot" not in name
-    residuals = [[torch.zeros(length) for length in lengths] for _ in flat] if with_feedback else None
-    for _ in range(20):
-        grads = [list(each.split(lengths)) for each in flat]
-        algorithm = "two_shot" if two_shot else "one_shot"
-        mean = reference.all_reduce_mean(grads, wire, reduce="fp32", algorithm=algorithm, residuals=residuals)
-        mean = torch.cat(mean)
-        assert workload.is_mean(mean, rounding)
-    assert not workload.is_mean(mean, replace(rounding, half_steps=rounding.half_steps / 8))

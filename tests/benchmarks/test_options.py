@@ -14,10 +14,8 @@ REFUSED = {
     "sync --methods": "methods: choose at least one",
     "sync --methods ddp dpp": "methods: 'dpp' is none of no_sync, shared_memory_sum",
     "sync --sizes 1KB": "not a number of bytes",
-    "outer --methods ddq": "methods: 'ddq' is none of ddp, fastsync.attach/int8+ef",
     "outer_loss --methods int8": "methods: expected int8/STEPS, such as int8/30, got 'int8'",
     "outer_loss --methods attach/lowrnk": "lowrnk",
-    "outer_loss --methods int9/30": "methods: 'int9' is none of int8",
     "sync --nproc 999": "choose fewer, or --oversubscribe",
     "sync --device cuda": "device=cuda: torch sees 0 GPUs, for 2 ranks",
     "sync --json no-such-folder/rows.json": "there is no folder no-such-folder",
@@ -30,15 +28,10 @@ REFUSED = {
     "link --rate fast": "rate=fast: expected a number and a unit",
     "link --ranks-per-host 3": "ranks_per_host=3 must divide ranks=4",
     "stream --nproc 1": "nproc=1 must be at least 2: one rank waits for another that is late",
-    "stream --methods no_sync": "methods: 'no_sync' is none of ddp",
-    "ppo --nproc 4": "4 ranks: this machine has 2 cores",
-    "recovery": "3 ranks: this machine has 2 cores",
     "recovery --nproc 1": "nproc=1 must be at least 2: somebody has to be left",
-    "recovery --methods elastic": "methods: 'elastic' is none of fastsync.Elastic, torchrun, torchft",
     "recovery --hosts 2": "hosts=2 is for fastsync alone: add --methods fastsync.Elastic",
     "recovery --picture FILE": "picture=FILE must be the name of a file that ends in .png",
     "predict FILE --world-sizes 1": "1 must be 2 or more",
-    "predict FILE --picture nowhere/picture.png": "there is no folder nowhere",
 }
 
 

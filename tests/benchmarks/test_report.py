@@ -11,7 +11,6 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.commands import headline
 from benchmarks.harness.records import Record, RowFile, read_json
-from benchmarks.report.looks import LOOKS, OTHERS, looks
 from benchmarks.report.page import Document, to_html
 from benchmarks.report.scaling import scaling_document
 from tests.benchmarks.rows import scaling_rows, step_row
@@ -82,16 +81,6 @@ def test_the_headline_refuses_rows_of_other_methods(tmp_path: Path, capsys: pyte
     assert main(["headline", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "picture.png")]) == 2
     assert "rows.json has no rows of fastsync.attach/fp16, fastsync.attach/int8+ef" in capsys.readouterr().err
     assert not (tmp_path / "picture.png").exists()
-
-
-def test_each_method_has_a_look_of_its_own_in_all_pictures():
-    for part in ("colour", "marker", "hatch", "dashes"):
-        of_all = [getattr(look, part) for look in {*LOOKS.values(), *OTHERS}]
-        assert len(set(of_all)) >= (len(of_all) if part in ("colour", "marker") else len(set(LOOKS.values())))
-    known, unknown = "fastsync.attach/fp16", "fastsync.attach/int8+two_shot"
-    assert looks([unknown, known])[known] == looks([known])[known] == LOOKS[known]
-    assert looks([unknown, known])[unknown] not in LOOKS.values()
-    assert LOOKS["fastsync.register_comm_hook/none"].colour != LOOKS["ddp"].colour
 
 
 def test_pictures_of_a_report_are_as_narrow_as_a_phone():

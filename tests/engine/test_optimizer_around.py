@@ -15,43 +15,43 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import fastsync
-from tests.engine.test_optimizer_shards import BOTH_WAYS, attached, in_both_ways, same, step, two_layers, values
+from tests.engine.test_optimizer_shards import (
+    BOTH_WAYS,
+    after_attach,
+    assert_alike,
+    attached,
+    in_both_ways,
+    loss_of,
+    same,
+    step,
+    step_alike,
+    twins,
+    two_layers,
+    values,
+)
 from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import on_ranks
 from tests.refused import refused
-
-
-def loss_of(model: nn.Module, rank: int, number: int = 0) -> Tensor:
-    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
-    return model(inputs).square().mean()
-
 
 # ---- another optimizer ----------------------------------------------------------------------------------------------
 
 
 @in_both_ways
 def test_a_step_by_another_optimizer_is_refused(rank: int, world_size: int) -> None:
-    """As code has it that makes the optimizer anew to resume."""
+    """As code has it that makes the optimizer anew to resume. Also one of some of the parameters."""
     model, optimizer, sync = attached()
     step(model, optimizer, rank)
-    other, before = SGD(model.parameters(), 0.1), values(model)
+    other, of_some, before = SGD(model.parameters(), 0.1), AdamW(model[2].parameters()), values(model)
     other.step()  # without gradients it steps nothing
     loss_of(model, rank).backward()
-    refused(lambda: other.step(), "SGD was about to step parameter 0.weight", kind=RuntimeError)
-    with sync.no_sync(), pytest.raises(RuntimeError, match="SGD was about to step"):
-        other.step()
+    refused(other.step, "SGD was about to step parameter 0.weight", kind=RuntimeError)
+    refused(of_some.step, "another AdamW was about to step parameter", kind=RuntimeError)
+    with sync.no_sync():
+        refused(other.step, "SGD was about to step", kind=RuntimeError)
     same(values(model), before)
     optimizer.step()
     sync.detach()
     other.step()
-
-
-@in_both_ways
-def test_a_step_of_an_optimizer_with_some_of_the_parameters_is_refused(rank: int, world_size: int) -> None:
-    model, _, _ = attached()
-    other = AdamW(model[2].parameters())
-    loss_of(model, rank).backward()
-    refused(lambda: other.step(), "another AdamW was about to step parameter", kind=RuntimeError)
 
 
 @in_both_ways
@@ -97,31 +97,14 @@ STEPS: dict[str, Callable[[Any, Callable[[], Tensor]], object]] = {
 
 @on_ranks(2, cases=BOTH_WAYS | {"way": STEPS})
 def test_steps_with_and_without_a_closure(rank: int, world_size: int, way: str) -> None:
-    (model, optimizer, _), (plain, own, _) = attached(), attached(shared=False)
+    trainings = twins()
     for number in range(2):
-        for each, of_each in ((model, optimizer), (plain, own)):
+        for model, optimizer, _ in trainings:
             losses: list[Tensor] = []
-            returned = STEPS[way](of_each, partial(_backward, each, of_each, rank, number, losses))
+            returned = STEPS[way](optimizer, partial(_backward, model, optimizer, rank, number, losses))
             assert len(losses) == 1
             assert not way.startswith("closure") or returned is losses[0]
-        same(values(model), values(plain))
-
-
-def steps_as_without_shards(rank: int, sharded: tuple[Any, Any], plain: tuple[Any, Any]) -> None:
-    """Three steps of two models and their optimizers, of which one steps shards, end with the same weights."""
-    fastsync.shard_optimizer(fastsync.attach(sharded[0]), sharded[1])
-    fastsync.attach(plain[0])
-    for number in range(3):
-        for model, optimizer in (sharded, plain):
-            step(model, optimizer, rank, number)
-    same(values(sharded[0]), values(plain[0]))
-
-
-@on_ranks(2, cases=BOTH_WAYS | {"wrap": [OptimizerWrapper, wrapped_by_accelerate]})
-def test_wrappers_that_only_delegate(rank: int, world_size: int, wrap: Any) -> None:
-    model, plain = two_layers(), two_layers()
-    optimizer, own = wrap(AdamW(model.parameters(), lr=0.1, fused=True)), AdamW(plain.parameters(), lr=0.1, fused=True)
-    steps_as_without_shards(rank, (model, optimizer), (plain, own))
+        assert_alike(trainings)
 
 
 class WritesAfterwards(OptimizerWrapper):
@@ -133,6 +116,33 @@ class WritesAfterwards(OptimizerWrapper):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter.mul_(0.5)
+
+
+@on_ranks(2, cases=BOTH_WAYS | {"wrap": [OptimizerWrapper, wrapped_by_accelerate, WritesAfterwards]})
+def test_wrappers_step_as_without_shards(rank: int, world_size: int, shared_memory: bool, wrap: Any) -> None:
+    """Those that only delegate; others may write weights that are this rank's own."""
+    if wrap is WritesAfterwards and shared_memory:
+        return
+    trainings = [
+        (model, wrap(AdamW(model.parameters(), lr=0.1, fused=True)), sync)
+        for model, sync in (after_attach(), after_attach())
+    ]
+    fastsync.shard_optimizer(trainings[0][2], trainings[0][1])
+    for number in range(3):
+        step_alike(trainings, rank, number)
+
+
+@on_ranks(2, cases={"wrap": [OptimizerWrapper, wrapped_by_accelerate]})
+def test_a_write_between_steps_is_no_wrapper_s(rank: int, world_size: int, wrap: Any) -> None:
+    """A rank that is ahead clamps weights, as a WGAN does, while another may still be in the wrapper's step."""
+    model, sync = after_attach()
+    optimizer = wrap(SGD(model.parameters(), lr=0.5))
+    fastsync.shard_optimizer(sync, optimizer)
+    for number in range(50):
+        step(model, optimizer, rank, number)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.05, 0.05)
 
 
 class WritesBefore(OptimizerWrapper):
@@ -151,27 +161,6 @@ def test_a_wrapper_that_writes_weights_is_told(rank: int, world_size: int, wrap:
     loss_of(model, rank).backward()
     with pytest.raises(RuntimeError, match=rf"{wrap.__name__} has written parameter 0\.weight itself"):
         optimizer.step()
-
-
-@on_ranks(2, shared_memory=False)
-def test_a_wrapper_may_write_weights_that_are_this_rank_s_own(rank: int, world_size: int) -> None:
-    model, plain = two_layers(), two_layers()
-    optimizer = WritesAfterwards(AdamW(model.parameters(), fused=True))
-    own = WritesAfterwards(AdamW(plain.parameters(), fused=True))
-    steps_as_without_shards(rank, (model, optimizer), (plain, own))
-
-
-@on_ranks(2, cases={"wrap": [OptimizerWrapper, wrapped_by_accelerate]})
-def test_a_write_between_steps_is_no_wrapper_s(rank: int, world_size: int, wrap: Any) -> None:
-    """A rank that is ahead clamps weights, as a WGAN does, while another may still be in the wrapper's step."""
-    model = two_layers()
-    optimizer = wrap(SGD(model.parameters(), lr=0.5))
-    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
-    for number in range(100):
-        step(model, optimizer, rank, number)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.05, 0.05)
 
 
 class Copied(WritesAfterwards):
@@ -258,14 +247,17 @@ def _in_place(gradient: Tensor) -> None:
 
 @on_ranks(2, cases=BOTH_WAYS | {"write": [_by_data, _by_numpy, _in_place], "scales": [False, True]})
 def test_gradients_that_were_changed_are_refused(rank: int, world_size: int, scales: bool, write: Any) -> None:
-    model, optimizer, _ = attached()
+    """On one rank: the others are told, and all go on."""
+    trainings = (model, optimizer, _), _ = twins()
     scaler = GradScaler("cpu", init_scale=4.0, enabled=scales)
     scaler.scale(loss_of(model, rank)).backward()
     if rank == 1:
         for parameter in model.parameters():
             write(parameter.grad)
-    with pytest.raises(RuntimeError, match="was changed since" if rank == 1 else "rank 1 refuses this step"):
-        scaler.step(optimizer)
+    said = "was changed since" if rank == 1 else "rank 1 refuses this step"
+    refused(lambda: scaler.step(optimizer), said, kind=RuntimeError)
+    optimizer.zero_grad()
+    step_alike(trainings, rank, 1)
 
 
 @in_both_ways

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -19,16 +18,11 @@ from torch.optim import AdamW, Optimizer
 import fastsync
 from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.same_data import same_data_is_meant
+from tests.engine.test_optimizer_shards import BOTH_WAYS, same, values
 from tests.ranks import on_ranks
 from tests.refused import refused
 
 Training = tuple[nn.Module, Optimizer, GradientSynchronizer]
-
-
-def in_both_ways(world_size: int | None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test of what each rank does where ranks share memory, and of the same where they do not."""
-    given = pytest.mark.parametrize("shared_memory", [True, False], ids=["in_memory", "by_messages"])
-    return lambda body: given(on_ranks(world_size, parametrized=["shared_memory"])(body))
 
 
 def training(kind: str, dtype: torch.dtype = torch.float32, group: Any = None) -> Training:
@@ -62,14 +56,6 @@ def load(model: nn.Module, optimizer: Optimizer, path: Path, **options: Any) -> 
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
-def values(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def same(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 def saved_and_ended(kind: str, dtype: torch.dtype, path: Path) -> list[Tensor]:
     """Saves a training after two steps. Returns its weights after two more."""
     model, optimizer, sync = training(kind, dtype)
@@ -82,12 +68,13 @@ def saved_and_ended(kind: str, dtype: torch.dtype, path: Path) -> list[Tensor]:
     return end
 
 
-@pytest.mark.parametrize("kind", ["shared", "masters"])
-@pytest.mark.parametrize("world_size", [2, 3])
-@in_both_ways(None)
-def test_ranks_write_each_tensor_once(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
-    saved_and_ended(kind, torch.bfloat16, tmp_path)
-    metadata = FileSystemReader(tmp_path).read_metadata()
+@on_ranks(3, cases=BOTH_WAYS | {"kind": ["shared", "masters"]})
+def test_ranks_write_each_tensor_once(
+    rank: int, world_size: int, shared_memory: bool, kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"{kind} {shared_memory}"
+    saved_and_ended(kind, torch.bfloat16, path)
+    metadata = FileSystemReader(path).read_metadata()
     num_bytes = [0] * world_size
     for index, stored in metadata.storage_data.items():
         writer = int(stored.relative_path.removeprefix("__").partition("_")[0])
@@ -100,29 +87,29 @@ def test_ranks_write_each_tensor_once(rank: int, world_size: int, kind: str, tmp
     assert max(num_bytes) - min(num_bytes) <= 70 * 5 * 4, num_bytes
 
 
-@pytest.mark.parametrize(("of", "into"), [("shared", "shared"), ("shared", "each its own"), ("each its own", "shared")])
-@pytest.mark.parametrize("num_before", [0, 1])
-@in_both_ways(3)
-def test_trainings_go_on_alike(rank: int, world_size: int, of: str, into: str, num_before: int, tmp_path: Path) -> None:
-    go_on(lambda: training(into), saved_and_ended(of, torch.float32, tmp_path), num_before, tmp_path)
+KINDS = [
+    ("shared", "shared", torch.float32), ("shared", "each its own", torch.float32),
+    ("each its own", "shared", torch.float32), ("masters", "masters", torch.bfloat16),
+    ("sent in bf16", "sent in bf16", torch.float32),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("masters", torch.bfloat16), ("sent in bf16", torch.float32)])
-@pytest.mark.parametrize("num_before", [0, 1])
-@in_both_ways(2)
-def test_masters_go_on_alike(
-    rank: int, world_size: int, kind: str, dtype: torch.dtype, num_before: int, tmp_path: Path
+@on_ranks(3, cases=BOTH_WAYS | {"of, into, dtype": KINDS, "num_before": [0, 1]})
+def test_trainings_go_on_alike(
+    rank: int, world_size: int, shared_memory: bool, of: str, into: str, dtype: Any, num_before: int, tmp_path: Path
 ) -> None:
-    end = saved_and_ended(kind, dtype, tmp_path)
-    go_on(lambda: training(kind, dtype), end, num_before, tmp_path)
+    path = tmp_path / f"{of} {into} {num_before} {shared_memory}"
+    go_on(lambda: training(into, dtype), saved_and_ended(of, dtype, path), num_before, path)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("shared", torch.float32), ("masters", torch.bfloat16)])
-@in_both_ways(2)
-def test_a_single_rank_goes_on_alike(rank: int, world_size: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    end = saved_and_ended(kind, dtype, tmp_path)
+@on_ranks(2, cases=BOTH_WAYS | {"kind, dtype": [("shared", torch.float32), ("masters", torch.bfloat16)]})
+def test_a_single_rank_goes_on_alike(
+    rank: int, world_size: int, shared_memory: bool, kind: str, dtype: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / f"{kind} {shared_memory}"
+    end = saved_and_ended(kind, dtype, path)
     alone = [dist.new_group([each]) for each in range(world_size)][rank]
-    go_on(lambda: training(kind, dtype, alone), end, 0, tmp_path, no_dist=True)
+    go_on(lambda: training(kind, dtype, alone), end, 0, path, no_dist=True)
 
 
 def go_on(make: Callable[[], Training], end: list[Tensor], num_before: int, path: Path, **options: Any) -> None:
@@ -135,12 +122,15 @@ def go_on(make: Callable[[], Training], end: list[Tensor], num_before: int, path
     same(values(model), end)
 
 
-@in_both_ways(2)
-def test_masters_begin_from_a_checkpoint_without_them(rank: int, world_size: int, tmp_path: Path) -> None:
-    saved_and_ended("each its own", torch.bfloat16, tmp_path)
+@on_ranks(2, cases=BOTH_WAYS)
+def test_masters_begin_from_a_checkpoint_without_them(
+    rank: int, world_size: int, shared_memory: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / str(shared_memory)
+    saved_and_ended("each its own", torch.bfloat16, path)
     model, optimizer, _ = training("masters", torch.bfloat16)
-    refused(lambda: load(model, optimizer, tmp_path), "Missing key in checkpoint state_dict", kind=CheckpointException)
-    load(model, optimizer, tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    refused(lambda: load(model, optimizer, path), "Missing key in checkpoint state_dict", kind=CheckpointException)
+    load(model, optimizer, path, planner=DefaultLoadPlanner(allow_partial_load=True))
     loaded, moment = values(model), optimizer.state[model[0].weight]["exp_avg"].clone()
     assert moment.any()
     same(moment, moment.bfloat16().float())
@@ -150,12 +140,8 @@ def test_masters_begin_from_a_checkpoint_without_them(rank: int, world_size: int
     step(model, optimizer, 2)
     state = optimizer.state_dict()["state"].values()
     same([each["master"] for each in state], [value.float() for value in loaded])
-
-
-@in_both_ways(2)
-def test_a_checkpoint_with_masters_loads_without(rank: int, world_size: int, tmp_path: Path) -> None:
-    saved_and_ended("masters", torch.bfloat16, tmp_path)
-    model, optimizer, _ = training("each its own", torch.bfloat16)
-    load(model, optimizer, tmp_path)
-    assert optimizer.state[model[0].weight]["exp_avg"].any()
-    step(model, optimizer, 2)
+    without_masters, own, _ = training("each its own", torch.bfloat16)
+    save(model, optimizer, path / "with masters")
+    load(without_masters, own, path / "with masters")
+    assert own.state[without_masters[0].weight]["exp_avg"].any()
+    step(without_masters, own, 2)

@@ -6,6 +6,7 @@ import copy
 import io
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fastsync.optimizer.masters import PARAMETER_WIRES
 from fastsync.sync.attach import GradientSynchronizer
 from tests.engine.optimizer_shards import FURTHER, OF_WHOLE, OPTIMIZERS, SHAPES, WIRES, Weights
 from tests.engine.test_hosts import PAIRS, UNEQUAL, Nodes, run_on_hosts
+from tests.engine.test_optimizer_shards import BOTH_WAYS, loss_of, step, two_layers, values
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks
 from tests.refused import refused
@@ -31,7 +33,7 @@ MAX_NORM = 0.5
 def in_each_way(cases: dict[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of what one rank does, and each of two: that share memory, and that do not."""
     given = pytest.mark.parametrize("world_size", [1, 2])
-    return lambda body: given(on_ranks(cases={"shared_memory": [True, False]} | cases)(body))
+    return lambda body: given(on_ranks(cases=BOTH_WAYS | cases)(body))
 
 
 class Reference:
@@ -80,10 +82,14 @@ def groups(weights: list[Tensor]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks(cases={"shared_memory": [True, False], "wire": PARAMETER_WIRES, "seed": range(3)})
-def test_steps_are_those_of_float32_copies(rank: int, world_size: int, wire: str, seed: int) -> None:
-    """Rounded, where parameters travel in bf16."""
-    train_both(rank, world_size, 10 * world_size + seed, wire)
+@on_ranks(cases=BOTH_WAYS)
+def test_steps_are_those_of_float32_copies(rank: int, world_size: int) -> None:
+    """Rounded, where parameters travel in bf16. One and two ranks take steps of further optimizers, too."""
+    for wire in PARAMETER_WIRES:
+        for seed in range(2):
+            train_both(rank, world_size, 10 * world_size + seed, wire)
+    for seed, kind in enumerate(["NAdam", "Adagrad", "Rprop", *OF_WHOLE] if world_size <= 2 else []):
+        train_both(rank, world_size, 300 + seed, ("none", "bf16")[seed % 2], kind)
 
 
 @pytest.mark.parametrize("nodes", [PAIRS, UNEQUAL], ids=["pairs", "unequal"])
@@ -94,12 +100,6 @@ def test_each_host_steps_masters_of_its_own(nodes: Nodes) -> None:
 def train_on_hosts(rank: int, world_size: int, nodes: Nodes) -> None:
     for seed in range(2):
         train_both(rank, world_size, seed)
-
-
-@in_each_way({})
-def test_masters_of_further_optimizers(rank: int, world_size: int) -> None:
-    for seed, kind in enumerate(["NAdam", "Adagrad", "Rprop", *OF_WHOLE]):
-        train_both(rank, world_size, 300 + seed, ("none", "bf16")[seed % 2], kind)
 
 
 def train_both(rank: int, world_size: int, seed: int, parameter_compression: str = "none", kind: str = "") -> None:
@@ -122,7 +122,7 @@ def train_both(rank: int, world_size: int, seed: int, parameter_compression: str
     scales = is_fused and rng.random() < 0.5
     scaler, other = (GradScaler("cpu", init_scale=2.0**6, growth_interval=3, enabled=scales) for _ in range(2))
     clips = rng.random() < 0.5
-    for number in range(8):
+    for number in range(6):
         # torch's fused SGD refuses a group of which some have momentum.
         used = [i for i in range(len(shapes)) if kind in ("momentum", "nesterov") or i == 0 or rng.random() < 0.8]
         grads = {i: torch.randn(shapes[i], generator=generator(own)).to(dtypes[i]) for i in used}
@@ -172,16 +172,7 @@ def same(one: Any, other: Any, told: str = "") -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{told}: {text}")
 
 
-def values(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
 # ---- a small model --------------------------------------------------------------------------------------------------
-
-
-def two_layers(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 70), nn.ReLU(), nn.Linear(70, 3)).to(dtype)
 
 
 NARROW, IN_BF16 = torch.bfloat16, torch.float32
@@ -189,7 +180,7 @@ NARROW, IN_BF16 = torch.bfloat16, torch.float32
 
 
 def attached(kind: str = "AdamW", dtype: torch.dtype = NARROW) -> tuple[nn.Module, Optimizer, GradientSynchronizer]:
-    model = two_layers(dtype)
+    model = two_layers().to(dtype)
     optimizer = OPTIMIZERS[kind](model.parameters())
     options: dict[str, Any] = {"master_weights": True} if dtype == NARROW else {"parameter_compression": "bf16"}
     sync = fastsync.attach(model)
@@ -198,24 +189,13 @@ def attached(kind: str = "AdamW", dtype: torch.dtype = NARROW) -> tuple[nn.Modul
 
 
 def copies_of_two_layers(dtype: torch.dtype = NARROW) -> Reference:
-    reference = Reference(two_layers(dtype), "AdamW", wire=torch.bfloat16)
+    reference = Reference(two_layers().to(dtype), "AdamW", wire=torch.bfloat16)
     reference.optimizer = OPTIMIZERS["AdamW"](reference.masters)
     return reference
 
 
-def backward(model: nn.Module, rank: int, number: int) -> None:
-    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
-    model(inputs.to(model[0].weight.dtype)).square().mean().backward()
-
-
-def step(model: nn.Module, optimizer: Optimizer, rank: int, number: int = 0) -> None:
-    backward(model, rank, number)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def step_copies(reference: Reference, rank: int, number: int) -> None:
-    backward(reference.model, rank, number)
+    loss_of(reference.model, rank, number).backward()
     reference.step(GradScaler("cpu", enabled=False), None)
 
 
@@ -226,9 +206,16 @@ def masters(optimizer: Optimizer) -> list[Tensor]:
 
 @on_ranks(2)
 def test_masters_are_once_in_a_host_s_memory(rank: int, world_size: int) -> None:
+    """Without the option there are none, and the state is narrow."""
+    narrow = two_layers().to(NARROW)
+    own = AdamW(narrow.parameters(), fused=True)
+    fastsync.shard_optimizer(fastsync.attach(narrow), own)
     model, optimizer, _ = attached()
     assert optimizer.state_dict()["state"] == {}
     step(model, optimizer, rank)
+    step(narrow, own, rank)
+    assert own.state[narrow[0].weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert own.state[narrow[0].weight]["exp_avg"].dtype == NARROW
     state = optimizer.state[model[0].weight]
     assert {name: each.dtype for name, each in state.items()} == dict.fromkeys(state, torch.float32)
     assert not torch.equal(state["master"], model[0].weight.float())
@@ -269,16 +256,6 @@ def test_parameters_in_bf16_take_half_the_bytes(rank: int, world_size: int) -> N
     assert torch.equal(model.weight, model.weight.bfloat16().float())
 
 
-@on_ranks(2)
-def test_without_the_option_state_is_narrow(rank: int, world_size: int) -> None:
-    model = two_layers()
-    optimizer = AdamW(model.parameters(), fused=True)
-    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
-    step(model, optimizer, rank)
-    assert optimizer.state[model[0].weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16
-
-
 # ---- saved and loaded -----------------------------------------------------------------------------------------------
 
 
@@ -312,7 +289,8 @@ def test_a_resumed_training_has_the_same_bits(rank: int, world_size: int, kind: 
 
 @in_each_way({})
 def test_a_plain_training_s_file_begins_the_masters(rank: int, world_size: int) -> None:
-    plain = two_layers()
+    """And a plain training goes on from a file with masters."""
+    plain = two_layers().to(NARROW)
     own = AdamW(plain.parameters(), lr=0.1, fused=True)
     handle = fastsync.attach(plain)
     for number in range(2):
@@ -330,18 +308,9 @@ def test_a_plain_training_s_file_begins_the_masters(rank: int, world_size: int) 
         step(model, optimizer, rank, number)
         step_copies(reference, rank, number)
     assert_same_as(reference, model, optimizer)
-
-
-@in_each_way({})
-def test_the_file_loads_without_masters(rank: int, world_size: int) -> None:
-    model, optimizer, _ = attached()
-    step(model, optimizer, rank)
-    plain = two_layers()
-    own = AdamW(plain.parameters(), lr=0.01, fused=True)
     own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert own.state[plain[0].weight]["exp_avg"].dtype == torch.bfloat16
-    fastsync.attach(plain)
-    step(plain, own, rank, 1)
+    assert own.state[plain[0].weight]["exp_avg"].dtype == NARROW
+    step(plain, own, rank, 4)
 
 
 # ---- weights that somebody writes -----------------------------------------------------------------------------------
@@ -349,9 +318,10 @@ def test_the_file_loads_without_masters(rank: int, world_size: int) -> None:
 
 @in_each_way({"dtype": [NARROW, IN_BF16]})
 def test_a_master_takes_what_was_written_to_its_weight(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    """Of other values it keeps the bits that the weight does not have."""
+    """Of other values it keeps the bits that the weight does not have. A model that is loaded is written whole."""
     model, optimizer, _ = attached("SGD", dtype)
-    optimizer.param_groups[0]["weight_decay"] = 0.0
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
     step(model, optimizer, rank)
     weight, written = model[0].weight, torch.zeros(70, 5, dtype=torch.bool)
     written[3:9] = True
@@ -360,10 +330,22 @@ def test_a_master_takes_what_was_written_to_its_weight(rank: int, world_size: in
     with torch.no_grad():
         weight[3:9] = 3.0
     dist.barrier()
-    sum((p * 0).sum() for p in model.parameters()).backward()
-    optimizer.step()
+    step_by_nothing(model, optimizer)
     same(masters(optimizer)[0], torch.where(written, 3.0, before))
     same(weight.data, torch.where(written, 3.0, before).bfloat16().to(dtype))
+    other = {name: (value + 1).bfloat16().to(dtype) for name, value in model.state_dict().items()}
+    dist.barrier()
+    model.load_state_dict(other)
+    dist.barrier()
+    step_by_nothing(model, optimizer)
+    same(dict(model.state_dict()), other)
+    same(masters(optimizer), [parameter.data.float() for parameter in model.parameters()])
+
+
+def step_by_nothing(model: nn.Module, optimizer: Optimizer) -> None:
+    sum((p * 0).sum() for p in model.parameters()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @in_each_way({})
@@ -384,21 +366,6 @@ def test_weights_that_were_exchanged_for_a_while_change_nothing(rank: int, world
                 weight.copy_(value)
         dist.barrier()
     assert_same_as(reference, model, optimizer)
-
-
-@in_each_way({})
-def test_a_loaded_model_is_not_undone(rank: int, world_size: int) -> None:
-    model, optimizer, _ = attached("SGD")
-    step(model, optimizer, rank)
-    other = {name: value + 1 for name, value in model.state_dict().items()}
-    dist.barrier()
-    model.load_state_dict(other)
-    dist.barrier()
-    optimizer.param_groups[0]["weight_decay"] = 0.0
-    sum((p * 0).sum() for p in model.parameters()).backward()
-    optimizer.step()
-    same(dict(model.state_dict()), other)
-    same(masters(optimizer), [parameter.data.float() for parameter in model.parameters()])
 
 
 # ---- the end, and what is refused -----------------------------------------------------------------------------------
@@ -433,42 +400,24 @@ def test_detach_leaves_state_that_torch_steps(rank: int, world_size: int) -> Non
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_arguments_that_are_refused(rank: int, world_size: int) -> None:
-    model = two_layers()
+    model = two_layers().to(NARROW)
     optimizer = AdamW(model.parameters(), fused=True)
-    sync = fastsync.attach(model)
+    shard = partial(fastsync.shard_optimizer, fastsync.attach(model), optimizer)
     for wrong in ("int8", torch.bfloat16, ["bf16"]):
-        with pytest.raises(ValueError, match="parameter_compression: expected 'none' or 'bf16', got "):
-            fastsync.shard_optimizer(sync, optimizer, parameter_compression=wrong)
-    refused(lambda: fastsync.shard_optimizer(sync, optimizer, master_weights="float32"), "master_weights:")
+        refused(lambda: shard(parameter_compression=wrong), "parameter_compression:")
+    refused(lambda: shard(master_weights="float32"), "master_weights:")
     trained, own, _ = attached()
     step(trained, own, rank)
-    optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
-    with pytest.raises(ValueError, match=r"master of parameter 0\.weight was rounded to torch\.bfloat16, because"):
-        fastsync.shard_optimizer(sync, optimizer, master_weights=True)
-
-
-@on_ranks(2)
-def test_a_rank_without_masters_is_told(rank: int, world_size: int) -> None:
-    """Its optimizer stays as it was, and loads 16-bit state for 16-bit parameters."""
-    trained, own, _ = attached()
-    step(trained, own, rank)
-    model = two_layers()
-    optimizer = AdamW(model.parameters(), fused=True)
-    sync = fastsync.attach(model)
-    with pytest.raises(ValueError, match=r"masters, rounded to torch\.bfloat16, of parameters 0 1 2 3"):
-        fastsync.shard_optimizer(sync, optimizer, master_weights=rank == 0)
-    optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
-    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16
-
-
-@on_ranks(1)
-def test_a_single_rank_refuses_what_several_refuse(rank: int, world_size: int) -> None:
-    model, optimizer, sync = attached()
-    with pytest.raises(RuntimeError, match=r"join\(\) does not work with shard_optimizer"), sync.join():
-        pass
-    model(torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    refused(lambda: optimizer.step(), "the gradient of 0.weight was changed since", kind=RuntimeError)
+    state = copy.deepcopy(own.state_dict())
+    optimizer.load_state_dict(state)
+    refused(lambda: shard(master_weights=True), "master of parameter 0.weight was rounded to torch.bfloat16, because")
+    if world_size > 1:  # a rank without masters is told, its optimizer stays as it was, and loads 16-bit state
+        model = two_layers().to(NARROW)
+        optimizer = AdamW(model.parameters(), fused=True)
+        shard = partial(fastsync.shard_optimizer, fastsync.attach(model), optimizer)
+        refused(lambda: shard(master_weights=rank == 0), "masters, rounded to torch.bfloat16, of parameters 0 1 2 3")
+        optimizer.load_state_dict(state)
+        assert optimizer.state[model[0].weight]["exp_avg"].dtype == NARROW
 
 
 @in_each_way({"dtype": [NARROW, IN_BF16]})

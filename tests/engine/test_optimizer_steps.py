@@ -243,14 +243,16 @@ def test_a_parameter_that_came_too_late_is_averaged_or_refused(
         optimizer.step()
 
 
-@on_ranks(2, cases={"entry_point": ["hook", "attach"], "by_keyword": [True, False]})
+@on_ranks(2, cases={"entry_point": ["hook", "attach"], "late": [_unfreeze, _add]})
 def test_gradients_that_a_closure_makes_are_checked_in_their_first_step(
-    rank: int, world_size: int, entry_point: str, by_keyword: bool
+    rank: int, world_size: int, entry_point: str, late: Any
 ) -> None:
     """As Lightning steps: before the closure there are none, or those of the step before."""
+    if (entry_point, late) == ("attach", _unfreeze):
+        return  # it is averaged
     torch.manual_seed(0)
     model = Mlp()
-    model.layers[0].requires_grad_(entry_point == "attach")
+    model.layers[0].requires_grad_(late is _add)
     given = average(entry_point, model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
@@ -260,22 +262,14 @@ def test_gradients_that_a_closure_makes_are_checked_in_their_first_step(
         loss.backward()
         return loss.detach()
 
-    def step() -> Any:
-        return optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
-
-    for _ in range(2):
-        assert step() is not None
+    assert optimizer.step(closure=closure) is not None
+    assert optimizer.step(closure) is not None
     before = [parameter.detach().clone() for parameter in model.parameters()]
     assert_same_on_all_ranks(before)
-    if entry_point == "hook":
-        _unfreeze(model)
-        message = r"about to step layers\.0\.weight, whose gradient no rank has averaged"
-    else:
-        _add(model)
+    late(model)
+    if late is _add:
         optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
-        message = r"about to step layers\.\d\.weight, whose gradient no rank has averaged"
-    with pytest.raises(RuntimeError, match=message):
-        step()
+    refused(lambda: optimizer.step(closure), ".weight, whose gradient no rank has averaged", kind=RuntimeError)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=False))
 
 
@@ -300,21 +294,6 @@ def test_gradients_of_no_sync_that_a_closure_makes() -> None:
     optimizer.step(lambda: closure(averages=True))  # what the step before has left does not count
 
 
-@on_ranks(2, cases={"entry_point": ["hook", "attach"]})
-def test_a_parameter_that_joins_an_optimizer_late_is_refused(rank: int, world_size: int, entry_point: str) -> None:
-    """After steps of the same optimizer, which have found nothing."""
-    torch.manual_seed(0)
-    model = Mlp()
-    given = average(entry_point, model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given.backward(given.model(batch(rank, 0)).square().mean())
-    optimizer.step()
-    _add(model)
-    optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
-    given.backward(given.model(batch(rank, 1)).square().mean())
-    refused(lambda: optimizer.step(), ".weight, whose gradient no rank has averaged", kind=RuntimeError)
-
-
 @on_ranks(2)
 def test_parameters_that_are_averaged_otherwise_are_not_late(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
@@ -335,21 +314,17 @@ def test_parameters_that_are_averaged_otherwise_are_not_late(rank: int, world_si
         optimizer.step()
 
 
-@on_ranks(1)
-def test_late_parameters_of_models_in_a_container_made_for_the_call(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_late_parameters_of_models_in_a_container_made_for_the_call() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     fastsync.attach(nn.ModuleList([first, second]))
     second.extra = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     (second(first(torch.ones(1, 2))) * second.extra).sum().backward()
-    refused(lambda: optimizer.step(), "about to step extra, whose gradient no rank has", kind=RuntimeError)
-
-
-@on_ranks(1)
-def test_late_layers_of_models_without_parameters_of_their_own(rank: int, world_size: int) -> None:
-    actor, critic = (nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
+    refused(optimizer.step, "about to step extra, whose gradient no rank has", kind=RuntimeError)
+    actor, critic = (nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))  # without parameters of their own
     fastsync.attach(nn.ModuleList([actor, critic]))
     actor.append(nn.Linear(2, 2))
     optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.1)
     (actor(torch.ones(1, 2)) + critic(torch.ones(1, 2))).sum().backward()
-    refused(lambda: optimizer.step(), "about to step 2.weight, whose gradient no rank", kind=RuntimeError)
+    refused(optimizer.step, "about to step 2.weight, whose gradient no rank", kind=RuntimeError)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
@@ -29,7 +29,15 @@ from fastsync.outer.surviving_group import SurvivingGroup
 from fastsync.outer.topk import BLOCK, decode, encode
 from fastsync.sync.optimizer_steps import innermost, unwrapped
 from tests.engine.same_data import same_data_is_meant
-from tests.engine.sites import make_model, make_muon_and_adamw, make_optimizer, make_site, train_step, weights
+from tests.engine.sites import (
+    assert_sites_are_equal,
+    make_model,
+    make_muon_and_adamw,
+    make_optimizer,
+    make_site,
+    train_step,
+    weights,
+)
 from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import on_ranks, run_ranks
 from tests.refused import refused
@@ -89,52 +97,30 @@ def play(
 
 
 CASES = [
-    (4, NESTEROV, 1, 0, 0.0), (1, MEAN, 1, 0, 0.0), (5, NESTEROV, 3, 0, 0.0), (5, NESTEROV, 3, 4, 0.0),
-    (4, NESTEROV, 2, 1, 0.5), (3, partial(torch.optim.Adam, lr=0.1), 1, 2, 0.25),
+    (4, NESTEROV, 1, 0, 0.0, make_optimizer), (1, MEAN, 1, 0, 0.0, make_optimizer),
+    (5, NESTEROV, 3, 0, 0.0, make_optimizer), (5, NESTEROV, 3, 4, 0.0, make_optimizer),
+    (4, NESTEROV, 2, 1, 0.5, make_optimizer), (3, partial(torch.optim.Adam, lr=0.1), 1, 2, 0.25, make_optimizer),
+    (4, NESTEROV, 1, 0, 0.0, make_muon_and_adamw),
 ]  # fmt: skip
 
 
-@on_ranks(2, cases={"case": CASES})
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(cases={"case": CASES})
 def test_it_does_what_the_papers_say(rank: int, world_size: int, case: tuple[Any, ...]) -> None:
-    sync_every, make, fragments, delay, alpha = case
+    """Several optimizers may be given in another order than they step in."""
+    sync_every, make, fragments, delay, alpha, make_inner = case
     model = make_model()
-    optimizer = make_optimizer(model)
+    optimizer = make_inner(model)
     with DiLoCo(
-        model, optimizer, sync_every=sync_every, outer_optimizer=make, fragments=fragments, compression="none",
-        fragment_sync_delay=delay, fragment_update_alpha=alpha,
-    ):  # fmt: skip
+        model, tuple(reversed(optimizer)) if isinstance(optimizer, list) else optimizer, sync_every=sync_every,
+        outer_optimizer=make, fragments=fragments, compression="none", fragment_sync_delay=delay,
+        fragment_update_alpha=alpha,
+    ) as sync:  # fmt: skip
         for step in range(1, 14):
             train_step(model, optimizer, rank, step)
-    expected = play(world_size, 13, sync_every, make, fragments, delay, alpha)[rank]
-    for mine, theirs in zip(weights(model), expected, strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@on_ranks(2, cases={"are_listed_as_they_step": [True, False]})
-def test_muon_and_adamw_step_parts_of_the_model(rank: int, world_size: int, are_listed_as_they_step: bool) -> None:
-    model = make_model()
-    optimizers = make_muon_and_adamw(model)
-    given = optimizers if are_listed_as_they_step else tuple(reversed(optimizers))
-    with DiLoCo(model, given, sync_every=4, compression="none") as sync:
-        for step in range(1, 14):
-            train_step(model, optimizers, rank, step)
         assert sync.state_dict()["step"] == 13
-    expected = play(world_size, 13, 4, NESTEROV, 1, 0, 0.0, make_muon_and_adamw)[rank]
-    for mine, theirs in zip(weights(model), expected, strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@on_ranks(1)
-def test_one_site_with_lr_1_has_trained_alone_but_for_one_rounding(rank: int, world_size: int) -> None:
-    model, alone = make_model(), make_model()
-    optimizer, lone_optimizer = make_optimizer(model), make_optimizer(alone)
-    with DiLoCo(model, optimizer, sync_every=3, outer_optimizer=MEAN, compression="none"):
-        for step in range(3):
-            train_step(model, optimizer, 0, step)
-            train_step(alone, lone_optimizer, 0, step)
-    for mine, expected, before in zip(weights(model), weights(alone), weights(make_model()), strict=True):
-        largest = torch.stack([expected.abs(), before.abs(), (expected - before).abs()]).amax(0)
-        assert ((mine - expected).abs() <= 2.0**-23 * largest).all()
+    expected = play(world_size, 13, sync_every, make, fragments, delay, alpha, make_inner)[rank]
+    assert all(map(torch.equal, weights(model), expected))
 
 
 class _Halved(SGD):
@@ -290,59 +276,46 @@ def test_what_is_not_sent_now_is_sent_later(rank: int, world_size: int, compress
     torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-4)
 
 
-def trained(rank: int, world_size: int, stop: int, options: dict[str, Any]) -> list[Tensor]:
-    """Ten steps, in the middle of which everything is saved and goes on in new objects."""
-    model, optimizer, sync = make_site(DiLoCo, **options)
-    with sync:
-        for step in range(1, stop + 1):
-            train_step(model, optimizer, rank, step)
-        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.state_dict()))
-    model = nn.Sequential(*make_model())
-    optimizer = make_optimizer(model)
-    sync = DiLoCo(model, optimizer, **options)
-    model.load_state_dict(state[0])
-    optimizer.load_state_dict(state[1])
-    sync.load_state_dict(state[2])
-    with sync:
-        for step in range(stop + 1, 11):
-            train_step(model, optimizer, rank, step)
-    return weights(model)
-
-
-@pytest.mark.parametrize("compression", [Compression("int8", error_feedback=True), TopK()], ids=str)
-def test_it_resumes_bit_for_bit_with_fragments_on_their_way(compression: Any) -> None:
+@on_ranks(2, cases={"compression": [Compression("int8", error_feedback=True), TopK()]})
+def test_it_resumes_bit_for_bit_with_fragments_on_their_way(rank: int, world_size: int, compression: Any) -> None:
     options = {"sync_every": 3, "fragments": 2, "fragment_sync_delay": 2, "compression": compression}
-    whole = run_ranks(trained, 2, 0, options)
+
+    def trained(stop: int) -> list[Tensor]:
+        """Ten steps, in the middle of which everything is saved and goes on in new objects."""
+        model, optimizer, sync = make_site(DiLoCo, **options)
+        with sync:
+            for step in range(1, stop + 1):
+                train_step(model, optimizer, rank, step)
+            state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.state_dict()))
+        model, optimizer, sync = make_site(DiLoCo, **options)
+        for each, saved in zip((model, optimizer, sync), state, strict=True):
+            each.load_state_dict(saved)
+        with sync:
+            for step in range(stop + 1, 11):
+                train_step(model, optimizer, rank, step)
+        return weights(model)
+
+    expected = trained(0)
     for stop in (3, 4, 5):
-        for resumed, expected in zip(run_ranks(trained, 2, stop, options), whole, strict=True):
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, expected, strict=True))
+        assert all(map(torch.equal, trained(stop), expected))
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    fully_shard(model, mesh=mesh)
-
-
-def attach(model: nn.Module, mesh: DeviceMesh) -> None:
-    fastsync.attach(model, process_group=mesh)
-
-
-@on_ranks(4, cases={"inside": [shard, attach]})
-def test_sites_of_several_ranks(rank: int, world_size: int, inside: Callable[..., None]) -> None:
+@on_ranks(4)
+def test_sites_of_several_ranks_under_fully_shard(rank: int, world_size: int) -> None:
     same_data_is_meant()  # within a site
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
     site = rank // 2
     model, alone = make_model(), make_model()
-    inside(model, mesh["ranks"])
+    fully_shard(model, mesh=mesh["ranks"])
     optimizer, lone_optimizer = make_optimizer(model), make_optimizer(alone)
     with LocalSGD(model, optimizer, sync_every=3, process_group=mesh["sites"]):
         for step in range(1, 4):
             train_step(model, optimizer, site, step)
             train_step(alone, lone_optimizer, site, step)
-    means = [weight.clone() for weight in weights(alone)]
-    for mine, mean in zip(model.parameters(), means, strict=True):
+    for mine, mean in zip(model.parameters(), weights(alone), strict=True):
         torch.distributed.all_reduce(mean)  # of both sites, twice
-        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
-        torch.testing.assert_close(mine.detach(), mean / 4, rtol=1e-6, atol=1e-7)
+        assert isinstance(mine, DTensor)
+        torch.testing.assert_close(mine.full_tensor().detach(), mean / 4, rtol=1e-6, atol=1e-7)
 
 
 def trained_until_one_is_lost(rank: int, world_size: int, delay: int, compression: Any) -> list[Tensor]:
@@ -362,13 +335,15 @@ def trained_until_one_is_lost(rank: int, world_size: int, delay: int, compressio
     return [outer.detach() for fragment in sync._fragments for outer in fragment.outer.values()]
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize(("delay", "compression"), [(0, "int8+ef"), (1, "int8+ef"), (0, "none"), (0, TopK())])
+@pytest.mark.parametrize(
+    ("delay", "compression", "shared_memory"),
+    [(0, "int8+ef", True), (1, "int8+ef", False), (0, "none", False), (0, TopK(), True)],
+)
 def test_the_others_go_on_without_a_site_that_is_lost(delay: int, compression: Any, shared_memory: bool) -> None:
     """Long before the time-out, which is ten minutes."""
     lost = {"lost": [2], "timeout": 60, "shared_memory": shared_memory}
     first, second, _ = run_ranks(trained_until_one_is_lost, 3, delay, compression, **lost)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+    assert all(map(torch.equal, first, second))
 
 
 def _waits_for_a_rank_that_knows_of_a_loss(rank: int, world_size: int, has_seen_it: bool) -> list[int]:
@@ -446,7 +421,10 @@ def test_the_others_go_on_where_the_store_carries_no_heartbeats(tmp_path: Path) 
     assert first == second == ([0, 1], {0: 10, 1: 11})
 
 
-def trained_where_one_is_ahead(rank: int, world_size: int, kind: type[DiLoCo], compression: Any) -> list[Tensor]:
+@on_ranks(2, cases={"kind, compression": [(DiLoCo, "int8+ef"), (DiLoCo, "fp16"), (DiLoCo, TopK()), (LocalSGD, "none")]})
+def test_who_has_come_further_tells_the_others(
+    rank: int, world_size: int, kind: type[DiLoCo], compression: Any
+) -> None:
     """Rank 1 takes a mean for lost that rank 0 has got."""
     model, optimizer, sync = make_site(kind, sync_every=2, timeout=2.0, compression=compression)
     with sync:
@@ -461,15 +439,7 @@ def trained_where_one_is_ahead(rank: int, world_size: int, kind: type[DiLoCo], c
             if rank == 1 and step == 4:
                 averager.synchronize = fail
             train_step(model, optimizer, rank, step)
-    return weights(model)
-
-
-@pytest.mark.parametrize(
-    ("kind", "compression"), [(DiLoCo, "int8+ef"), (DiLoCo, "fp16"), (DiLoCo, TopK()), (LocalSGD, "none")]
-)
-def test_who_has_come_further_tells_the_others(kind: type[DiLoCo], compression: Any) -> None:
-    first, second = run_ranks(trained_where_one_is_ahead, 2, kind, compression)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+    assert_sites_are_equal(model, world_size)
 
 
 @on_ranks(2)
@@ -530,25 +500,15 @@ def test_a_refused_state_changes_nothing(rank: int, world_size: int, compression
 
 
 @on_ranks(2)
-def test_double_precision_stays_so(rank: int, world_size: int) -> None:
-    model = nn.Linear(3, 2).double()
-    sync = LocalSGD(model, SGD(model.parameters(), lr=0.0), sync_every=1)
-    before = copy.deepcopy(model.weight.detach())
-    with torch.no_grad():
-        model.weight += 2.0**-40 * (1 + 2 * rank)
-    sync.step()
-    torch.testing.assert_close(model.weight - before, torch.full_like(before, 2.0**-39), rtol=0, atol=2.0**-51)
-
-
-@on_ranks(2)
 def test_ranks_with_other_settings_or_models_are_refused(rank: int, world_size: int) -> None:
-    model = make_model()
-    refused(lambda: DiLoCo(model, make_optimizer(model), sync_every=10 + rank), "do not agree")
-    refused(lambda: DiLoCo(model, make_optimizer(model), compression=TopK(fraction=0.01 * (1 + rank))), "do not agree")
-    with pytest.raises(ValueError, match=r"outer_optimizer SGD \{'lr': 0.5"):
-        DiLoCo(model, make_optimizer(model), outer_optimizer=partial(SGD, lr=0.5 + 0.5 * rank))
-    other = nn.Linear(2, 2 + rank)
-    refused(lambda: DiLoCo(other, make_optimizer(other)), "do not agree")
+    def begin(model: nn.Module, **options: Any) -> None:
+        DiLoCo(model, make_optimizer(model), **options)
+
+    refused(lambda: begin(make_model(), sync_every=10 + rank), "do not agree")
+    refused(lambda: begin(make_model(), compression=TopK(fraction=0.01 * (1 + rank))), "do not agree")
+    outer = partial(SGD, lr=0.5 + 0.5 * rank)
+    refused(lambda: begin(make_model(), outer_optimizer=outer), "outer_optimizer SGD {'lr': 0.5")
+    refused(lambda: begin(nn.Linear(2, 2 + rank)), "do not agree")
 
 
 @on_ranks(2)
@@ -578,8 +538,8 @@ def test_top_k_sends_the_largest_of_each_block(numel: int) -> None:
         torch.testing.assert_close(came.abs().sum(), block[chosen].abs().sum())
 
 
-@on_ranks(1)
-def test_bad_arguments_are_refused(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_bad_arguments_are_refused() -> None:
     model = make_model()
     given: dict[str, dict[str, Any]] = {
         "sync_every": {"sync_every": 0},
@@ -590,11 +550,6 @@ def test_bad_arguments_are_refused(rank: int, world_size: int) -> None:
     }
     for argument, options in given.items():
         refused(lambda: DiLoCo(model, make_optimizer(model), **options), f"{argument}:")
-
-
-@on_ranks(1)
-def test_what_it_is_shows_in_its_text(rank: int, world_size: int) -> None:
-    model = nn.Linear(3, 4)
-    with DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=7, compression="bf16") as diloco:
+    with DiLoCo(model, make_optimizer(model), sync_every=7, compression="bf16") as diloco:
         diloco.step()
-        assert repr(diloco) == "DiLoCo(16 values, sync_every: 7, compression: bf16, all_reduce, step 1, ranks [0])"
+        assert repr(diloco) == "DiLoCo(451 values, sync_every: 7, compression: bf16, all_reduce, step 1, ranks [0])"

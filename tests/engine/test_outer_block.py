@@ -121,7 +121,7 @@ def test_steps_are_counted_that_the_optimizer_takes(rank: int, world_size: int) 
 def test_a_mean_that_is_on_its_way_when_an_error_ends_the_block_arrives(rank: int, world_size: int) -> None:
     model, optimizer, sync = make_site(DiLoCo, sync_every=2, fragments=2, fragment_sync_delay=1)
     average = sync._average
-    sync._average = lambda *args: (time.sleep(0.5 * rank), average(*args))
+    sync._average = lambda *args: (time.sleep(0.2 * rank), average(*args))
     for epoch in range(2):
         with contextlib.suppress(KeyError), sync:
             for step in range(4):
@@ -141,21 +141,6 @@ def test_a_block_that_nothing_has_moved_in_changes_nothing(rank: int, world_size
     with sync:
         pass
     assert all(torch.equal(mine, was) for mine, was in zip(weights(model), before, strict=True))
-
-
-@on_ranks(2)
-def test_steps_that_a_scaler_skips_on_one_site_hold_up_nobody(rank: int, world_size: int) -> None:
-    model = make_model()
-    optimizer = make_optimizer(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    with DiLoCo(model, optimizer, sync_every=3):
-        for step in range(7):
-            optimizer.zero_grad()
-            loss = model(torch.ones(1, 7) * step).square().sum() * (torch.inf if rank == 1 and step in (1, 2) else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert_sites_are_equal(model, world_size)
 
 
 def trained_where_one_is_lost_at_the_end(rank: int, world_size: int) -> list[Tensor]:
@@ -207,9 +192,15 @@ def test_weights_that_all_ranks_load_are_what_they_have_in_common(
     assert all(torch.equal(mine, other_weights()[name]) for name, mine in model.state_dict().items())
 
 
-@on_ranks(2)
-def test_weights_that_one_rank_loads_are_warned_of(rank: int, world_size: int) -> None:
+@on_ranks(2, cases={"loads": ["weights", "a state"]})
+def test_what_one_rank_loads_alone_is_told(rank: int, world_size: int, loads: str) -> None:
     model, optimizer, sync = make_site(LocalSGD, sync_every=2)
+    if loads == "a state":
+        if rank == 0:
+            sync.load_state_dict(copy.deepcopy(sync.state_dict()))
+        sync.__enter__()
+        refused(lambda: train_step(model, optimizer, rank, 0), "ranks [0] of [0, 1] go on from load_state_dict")
+        return
     with sync:
         if rank == 0:
             model.load_state_dict(other_weights())
@@ -218,32 +209,27 @@ def test_weights_that_one_rank_loads_are_warned_of(rank: int, world_size: int) -
     assert_sites_are_equal(model, world_size)
 
 
-@on_ranks(2)
-def test_a_state_that_one_rank_loads_is_refused(rank: int, world_size: int) -> None:
-    model, optimizer, sync = make_site(LocalSGD, sync_every=2)
-    if rank == 0:
-        sync.load_state_dict(copy.deepcopy(sync.state_dict()))
-    sync.__enter__()
-    refused(lambda: train_step(model, optimizer, rank, 0), "ranks [0] of [0, 1] go on from load_state_dict")
-
-
 # ---- who steps ------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_an_optimizer_that_is_made_later_is_told_of(rank: int, world_size: int) -> None:
+@on_ranks(2, cases={"is_one_of_several": [False, True]})
+def test_an_optimizer_that_never_steps_is_told_of(rank: int, world_size: int, is_one_of_several: bool) -> None:
+    """At the end of a block if nothing else has counted, and after so many steps of another one."""
     model = make_model()
-    made_later = AdamW(model.parameters())
-    sync = LocalSGD(model, SGD(model.parameters(), lr=0.1), sync_every=20)
+    steps = AdamW(model[0].parameters() if is_one_of_several else model.parameters(), lr=0.1)
+    never = SGD(model[4].parameters() if is_one_of_several else model.parameters(), lr=0.1)
+    sync = LocalSGD(model, [steps, never] if is_one_of_several else never, sync_every=20)
 
-    def train(steps: int) -> None:
+    def train(num_steps: int) -> None:
         with sync:
-            for step in range(steps):
-                train_step(model, made_later, rank, step)
+            for step in range(num_steps):
+                train_step(model, steps, rank, step)
 
-    refused(lambda: train(3), "the SGD that the LocalSGD was given has not", kind=RuntimeError)
+    said = "the SGD that the LocalSGD was given has not"
+    train(1) if is_one_of_several else refused(lambda: train(3), said, kind=RuntimeError)
     assert_sites_are_equal(model, world_size)
-    refused(lambda: train(100), "stepped the model's parameters 21 times", kind=RuntimeError)
+    of_many = said if is_one_of_several else "stepped the model's parameters 21 times"
+    refused(lambda: train(100), of_many, kind=RuntimeError)
 
 
 @on_ranks(2)
@@ -274,40 +260,12 @@ def test_a_step_of_several_counts_when_each_has_stepped(rank: int, world_size: i
                 assert_sites_are_equal(model, world_size)
 
 
-@on_ranks(2)
-def test_one_of_several_that_never_steps_is_told_of(rank: int, world_size: int) -> None:
-    model = make_model()
-    steps, never = AdamW(model[0].parameters(), lr=0.1), SGD(model[4].parameters(), lr=0.1)
-    sync = LocalSGD(model, [steps, never], sync_every=20)
-    with sync:
-        train_step(model, steps, rank, 0)
-    assert_sites_are_equal(model, world_size)
-
-    def train() -> None:
-        with sync:
-            for step in range(100):
-                train_step(model, steps, rank, step)
-
-    refused(lambda: train(), "the SGD that the LocalSGD was given has not", kind=RuntimeError)
-
-
 class Clipped(SGD):
     """Whose step calls that of its base, which is wrapped as well where a plain one exists."""
 
     def step(self, closure: Any = None) -> Any:
         nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 1.0)
         return super().step(closure)
-
-
-@on_ranks(1)
-def test_a_step_that_calls_its_bases_counts_once(rank: int, world_size: int) -> None:
-    SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    model = make_model()
-    optimizer = Clipped(model.parameters(), lr=0.1)
-    with LocalSGD(model, optimizer, sync_every=4) as sync:
-        for step in range(3):
-            train_step(model, optimizer, rank, step)
-        assert sync._step == 3
 
 
 class FailsOnce(Clipped):
@@ -384,8 +342,8 @@ class IsItsOwn:
     def zero_grad(self) -> None: ...
 
 
-@on_ranks(1)
-def test_what_is_no_optimizer_is_refused(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_no_optimizer_is_refused() -> None:
     model = make_model()
     optimizer = SGD(model.parameters())
     of_another = SGD(make_model().parameters(), lr=0.1)
@@ -501,13 +459,12 @@ def test_an_error_of_a_mean_in_the_background_is_raised_once(rank: int, world_si
         assert_sites_are_equal(model, world_size)
 
 
-@on_ranks(1)
-def test_a_block_inside_a_block_is_refused(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_block_inside_a_block_is_refused() -> None:
     model, optimizer, sync = make_site(LocalSGD, sync_every=1)
     with sync:
-        with pytest.raises(RuntimeError, match="a with block of this LocalSGD has begun already"), sync:
-            pass
-        train_step(model, optimizer, rank, 0)
+        refused(sync.__enter__, "a with block of this LocalSGD has begun already", kind=RuntimeError)
+        train_step(model, optimizer, 0, 0)
         assert sync._step == 1
 
 

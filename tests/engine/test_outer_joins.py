@@ -22,9 +22,10 @@ from fastsync._checks import resolve_group
 from fastsync.elastic.elastic import JOINS, STORE
 from fastsync.outer import surviving_group
 from fastsync.outer.surviving_group import SurvivingGroup
-from tests.engine.sites import make_model, make_optimizer, make_site, train_step, weights
+from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, make_site, train_step, weights
 from tests.engine.test_launch_local import launch
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.refused import refused
 
 LR, SYNC_EVERY = 1e-3, 2
 NUM_STEPS = 12
@@ -96,9 +97,7 @@ def train_with_a_new_site(rank: int, world_size: int, port: int, options: dict[s
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"compression": "int8+ef"},
-    {"compression": TopK()},
-    {"fragments": 2},
-    {"fragments": 2, "fragment_sync_delay": 1},
+    {"compression": TopK(), "fragments": 2, "fragment_sync_delay": 1},
 ]
 
 
@@ -110,6 +109,8 @@ def test_a_new_site_joins_with_the_outer_state_of_the_others(store: TCPStore, op
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
         assert first in (0, JOINED)
     assert ran[2][0] == JOINED
+    for mine, theirs in zip(expected, play_a_new_site() if not options else [], strict=False):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def play_a_new_site() -> list[Tensor]:
@@ -132,12 +133,6 @@ def play_a_new_site() -> list[Tensor]:
                     for own, weight in zip(model, outer, strict=True):
                         own.copy_(weight)
     return [parameter.detach() for parameter in models[0].parameters()]
-
-
-def test_a_new_site_counts_from_the_mean_after_on(store: TCPStore) -> None:
-    ran = run_ranks(train_with_a_new_site, 3, store.port, {})
-    for mine, theirs in zip(ran[0][1], play_a_new_site(), strict=False):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def train_where_one_is_replaced(rank: int, world_size: int, port: int) -> tuple[list[int], list[Tensor]]:
@@ -253,7 +248,8 @@ def test_a_stopped_site_is_left_and_ends_by_itself(tmp_path: Path) -> None:
     assert "start it again from their state" in stopped
 
 
-def begin_where_one_is_behind(rank: int, world_size: int) -> list[Tensor]:
+@on_ranks(2, timeout=60)
+def test_a_site_that_is_behind_at_the_begin_goes_on_with_the_others(rank: int, world_size: int) -> None:
     """Rank 1 takes the comparison at the begin of a block for failed, and rank 0 is at the first mean already."""
     model, optimizer, sync = make_site(DiLoCo, sync_every=SYNC_EVERY, timeout=20.0)
     with torch.no_grad():
@@ -271,12 +267,7 @@ def begin_where_one_is_behind(rank: int, world_size: int) -> list[Tensor]:
     with sync:
         for step in range(NUM_STEPS):
             train_step(model, optimizer, rank, step)
-    return weights(model)
-
-
-def test_a_site_that_is_behind_at_the_begin_goes_on_with_the_others() -> None:
-    first, second = run_ranks(begin_where_one_is_behind, 2, timeout=60)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert_sites_are_equal(model, world_size)
 
 
 def left_with_a_silent_one(rank: int, world_size: int) -> list[int]:
@@ -306,16 +297,10 @@ def test_a_site_without_a_heartbeat_is_left_after_some_seconds() -> None:
     assert run_ranks(left_with_a_silent_one, 3, lost=[1, 2], timeout=60)[0] == [0]
 
 
-def join_without_a_store(rank: int, world_size: int) -> str:
+@on_ranks(1)
+def test_a_process_that_joins_needs_the_launchers_store(rank: int, world_size: int) -> None:
     os.environ[JOINS] = "1"
-    model = make_model()
-    with pytest.raises(ValueError, match=f"{STORE} does not tell where they are") as refused:
-        DiLoCo(model, make_optimizer(model))
-    return str(refused.value)
-
-
-def test_a_process_that_joins_needs_the_launchers_store() -> None:
-    run_ranks(join_without_a_store, 1)
+    refused(lambda: make_site(DiLoCo), f"{STORE} does not tell where they are")
 
 
 SCRIPT = """

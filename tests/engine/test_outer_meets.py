@@ -161,13 +161,7 @@ def train_until_some_are_lost(rank: int, world_size: int, lost: list[int], amid_
     same_data_is_meant()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "ranks"))
     model = make_model()
-    if inside == "attach":
-        fastsync.attach(model, process_group=mesh["ranks"])
-    wrapped = (
-        nn.parallel.DistributedDataParallel(model, process_group=mesh["ranks"].get_group())
-        if inside == "DDP"
-        else model
-    )
+    wrapped = average_by(inside, model, mesh["ranks"].get_group())
     optimizer = make_optimizer(model)
     outer = LocalSGD(wrapped, optimizer, sync_every=2, process_group=mesh["sites"], timeout=10)
 

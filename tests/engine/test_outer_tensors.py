@@ -20,11 +20,8 @@ from tests.engine.wrappers import OptimizerWrapper, Quantised
 from tests.ranks import on_ranks
 from tests.refused import refused
 
-SITES = pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
 
-
-@SITES
-@on_ranks(2, cases={"unfreezes": [False, True]})
+@on_ranks(2, cases={"kind": [LocalSGD, DiLoCo], "unfreezes": [False, True]})
 def test_parameters_that_are_unfrozen_or_added_later_are_averaged(
     rank: int, world_size: int, unfreezes: bool, kind: type[DiLoCo]
 ) -> None:
@@ -89,15 +86,12 @@ def test_local_sgd_takes_the_mean_of_what_was_frozen(rank: int, world_size: int)
 
 @on_ranks(2)
 def test_the_ranks_have_to_add_the_same(rank: int, world_size: int) -> None:
+    """And a weight that is gone is named."""
     model, optimizer, sync = make_site(LocalSGD, sync_every=2)
     sync.__enter__()
     train_step(model, optimizer, rank, 0)
     model.append(nn.Linear(3, 3 + rank))
     refused(lambda: train_step(model, optimizer, rank, 1), "5.weight")
-
-
-@on_ranks(1)
-def test_a_weight_that_is_gone_is_named(rank: int, world_size: int) -> None:
     model, optimizer, sync = make_site(LocalSGD, sync_every=1)
     sync.__enter__()
     model[4] = nn.Linear(16, 5)
@@ -119,8 +113,7 @@ class Counts(nn.Module):
         return inputs
 
 
-@SITES
-@on_ranks(2)
+@on_ranks(2, cases={"kind": [LocalSGD, DiLoCo]})
 def test_buffers_that_forward_replaces_or_makes_are_averaged(rank: int, world_size: int, kind: type[DiLoCo]) -> None:
     model = nn.Sequential(Counts(), make_model())
     alone = copy.deepcopy(model)
@@ -229,26 +222,22 @@ class Signed(SGD):
                 parameter -= group["lr"] * parameter.grad.sign()
 
 
-@on_ranks(2, cases={"make": [InList, in_wrapper, Signed]})
+@on_ranks(2, cases={"make": [InList, in_wrapper, Signed, SGD, AdamW]})
 def test_who_may_have_masters_has_to_tell(rank: int, world_size: int, make: Callable[..., Any]) -> None:
-    """Before any mean, which it might take back."""
+    """Before any mean, which it might take back. PyTorch's own have none."""
     torch.manual_seed(0)
     model = make_narrow_model(torch.bfloat16)
     optimizer = make(model.parameters(), lr=1e-3)
+    if make in (SGD, AdamW):
+        with LocalSGD(model, optimizer, sync_every=2):
+            for number in range(2):
+                narrow_step(model, optimizer, rank, number)
+            assert_sites_are_equal(model, world_size)
+        return
     with pytest.raises(ValueError, match="on_merge=lambda parameters: None"), DiLoCo(model, optimizer):
         narrow_step(model, optimizer, rank, 0)
     with LocalSGD(model, optimizer, sync_every=2, on_merge=lambda parameters: None):
         narrow_step(model, optimizer, rank, 0)
-
-
-@on_ranks(2, cases={"make": [SGD, AdamW]})
-def test_torchs_optimizers_have_no_masters(rank: int, world_size: int, make: Callable[..., Any]) -> None:
-    model = make_narrow_model(torch.bfloat16)
-    optimizer = make(model.parameters(), lr=1e-3)
-    with LocalSGD(model, optimizer, sync_every=2):
-        for number in range(2):
-            narrow_step(model, optimizer, rank, number)
-        assert_sites_are_equal(model, world_size)
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
-from tests.engine.sample_inputs import GRAD_DTYPES, random_values
+from tests.engine.sample_inputs import GRAD_DTYPES
 
 HALVES = [torch.float16, torch.bfloat16]
 INF, NAN = math.inf, math.nan
@@ -72,56 +72,13 @@ def test_pack_multiplies_in_float32_and_rounds_once(
     assert math.copysign(1, packed.item()) == math.copysign(1, value)
 
 
-def test_gradients_lie_one_after_the_other_in_c_order() -> None:
-    counting = torch.arange(6.0).view(2, 3)
-    packed, _ = pack([counting, torch.tensor(9.0), torch.empty(0, 4), counting.t()], torch.float32)
-    assert packed.tolist() == [0, 1, 2, 3, 4, 5, 9, 0, 3, 1, 4, 2, 5]
-
-
 def test_finite_values_beyond_the_limit_saturate_and_are_counted() -> None:
-    grads = [torch.tensor([2.0, 2.5, -2.0, -2.5, 1e30, INF, -INF, NAN])]
+    grads = [torch.tensor([2.0, 2.5, -2.0, -2.5, 3e38, INF, -INF, NAN])]
     packed, stats = pack(grads, torch.float16, limit=4.0, multiplier=2.0)
     assert_bitwise_equal(packed, torch.tensor([4, 4, -4, -4, 4, INF, -INF, NAN], dtype=torch.float16))
     assert stats.tolist() == [-1, -1, 3, -1]
-
-
-def test_product_that_overflows_float32_saturates_too() -> None:
-    packed, stats = pack([torch.tensor([3e38, -3e38])], torch.bfloat16, 4.0, limit=1024.0)
-    assert packed.tolist() == [1024, -1024]
-    assert stats[reference.NUM_SATURATED] == 2
-
-
-@given(
-    wire=st.sampled_from([*HALVES, *reference.BLOCK_BITS]),
-    dtype=st.sampled_from(GRAD_DTYPES),
-    values=st.sampled_from(["ordinary", "wide", "zeros", "mostly_ordinary", "bits"]),
-    numel=st.sampled_from([1, 127, 129, 256, 300, 777]),
-    exponent=st.integers(-5, 9),
-    seed=st.integers(0, 2**31),
-)
-@random_examples
-def test_what_is_kept_and_what_was_sent_are_the_value(
-    wire: torch.dtype, dtype: torch.dtype, values: str, numel: int, exponent: int, seed: int
-) -> None:
-    """Over several steps, exactly."""
-    generator = torch.Generator().manual_seed(seed)
-    is_blocks, compute = wire in reference.BLOCK_BITS, torch.float64 if dtype == torch.float64 else torch.float32
-    scale = torch.tensor(2.0**exponent) if wire == torch.float16 else None
-    limit = None if is_blocks else reference.saturation_limit(wire, 1)
-    residual, sent = torch.zeros(numel, dtype=compute), torch.empty(numel, dtype=compute)
-    for _ in range(4):
-        grad, before = random_values(values, numel, dtype, generator), residual.clone()
-        packed = torch.empty(reference.wire_numel([numel], wire), dtype=wire)
-        reference.pack([grad], packed, new_stats(), scale, [residual], limit=limit)
-        reference.unpack(packed, [sent], new_stats(), None if scale is None else scale.clone())
-        value, finite = grad.to(compute) + before, sent.isfinite()
-        assert_bitwise_equal(residual[~finite], before[~finite], "residual where nothing finite was sent")
-        assert is_blocks or torch.equal(finite, value.isfinite())
-        assert_bitwise_equal(residual[finite], (value - sent)[finite], "residual")
-        if compute == torch.float32:
-            largest = limit / (1.0 if scale is None else scale.item()) if limit else reference.BLOCK_LIMIT
-            whole = finite & (value.abs() <= largest)  # others saturated
-            assert torch.equal((residual.double() + sent.double())[whole], value.double()[whole])
+    reference.measure(grads, stats)
+    assert stats[1:].tolist() == [3, 3, float(torch.tensor(3e38))]
 
 
 # ---- unpack and measure ---------------------------------------------------------------------------------------------
@@ -154,15 +111,6 @@ def test_statistics_of_small_integers_are_exact(dtype: torch.dtype) -> None:
     assert stats.tolist() == [169, 0, -1, 12]
 
 
-def test_statistics_where_something_is_not_finite() -> None:
-    stats = new_stats()
-    reference.measure([torch.tensor([3.0, -INF]), torch.tensor([-4.0])], stats)
-    assert stats.tolist() == [INF, 1, -1, 4]
-    reference.measure([torch.tensor([NAN, INF])], stats)
-    assert math.isnan(stats[reference.SUM_OF_SQUARES])
-    assert stats[1:].tolist() == [2, -1, 0]
-
-
 # ---- how far values may go ------------------------------------------------------------------------------------------
 
 
@@ -180,14 +128,6 @@ def test_saturation_limit_is_the_largest_that_cannot_overflow(wire: torch.dtype,
         assert Fraction(following) * growth > largest
 
 
-@given(magnitude=st.floats(2.0**-90, 2.0**109, width=32))
-@random_examples
-def test_initial_scale_brings_the_largest_to_1024_at_most(magnitude: float) -> None:
-    scale = reference.initial_bucket_scale(magnitude)
-    assert math.frexp(scale)[0] == 0.5
-    assert 2**9 <= magnitude * scale < 2**10
-
-
 @given(magnitude=st.floats(2.0**-90, 2.0**90, width=32), exponent=st.integers(-118, 118))
 @random_examples
 def test_next_scale_falls_at_once_and_rises_by_two(magnitude: float, exponent: int) -> None:
@@ -198,15 +138,6 @@ def test_next_scale_falls_at_once_and_rises_by_two(magnitude: float, exponent: i
     for _ in range(200):
         following = reference.next_bucket_scale(following, magnitude)
     assert following == wanted
-
-
-def test_next_scale_of_zeros_rises_to_its_end_and_never_falls() -> None:
-    scale = 1.0
-    for exponent in range(1, 25):
-        scale = reference.next_bucket_scale(scale, 0.0)
-        assert scale == 2.0**exponent
-    assert reference.next_bucket_scale(2.0**24, 0.0) == 2.0**24
-    assert reference.next_bucket_scale(2.0**50, 0.0) == 2.0**50
 
 
 # ---- blocks of int8 -------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from tests.engine.sharded import (
     train,
     trained_alone,
 )
+from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
 from tests.refused import refused
 
@@ -73,14 +74,11 @@ def test_a_shard_is_the_references_to_the_bit(world_size: int, shared_memory: bo
     run_ranks(_as_the_reference, world_size, "cpu", shared_memory=shared_memory)
 
 
-def _by_torchs_own_operations(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_shard_by_torchs_own_operations_is_the_references_to_the_bit(rank: int, world_size: int) -> None:
     os.environ["FASTSYNC_KERNELS"] = "aten"
     assert _C.kernels("cpu") == "generic"
     _as_the_reference(rank, world_size, "cpu")
-
-
-def test_a_shard_by_torchs_own_operations_is_the_references_to_the_bit() -> None:
-    run_ranks(_by_torchs_own_operations, 2)
 
 
 @pytest.mark.gpu
@@ -113,65 +111,50 @@ def test_the_scale_follows_the_shards_of_all_ranks(rank: int, world_size: int) -
 # ---- trainings ------------------------------------------------------------------------------------------------------
 
 
-def _trains(rank: int, world_size: int) -> dict[str, float]:
+@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, False), (4, True)])
+@on_ranks(parametrized=("shared_memory",))
+def test_trains_as_one_process_with_all_data(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     alone = trained_alone()
-    found = {}
     for wire in WIRES:
         model = sharded(mesh)
         handle = fastsync.register_fsdp(model, gradients=Compression(wire, error_feedback=wire == "int8"))
         train(model, rank, world_size)
-        found[wire] = distance(model, alone)
+        assert distance(model, alone) <= LIMITS[wire], wire
         stats = handle.stats()
         assert stats.num_steps == STEPS
         assert stats.num_syncs == 3 * STEPS
         assert all(block.unused.grad is None and block.frozen.grad is None for block in model.blocks)
         assert_bitwise_equal(full(model.head.weight), full(model.embedding.weight))
-    return found
 
 
-@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, False), (4, True)])
-def test_trains_as_one_process_with_all_data(world_size: int, shared_memory: bool) -> None:
-    found = run_ranks(_trains, world_size, shared_memory=shared_memory)[0]
-    assert all(found[wire] <= LIMITS[wire] for wire in WIRES), found
-
-
-def _trains_in_replicas(rank: int, world_size: int) -> list[dict[str, float]]:
+@on_ranks(4, shared_memory=False)
+def test_trains_in_replicas_as_one_process_with_all_data(rank: int, world_size: int) -> None:
     """HSDP of two replicas: fully_shard's own, and with an all-reduce of the engine's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     alone = trained_alone()
-    found: list[dict[str, float]] = [{}, {}]
     for wire in ("none", "bf16", "int8"):
         compression = Compression(wire, reduce="fp32", error_feedback=wire == "int8")
         model = sharded(mesh)
         fastsync.register_fsdp(model, gradients=compression)
         train(model, rank, world_size)
-        found[0][wire] = distance(model, alone)
+        assert distance(model, alone) <= LIMITS[wire], wire
         model = sharded(mesh["shard"])
         inside = compression if wire == "bf16" else "pytorch"
         options: dict[str, Any] = {"gradients": inside, "process_group": mesh["replicate"]}
         handle = fastsync.register_fsdp(model, replicas=compression, **options)
         train(model, rank, world_size)
-        found[1][wire] = distance(model, alone)
+        assert distance(model, alone) <= LIMITS[wire], wire
         stats = handle.stats()
         parts = [part for part in (stats.gradients, stats.replicas) if part is not None]
         assert [part.num_syncs for part in parts] == [3 * STEPS] * (2 if wire == "bf16" else 1)
         assert stats.num_syncs == sum(part.num_syncs for part in parts)
         assert (stats.num_steps, len(stats.buckets)) == (STEPS, 3 * len(parts))
-        for parameter in model.parameters():
-            theirs = [torch.empty_like(full(parameter)) for _ in range(world_size)]
-            dist.all_gather(theirs, full(parameter).detach())
-            for other in theirs:
-                assert_bitwise_equal(other, full(parameter))
-    return found
+        assert_same_on_all_ranks([full(parameter).detach() for parameter in model.parameters()])
 
 
-def test_trains_in_replicas_as_one_process_with_all_data() -> None:
-    for found in run_ranks(_trains_in_replicas, 4, shared_memory=False)[0]:
-        assert all(error <= LIMITS[wire] for wire, error in found.items()), found
-
-
-def _replicates(rank: int, world_size: int) -> float:
+@on_ranks(2)
+def test_replicas_that_are_not_sharded(rank: int, world_size: int) -> None:
     module = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "alone"))
     model = Tied()
@@ -180,39 +163,28 @@ def _replicates(rank: int, world_size: int) -> float:
     refused(lambda: fastsync.register_fsdp(model), "is replicated and not sharded")
     fastsync.register_fsdp(model, replicas="fp16", process_group=mesh["replicate"])
     train(model, rank, world_size)
-    return distance(model, trained_alone())
+    assert distance(model, trained_alone()) <= LIMITS["fp16"]
 
 
-def test_replicas_that_are_not_sharded() -> None:
-    assert max(run_ranks(_replicates, 2)) <= LIMITS["fp16"]
-
-
-def _trains_beside_tensor_parallelism(rank: int, world_size: int) -> list[float]:
+@on_ranks(4, cases={"is_sharded": [True, False]})
+def test_trains_beside_tensor_parallelism(rank: int, world_size: int, is_sharded: bool) -> None:
     """Shards of the tensors' parts, and whole replicas of them."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "alone", "tensor"))
-    found = []
-    for is_sharded in (True, False):
-        model = Tied()
-        for block in model.blocks:
-            parallelize_module(block, mesh["tensor"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
-        for call in (fastsync.attach, fastsync.all_reduce_gradients):
-            refused(lambda: call(model, process_group=mesh["data"]), "data-parallel dimension")
-        for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh["data" if is_sharded else "alone"])
-        if is_sharded:
-            handle = fastsync.register_fsdp(model, gradients="bf16")
-        else:
-            options: dict[str, Any] = {"gradients": "pytorch", "process_group": mesh["data"]}
-            handle = fastsync.register_fsdp(model, replicas="bf16", **options)
-        train(model, mesh.get_local_rank("data"), 2)
-        assert handle.stats().num_syncs == 3 * STEPS
-        found.append(distance(model, trained_alone()))
-    return found
-
-
-def test_trains_beside_tensor_parallelism() -> None:
-    for found in run_ranks(_trains_beside_tensor_parallelism, 4):
-        assert max(found) <= LIMITS["bf16"], found
+    model = Tied()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+    for call in (fastsync.attach, fastsync.all_reduce_gradients):
+        refused(lambda: call(model, process_group=mesh["data"]), "data-parallel dimension")
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh["data" if is_sharded else "alone"])
+    if is_sharded:
+        handle = fastsync.register_fsdp(model, gradients="bf16")
+    else:
+        options: dict[str, Any] = {"gradients": "pytorch", "process_group": mesh["data"]}
+        handle = fastsync.register_fsdp(model, replicas="bf16", **options)
+    train(model, mesh.get_local_rank("data"), 2)
+    assert handle.stats().num_syncs == 3 * STEPS
+    assert distance(model, trained_alone()) <= LIMITS["bf16"]
 
 
 # Between two ranks a sum of float32 values is the same whoever adds, and its half is exact.

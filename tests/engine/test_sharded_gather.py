@@ -91,21 +91,27 @@ def _as_the_reference(rank: int, world_size: int, device: str) -> None:
                 assert_bitwise_equal(output.cpu(), expected, f"{wire}, {dtype}, {numels}, gather {seed}")
 
 
-def _many_at_once(rank: int, world_size: int) -> None:
-    """More than before, so that the memory of two does not serve the third."""
+@on_ranks(2, cases={"shared_memory": [True, False]})
+def test_each_gather_under_way_has_memory_of_its_own(rank: int, world_size: int) -> None:
+    """More than before, so that the memory of two does not serve the third. One that is dropped harms no other."""
     engine = engine_of("int8", ["first", "second", "third"])
+
+    def check(output: Tensor, seed: int) -> None:
+        expected = expected_of(world_size, [300], torch.float32, "int8", seed)
+        assert_bitwise_equal(output, expected, f"gather {seed}")
+
     for num_gathers in (2, 3):
         begun = [begin(engine, seed, shard_of(rank, 300, torch.float32, seed), [300]) for seed in range(num_gathers)]
         for _, work in begun:
             work.wait()
         for seed, (output, _) in enumerate(begun):
-            expected = expected_of(world_size, [300], torch.float32, "int8", seed)
-            assert_bitwise_equal(output, expected, f"gather {seed} of {num_gathers}")
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_each_gather_under_way_has_memory_of_its_own(shared_memory: bool) -> None:
-    run_ranks(_many_at_once, 2, shared_memory=shared_memory)
+            check(output, seed)
+    for seed in range(4):
+        begin(engine, 0, shard_of(rank, 300, torch.float32, 9), [300])  # nobody waits for it
+        output, work = begin(engine, 1, shard_of(rank, 300, torch.float32, seed), [300])
+        work.wait()
+        work.wait()
+        check(output, seed)
 
 
 @pytest.mark.sampled(2)
@@ -114,14 +120,11 @@ def test_gathered_parameters_are_the_references_to_the_bit(world_size: int, shar
     run_ranks(_as_the_reference, world_size, "cpu", shared_memory=shared_memory)
 
 
-def _by_torchs_own_operations(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_by_torchs_own_operations_they_are_the_references_to_the_bit(rank: int, world_size: int) -> None:
     os.environ["FASTSYNC_KERNELS"] = "aten"
     assert _C.kernels("cpu") == "generic"
     _as_the_reference(rank, world_size, "cpu")
-
-
-def test_gathered_parameters_by_torchs_own_operations_are_the_references_to_the_bit() -> None:
-    run_ranks(_by_torchs_own_operations, 2)
 
 
 @on_ranks(2)
@@ -198,36 +201,35 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Change]] = {
 }
 
 
-def _trains_as_the_reference(rank: int, world_size: int, cases: list[str], wires: list[Wire]) -> None:
+def _trains_as_the_reference(rank: int, world_size: int, name: str, wires: Sequence[Wire]) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
-    for name in cases:
-        of_model, of_training, change = CASES[name]
-        for wire in wires:
-            models = [sharded(mesh, **of_model) for _ in range(2)]
-            handle = fastsync.register_fsdp(models[0], gradients="pytorch", parameters=wire)
-            if wire != "none":
-                round_by_the_reference(models[1], wire)
-            for model in models:
-                change(model)
-            mine, theirs = (trained(model, rank, world_size, **of_training) for model in models)
-            assert_equal(mine, theirs, f"{name}, {wire}")
-            assert all(stats.num_syncs > 0 for stats in handle.stats().parameters.values())
+    of_model, of_training, change = CASES[name]
+    for wire in wires:
+        models = [sharded(mesh, **of_model) for _ in range(2)]
+        handle = fastsync.register_fsdp(models[0], gradients="pytorch", parameters=wire)
+        if wire != "none":
+            round_by_the_reference(models[1], wire)
+        for model in models:
+            change(model)
+        mine, theirs = (trained(model, rank, world_size, **of_training) for model in models)
+        assert_equal(mine, theirs, f"{name}, {wire}")
+        assert all(stats.num_syncs > 0 for stats in handle.stats().parameters.values())
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("world_size", "shared_memory"), RANKS)
-def test_trains_as_with_rounded_parameters(world_size: int, shared_memory: bool) -> None:
+@on_ranks(3, cases={"shared_memory": [True, False]})
+def test_trains_as_with_rounded_parameters(rank: int, world_size: int) -> None:
     """At full width as fully_shard does by itself."""
-    run_ranks(_trains_as_the_reference, world_size, ["plain"], WIRES, shared_memory=shared_memory)
+    _trains_as_the_reference(rank, world_size, "plain", WIRES)
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_trains_so_in_each_of_pytorchs_ways(shared_memory: bool) -> None:
-    run_ranks(_trains_as_the_reference, 2, [*CASES][1:], ["none", "int8"], shared_memory=shared_memory)
+@on_ranks(2, cases={"shared_memory": [True, False], "name": CASES})
+def test_trains_so_in_each_of_pytorchs_ways(rank: int, world_size: int, name: str) -> None:
+    _trains_as_the_reference(rank, world_size, name, ["none", "int8"])
 
 
 @on_ranks(4)
-def test_trains_in_replicas(rank: int, world_size: int) -> None:
+def test_trains_in_replicas_and_where_some_ranks_keep_what_forward_had(rank: int, world_size: int) -> None:
+    """There backward gathers from fewer ranks, and what they kept is not rounded again."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for wire in ("none", "int8"):
         models = [sharded(mesh) for _ in range(2)]
@@ -235,15 +237,9 @@ def test_trains_in_replicas(rank: int, world_size: int) -> None:
         if wire != "none":
             round_by_the_reference(models[1], wire)
         assert_equal(*(trained(model, rank, world_size) for model in models), wire)
-
-
-@on_ranks(4)
-def test_what_stays_of_a_forward_on_some_ranks_is_not_rounded_again(rank: int, world_size: int) -> None:
-    """Backward gathers it from fewer ranks, and gets the parameters that forward had."""
-    mesh = init_device_mesh("cpu", (world_size,))
     found = []
     for reshard_after_forward in (False, 2):
-        model = sharded(mesh, reshard_after_forward=reshard_after_forward)
+        model = sharded(init_device_mesh("cpu", (world_size,)), reshard_after_forward=reshard_after_forward)
         fastsync.register_fsdp(model, gradients="pytorch", parameters="int8")
         found.append(trained(model, rank, world_size))
     assert_equal(*found, "resharded to 2 ranks")
@@ -477,18 +473,15 @@ def test_tensors_that_choose_what_they_send_are_packed_as_one(rank: int, world_s
 
 @on_ranks(2)
 def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
+    """Also on a compression that one rank sets alone."""
     mesh = init_device_mesh("cpu", (world_size,))
     register = partial(fastsync.register_fsdp, gradients="pytorch")
     with pytest.raises(ValueError, match=r"rank 0: all-gather, compression bf16; rank 1: all-gather, compression none"):
         register(sharded(mesh), parameters="none" if rank else "bf16")
     dtype = torch.bfloat16 if rank else None
     refused(lambda: register(sharded(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))), "shape [13, 9], torch")
-
-
-@on_ranks(2)
-def test_a_compression_that_one_rank_sets_alone_is_told(rank: int, world_size: int) -> None:
-    model = sharded(init_device_mesh("cpu", (world_size,)))
-    handle = fastsync.register_fsdp(model, gradients="pytorch", parameters="bf16")
+    model = sharded(mesh)
+    handle = register(model, parameters="bf16")
     with torch.no_grad():
         model(batch_of(0)[0])
         if rank == 0:
@@ -496,15 +489,12 @@ def test_a_compression_that_one_rank_sets_alone_is_told(rank: int, world_size: i
         refused(lambda: model(batch_of(0)[0]), "on rank", kind=RuntimeError)
 
 
-def _gathers_another(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_gather_others_are_noticed_in_shared_memory(rank: int, world_size: int) -> None:
     engine = engine_of("bf16", ["first", "second", "third"])
     for module in range(3):
         begin(engine, module, torch.ones(64), [64])[1].wait()
     refused(lambda: begin(engine, rank, torch.ones(64), [64])[1].wait(), "failed on rank", kind=RuntimeError)
-
-
-def test_ranks_that_gather_others_are_noticed_in_shared_memory() -> None:
-    run_ranks(_gathers_another, 2)
 
 
 def _loses_a_rank(rank: int, world_size: int) -> None:
@@ -512,26 +502,10 @@ def _loses_a_rank(rank: int, world_size: int) -> None:
     begin(engine, 0, torch.ones(64), [64])[1].wait()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"fastsync: gathering module 'a' failed on rank 0 of 2: "):
-        begin(engine, 0, torch.ones(64), [64])[1].wait()
+    said = "fastsync: gathering module 'a' failed on rank 0 of 2: "
+    refused(lambda: begin(engine, 0, torch.ones(64), [64])[1].wait(), said, kind=RuntimeError)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_rank_that_is_lost_ends_the_wait(shared_memory: bool) -> None:
     run_ranks(_loses_a_rank, 2, shared_memory=shared_memory, lost=(1,))
-
-
-def _forgets_a_gather(rank: int, world_size: int) -> None:
-    """Nobody waits for it, and those after it are right."""
-    engine = engine_of("int8", ["first", "second"])
-    for seed in range(4):
-        begin(engine, 0, shard_of(rank, 300, torch.float32, 9), [300])
-        output, work = begin(engine, 1, shard_of(rank, 300, torch.float32, seed), [300])
-        work.wait()
-        work.wait()
-        assert_bitwise_equal(output, expected_of(world_size, [300], torch.float32, "int8", seed), f"gather {seed}")
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_gather_that_is_dropped_harms_no_other(shared_memory: bool) -> None:
-    run_ranks(_forgets_a_gather, 2, shared_memory=shared_memory)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import fastsync
@@ -16,7 +18,7 @@ from fastsync import Compression
 from fastsync.sync.fsdp import ShardedHandle
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.sharded import full, sharded, step_of
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.refused import refused
 
 
@@ -100,9 +102,12 @@ def test_statistics_and_another_compression(rank: int, world_size: int) -> None:
 # ---- state ----------------------------------------------------------------------------------------------------------
 
 
-def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
-    from torch.distributed import checkpoint as dcp
-
+@on_ranks(2, cases={"compression": [Compression("int8", error_feedback=True), "fp16"]})
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
+    rank: int, world_size: int, compression: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / str(compression)
+    folder.mkdir(exist_ok=True)
     mesh = init_device_mesh("cpu", (world_size,))
 
     def begin() -> tuple[nn.Module, torch.optim.Optimizer, ShardedHandle]:
@@ -119,8 +124,8 @@ def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
     model, optimizer, handle = begin()
     go_on(model, optimizer, range(4))
     torch.save(handle.state_dict(), saved := io.BytesIO())
-    torch.save(handle.state_dict(), f"{folder}/{rank}.pt")
-    dcp.save({"model": model.state_dict(), f"fastsync {rank}": saved.getvalue()}, checkpoint_id=f"{folder}/shards")
+    torch.save(handle.state_dict(), folder / f"{rank}.pt")
+    dcp.save({"model": model.state_dict(), f"fastsync {rank}": saved.getvalue()}, checkpoint_id=folder / "shards")
     state = handle.state_dict()
     assert state["step"] == 4
     assert state["scales"] == {}  # each sum begins with one of its own
@@ -131,19 +136,14 @@ def _goes_on(rank: int, world_size: int, folder: str, compression: Any) -> None:
 
     resumed, optimizer, handle = begin()
     loaded = {"model": resumed.state_dict(), f"fastsync {rank}": b""}
-    dcp.load(loaded, checkpoint_id=f"{folder}/shards")
+    dcp.load(loaded, checkpoint_id=folder / "shards")
     if residuals:
         with pytest.raises(ValueError, match=f"no parameter named .* of rank {1 - rank}'"):
-            handle.load_state_dict(torch.load(f"{folder}/{1 - rank}.pt"))
+            handle.load_state_dict(torch.load(folder / f"{1 - rank}.pt"))
     handle.load_state_dict(torch.load(io.BytesIO(loaded[f"fastsync {rank}"])))
     go_on(resumed, optimizer, range(4, 8))
     for index, (one, other) in enumerate(zip(resumed.parameters(), model.parameters(), strict=True)):
         assert_bitwise_equal(one.to_local(), other.to_local(), f"parameter {index}")
-
-
-@pytest.mark.parametrize("compression", [Compression("int8", error_feedback=True), "fp16"], ids=["feedback", "fp16"])
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Any, compression: Any) -> None:
-    run_ranks(_goes_on, 2, str(tmp_path), compression)
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -120,30 +121,21 @@ def test_no_row_is_read_too_early_or_written_too_soon(
 @on_ranks(4)
 def test_engines_and_groups_side_by_side_from_several_threads(rank: int, world_size: int) -> None:
     groups = [dist.new_group() for _ in range(3)]
-    failures: list[BaseException] = []
 
     def work(index: int) -> None:
-        try:
-            chance = random.Random(10 * rank + index)
-            engines = [engine_of([1_000 * (index + 1), 3], group=groups[index]) for _ in range(2)]
-            for step in range(60):
-                for which, (parameters, sync) in enumerate(engines):
-                    set_grads(parameters, float(rank + step + index + which))
-                    if chance.random() < 0.05:
-                        time.sleep(chance.random() * 1e-3)
-                    sync.synchronize()
-                    assert_mean(parameters, step + index + which + (world_size - 1) / 2)
-            assert_shared(engines[0][1])
-        except BaseException as error:
-            failures.append(error)
+        chance = random.Random(10 * rank + index)
+        engines = [engine_of([1_000 * (index + 1), 3], group=groups[index]) for _ in range(2)]
+        for step in range(60):
+            for which, (parameters, sync) in enumerate(engines):
+                set_grads(parameters, float(rank + step + index + which))
+                if chance.random() < 0.05:
+                    time.sleep(chance.random() * 1e-3)
+                sync.synchronize()
+                assert_mean(parameters, step + index + which + (world_size - 1) / 2)
+        assert_shared(engines[0][1])
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(groups))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(work, range(len(groups))))
 
 
 # ---- how it begins --------------------------------------------------------------------------------------------------
@@ -174,28 +166,25 @@ def test_ranks_look_for_their_hosts_once_a_group_and_share_memory_by_two_calls_a
             gc.collect()
 
 
-def _forked_after_a_sync(rank: int, world_size: int, file: str) -> None:
+@on_ranks(2)
+def test_a_fork_finds_hosts_with_ranks_that_are_none(rank: int, world_size: int, tmp_path: Path) -> None:
     """Another group of rank 0 and of a child of rank 1."""
     parameters, sync = engine_of([5_000])
     averages(sync, parameters, rank)
     if rank == 0:
-        in_another_group(file, rank)
+        in_another_group(tmp_path / "store", rank)
         return
     child = os.fork()
     if child == 0:
-        in_another_group(file, rank)
+        in_another_group(tmp_path / "store", rank)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def in_another_group(file: str, rank: int) -> None:
-    group = gloo_group(dist.FileStore(file, 2), rank, 2, TIMEOUT, "another one")
+def in_another_group(file: Path, rank: int) -> None:
+    group = gloo_group(dist.FileStore(str(file), 2), rank, 2, TIMEOUT, "another one")
     parameters, sync = engine_of([5_000, 3], group=group)
     assert averages(sync, parameters, rank) == "shared memory"
-
-
-def test_a_fork_finds_hosts_with_ranks_that_are_none(tmp_path: Path) -> None:
-    run_ranks(_forked_after_a_sync, 2, str(tmp_path / "store"))
 
 
 # ---- nothing is left ------------------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ def test_ranks_do_not_wait_for_each_other_inside_backward_where_a_setting_is_new
 @on_ranks(2, timeout=40.0)
 def test_a_failed_sync_leaves_gradients_as_they_were(rank: int, world_size: int) -> None:
     """A sync that fails leaves gradients as they were."""
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=1))
     model = Given([torch.ones(3)])
     sync = fastsync.attach(model, process_group=group, overlap=False)
     sync.set_weight(2.0 + rank)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.sync.compression import AnyCompression
@@ -33,7 +32,6 @@ from tests.models import (
     grads_of,
     group_of_one,
     random_grads,
-    train_step,
 )
 from tests.ranks import on_ranks, run_ranks
 from tests.refused import refused
@@ -64,54 +62,49 @@ def _warning_of(entry_point: str) -> AbstractContextManager[None]:
     return expected_on_stderr(NOTHING_UNUSED) if "hook" in entry_point else nullcontext()
 
 
-def _save(rank: int, world_size: int, entry_point: str, compression: AnyCompression) -> list[dict[str, Any]]:
+RESUMED: dict[int, list[tuple[str, AnyCompression]]] = {
+    2: [(each, "fp16") for each in WITH_STATE],
+    4: [("attach", replace(FEEDBACK, ranks_per_node=2))],
+}
+CAPS = (2.0**-20, 25)
+
+
+def _save(rank: int, world_size: int) -> list[dict[str, Any]]:
     saved = []
-    with _warning_of(entry_point):
-        for cap in (2.0**-20, 25):
-            given = _begin(entry_point, cap, compression)
-            _steps_of(given, rank, range(4))
-            state = copy.deepcopy(given.handle.state_dict())
-            saved.append({"cap": cap, "state": state, "grads": _steps_of(given, rank, range(4, 7))})
-            without_state = _steps_of(_begin(entry_point, cap, compression), rank, range(4, 5))
-            assert not torch.equal(without_state[0][1], saved[-1]["grads"][0][1]), "the state does not matter here"
+    for entry_point, compression in RESUMED[world_size]:
+        with _warning_of(entry_point):
+            for cap in CAPS:
+                given = _begin(entry_point, cap, compression)
+                _steps_of(given, rank, range(4))
+                state = copy.deepcopy(given.handle.state_dict())
+                saved.append({"state": state, "grads": _steps_of(given, rank, range(4, 7))})
+                without_state = _steps_of(_begin(entry_point, cap, compression), rank, range(4, 5))
+                assert not torch.equal(without_state[0][1], saved[-1]["grads"][0][1]), "the state does not matter here"
     return saved
 
 
-def _resume(
-    rank: int, world_size: int, entry_point: str, compression: AnyCompression, saved_by_rank: list[list[dict[str, Any]]]
-) -> None:
-    with _warning_of(entry_point):
-        for saved in saved_by_rank[rank]:
-            given = _begin(entry_point, saved["cap"], compression)
-            given.handle.load_state_dict(saved["state"])
-            assert given.handle.state_dict()["scales"] == saved["state"]["scales"]
-            for step, expected in enumerate(saved["grads"]):
-                averaged = given.step(_wide(rank, 4 + step))
-                assert_all_bitwise_equal(averaged, expected, f"cap {saved['cap']}, step {step}")  # type: ignore[arg-type]
+def _resume(rank: int, world_size: int, saved_by_rank: list[list[dict[str, Any]]]) -> None:
+    of_rank = iter(saved_by_rank[rank])
+    for entry_point, compression in RESUMED[world_size]:
+        with _warning_of(entry_point):
+            for cap in CAPS:
+                saved, given = next(of_rank), _begin(entry_point, cap, compression)
+                given.handle.load_state_dict(saved["state"])
+                assert given.handle.state_dict()["scales"] == saved["state"]["scales"]
+                for step, expected in enumerate(saved["grads"]):
+                    averaged = given.step(_wide(rank, 4 + step))
+                    what = f"{entry_point}, cap {cap}, step {step}"
+                    assert_all_bitwise_equal(averaged, expected, what)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("entry_point", "world_size", "compression"),
-    [*((each, 2, "fp16") for each in WITH_STATE), ("attach", 4, replace(FEEDBACK, ranks_per_node=2))],
-)
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
-    entry_point: str, world_size: int, compression: AnyCompression
-) -> None:
-    saved = run_ranks(_save, world_size, entry_point, compression)
+@pytest.mark.parametrize("world_size", RESUMED)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(world_size: int) -> None:
+    saved = run_ranks(_save, world_size)
     for of_ranks in zip(*saved, strict=True):
         scales = [each["state"]["scales"] for each in of_ranks]
         assert scales[0] == scales[1]
         assert all(math.frexp(scale)[0] == 0.5 for scale in scales[0].values())
-    run_ranks(_resume, world_size, entry_point, compression, saved)
-
-
-def _train(rank: int, ddp: DistributedDataParallel, steps: range) -> list[list[Tensor]]:
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    grads = []
-    for step in steps:
-        train_step(ddp, optimizer, batch(rank, step))
-        grads.append([grad.clone() for grad in grads_of(ddp)])
-    return grads
+    run_ranks(_resume, world_size, saved)
 
 
 ODD_SHAPES = [(3,), (5, 7), (9,)]  # of no multiples of what gradients are aligned to on the wire
@@ -146,8 +139,13 @@ def _steps(model: nn.Module, rank: int, steps: range) -> list[list[Tensor]]:
     return grads
 
 
-def _distributed_checkpoint(rank: int, world_size: int, folder: str, compression: Any, entry_point: str) -> None:
+@on_ranks(2, cases={"algorithm": ["one_shot", "two_shot"], "entry_point": ["attach", "hook"]})
+def test_a_distributed_checkpoint_keeps_ranks_apart(
+    rank: int, world_size: int, algorithm: Any, entry_point: str, tmp_path: Path
+) -> None:
     """Each rank gets back what it has not sent itself, into an engine that has not begun."""
+    compression = fastsync.Compression("bf16", reduce="fp32", error_feedback=True, algorithm=algorithm)
+    folder = tmp_path / f"{algorithm} {entry_point}"
 
     def begin() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
@@ -182,15 +180,9 @@ def _distributed_checkpoint(rank: int, world_size: int, folder: str, compression
         sync.load_state_dict(state | {"residuals": elsewhere})
 
 
-@pytest.mark.parametrize("entry_point", ["attach", "hook"])
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_a_distributed_checkpoint_keeps_ranks_apart(tmp_path: Path, algorithm: str, entry_point: str) -> None:
-    compression = fastsync.Compression("bf16", reduce="fp32", error_feedback=True, algorithm=algorithm)
-    run_ranks(_distributed_checkpoint, 2, str(tmp_path), compression, entry_point)
-
-
-def _of_rank_0_alone(rank: int, world_size: int, file: str) -> None:
-    model = Mlp()
+@on_ranks(2)
+def test_what_rank_0_has_saved_loads_on_all(rank: int, world_size: int, tmp_path: Path) -> None:
+    model, file = Mlp(), tmp_path / "state.pt"
     sync = fastsync.attach(model, FEEDBACK)
     _steps(model, rank, range(3))
     if rank == 0:
@@ -212,10 +204,6 @@ def _of_rank_0_alone(rank: int, world_size: int, file: str) -> None:
         _steps(resumed, rank, range(3, 5))
         assert_same_on_all_ranks(grads_of(resumed))
         again.detach()
-
-
-def test_what_rank_0_has_saved_loads_on_all(tmp_path: Path) -> None:
-    run_ranks(_of_rank_0_alone, 2, str(tmp_path / "state.pt"))
 
 
 @on_ranks(2)

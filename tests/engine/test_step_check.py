@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from typing import Any
@@ -17,7 +17,8 @@ import fastsync
 from fastsync.sync.compression import AnyCompression
 from tests.engine.failing_passes import FailingPass
 from tests.models import SMALL_BUCKETS, Given, Mlp, assert_same_on_all_ranks, batch
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
+from tests.refused import refused
 
 ERROR_FEEDBACK = fastsync.Compression("int8", error_feedback=True)
 HOOK_CHECKS_ONE_OF = 16
@@ -44,9 +45,7 @@ def _error_of(call: Callable[[], object], within: int) -> str:
         for _ in range(within):
             call()
 
-    with pytest.raises(RuntimeError, match="gradients that do not belong together") as raised:
-        repeat()
-    return str(raised.value)
+    return refused(repeat, "gradients that do not belong together", kind=RuntimeError)
 
 
 def _one_backward_more(training: _Training, is_odd: bool, within: int = 1) -> str:
@@ -56,38 +55,24 @@ def _one_backward_more(training: _Training, is_odd: bool, within: int = 1) -> st
     return _error_of(training.step, within)
 
 
-def _attached(rank: int, world_size: int, odd: int, compression: AnyCompression, options: dict[str, Any]) -> str:
-    model = Mlp()
-    fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS)
-    return _one_backward_more(_Training(model, rank, **options), rank == odd)
-
-
-def _hooked(rank: int, world_size: int, odd: int, compression: AnyCompression, within: int) -> str:
-    model = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
-    fastsync.register_comm_hook(model, compression)
-    return _one_backward_more(_Training(model, rank), rank == odd, within)
-
-
-def _assert_names(errors: Sequence[str], odd: int) -> None:
-    others = ", ".join(str(rank) for rank in range(len(errors)) if rank != odd)
-    for error in errors:
-        assert re.search(rf"rank {odd}: engine (\d+), 0 updates; rank {others}: engine \1, 1 update\.", error), error
-
-
-@pytest.mark.parametrize(
-    ("world_size", "odd", "compression", "options"),
-    [
-        pytest.param(2, 1, "none", {}, id="2 ranks, messages"),
-        pytest.param(2, 0, "bf16", {}, id="2 ranks, all_reduce"),
-        pytest.param(2, 1, "fp16", {"fused": True}, id="a fused optimizer"),
-        pytest.param(3, 2, "none", {}, id="3 ranks, all_reduce"),
-        pytest.param(3, 1, ERROR_FEEDBACK, {"foreach": False}, id="3 ranks, messages"),
-    ],
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(
+    cases={
+        "odd": [0, 1],
+        "compression, options": [
+            ("none", {}),
+            ("bf16", {}),
+            ("fp16", {"fused": True}),
+            (ERROR_FEEDBACK, {"foreach": False}),
+        ],
+    }
 )
 def test_a_backward_more_on_one_rank(
-    world_size: int, odd: int, compression: AnyCompression, options: dict[str, Any]
+    rank: int, world_size: int, odd: int, compression: AnyCompression, options: dict[str, Any]
 ) -> None:
-    _assert_names(run_ranks(_attached, world_size, odd, compression, options), odd)
+    model = Mlp()
+    fastsync.attach(model, compression, bucket_cap_mb=SMALL_BUCKETS)
+    _assert_names(_one_backward_more(_Training(model, rank, **options), rank == odd), world_size, odd)
 
 
 @pytest.mark.parametrize(
@@ -98,28 +83,33 @@ def test_a_backward_more_on_one_rank(
         pytest.param(3, "none", HOOK_CHECKS_ONE_OF, id="in place"),
     ],
 )
-def test_a_backward_more_on_one_rank_with_the_hook(world_size: int, compression: str, within: int) -> None:
-    errors = run_ranks(_hooked, world_size, 1, compression, within, shared_memory=False)
+@on_ranks(shared_memory=False)
+def test_a_backward_more_on_one_rank_with_the_hook(rank: int, world_size: int, compression: str, within: int) -> None:
+    model = DistributedDataParallel(Mlp(), bucket_cap_mb=SMALL_BUCKETS)
+    fastsync.register_comm_hook(model, compression)
+    error = _one_backward_more(_Training(model, rank), rank == 1, within)
     if within == 1:
-        _assert_names(errors, 1)
-    for error in errors:  # the stamps of the first two steps came before
-        assert within == 1 or re.search(r"rank 1: engine (\d+), 14 updates; rank 0, 2: engine \1, 15 updates", error)
+        _assert_names(error, world_size, 1)
+    else:  # the stamps of the first two steps came before
+        assert re.search(r"rank 1: engine (\d+), 14 updates; rank 0, 2: engine \1, 15 updates", error)
 
 
-def _twins(rank: int, world_size: int) -> str:
+def _assert_names(error: str, world_size: int, odd: int) -> None:
+    others = ", ".join(str(rank) for rank in range(world_size) if rank != odd)
+    assert re.search(rf"rank {odd}: engine (\d+), 0 updates; rank {others}: engine \1, 1 update\.", error), error
+
+
+@on_ranks(2, shared_memory=False)
+def test_twins_whose_backwards_come_in_another_order(rank: int, world_size: int) -> None:
     trainings = []
     for critic in (Mlp(), Mlp()):
         fastsync.attach(critic, "bf16")
         trainings.append(_Training(critic, rank))
     for training in trainings:
         training.step()  # the ranks agree
-    return _error_of(trainings[rank].step, within=1)
-
-
-def test_twins_whose_backwards_come_in_another_order() -> None:
-    for error in run_ranks(_twins, 2, shared_memory=False):
-        first, second = re.search(r"rank 0: engine (\d+), 1 update; rank 1: engine (\d+), 1 update", error).groups()
-        assert first != second
+    error = _error_of(trainings[rank].step, within=1)
+    first, second = re.search(r"rank 0: engine (\d+), 1 update; rank 1: engine (\d+), 1 update", error).groups()
+    assert first != second
 
 
 def _swap_and_restore(model: nn.Module) -> None:

@@ -84,7 +84,7 @@ def _goes_on_while_the_store_is_stopped(rank: int, world_size: int, port: int, p
     dist.barrier()
 
     def go_on() -> None:
-        time.sleep(1.0)
+        time.sleep(0.4)
         os.kill(process, signal.SIGCONT)
 
     thread = threading.Thread(target=go_on)

@@ -465,34 +465,24 @@ def test_residuals_are_saved_in_the_order_of_indices(rank: int, world_size: int)
 
 # ---- what is sent ---------------------------------------------------------------------------------------------------
 
-FLAG_BYTES = 4
-"""Of one parameter, to one rank."""
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(shared_memory=False)
+def test_the_algorithm_by_default_is_what_sends_less(rank: int, world_size: int) -> None:
+    """But for small buckets, where a step of the network costs more than the bytes: two_shot would save 2/3 of 80,000,
+    which is less than 64 KiB.
+    """
+    for numel, payloads in {2: [(300_000, 1.0)], 3: [(40_000, 2.0), (300_000, 4 / 3)]}[world_size]:
+        given = average("synchronize", Given([torch.ones(numel)]), Compression("bf16", reduce="fp32"))
+        given.step([torch.full((numel,), 1.0 + rank)])
+        flags = 4 * (world_size - 1)  # of one parameter, to each other rank
+        assert (given.handle.stats().wire_bytes - flags) / (2 * numel) == pytest.approx(payloads, rel=0.01)
 
 
-def _payloads(rank: int, world_size: int, numel: int) -> float:
-    """Copies of a bucket's values that this rank sends."""
-    given = average("synchronize", Given([torch.ones(numel)]), Compression("bf16", reduce="fp32"))
-    given.step([torch.full((numel,), 1.0 + rank)])
-    return (given.handle.stats().wire_bytes - FLAG_BYTES * (world_size - 1)) / (2 * numel)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "numel", "payloads"),
-    [
-        (2, 300_000, 1.0),  # the same either way, so the fewer steps
-        (3, 40_000, 2.0),  # two_shot would save 2/3 of 80,000 bytes: less than 64 KiB
-        (3, 300_000, 4 / 3),
-    ],
-)
-def test_the_algorithm_by_default_is_what_sends_less(world_size: int, numel: int, payloads: float) -> None:
-    """But for small buckets, where a step of the network costs more than the bytes."""
-    measured = run_ranks(_payloads, world_size, numel, shared_memory=False)
-    assert measured == pytest.approx([payloads] * world_size, rel=0.01)
-
-
-def _bytes_between_nodes(rank: int, world_size: int, ranks_per_node: int) -> None:
-    num_nodes = world_size // ranks_per_node
-    numel = world_size * 512 * 3  # whole shards
+@pytest.mark.parametrize("world_size", [4, 6])
+@on_ranks()
+def test_what_crosses_from_node_to_node_is_compressed_and_sent_once(rank: int, world_size: int) -> None:
+    ranks_per_node, num_nodes, numel = 2, world_size // 2, world_size * 512 * 3  # whole shards
     for wire, size in (("none", 4.0), ("bf16", 2.0), ("int8", 132 / 128), ("int4", 68 / 128)):
         given = average("hook", Given([torch.ones(numel)]), by(ranks_per_node, wire))  # type: ignore[arg-type]
         given.step([torch.full((numel,), 1.0 + rank)])
@@ -500,8 +490,3 @@ def _bytes_between_nodes(rank: int, world_size: int, ranks_per_node: int) -> Non
         between = 2 * (num_nodes - 1) * numel // world_size * size
         stamps = (ranks_per_node - 1 + num_nodes - 1) * STAMP * world_size * 4
         assert given.handle.stats().wire_bytes == within + between + stamps
-
-
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 2)])
-def test_what_crosses_from_node_to_node_is_compressed_and_sent_once(nodes: int, ranks_per_node: int) -> None:
-    run_ranks(_bytes_between_nodes, nodes * ranks_per_node, ranks_per_node)

@@ -160,8 +160,8 @@ def test_one_rank_keeps_what_it_has() -> None:
     assert bits(model) == before
 
 
-@on_ranks(1)
-def test_a_sparse_buffer_is_refused_and_may_be_left_to_each_rank(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_sparse_buffer_is_refused_and_may_be_left_to_each_rank() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("adjacency", torch.eye(2).to_sparse())
     for call in (fastsync.sync_weights, fastsync.check_consistency, fastsync.attach):

@@ -147,7 +147,7 @@ def test_a_bucket_that_fails_while_it_is_sent_is_not_sent_again(rank: int, world
     """Its messages would be taken for other ones. The other rank waits until the time-out."""
     numel = 3 * 2**20  # of three pieces at 32 bits
     for algorithm in ("one_shot", "two_shot"):
-        group = dist.new_group(timeout=timedelta(seconds=3))
+        group = dist.new_group(timeout=timedelta(seconds=2))
         model = Given([torch.zeros(numel), torch.zeros(numel)])
         compression = Compression("none", reduce="fp32", algorithm=algorithm)  # type: ignore[arg-type]
         fastsync.attach(model, compression, bucket_cap_mb=14, process_group=group)

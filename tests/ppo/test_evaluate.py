@@ -33,9 +33,15 @@ from tests.toy_envs import Endless, Faulty, Payout
 DISCRETE = Settings(env="tests.toy_envs:Payout")
 
 
-def checkpoint_of(policy: ActorCritic, step: int = 1000) -> Checkpoint:
-    made = make_checkpoint(step, settings=DISCRETE.as_dict())
+def checkpoint_of(policy: ActorCritic, step: int = 1000, **changes: Any) -> Checkpoint:
+    made = make_checkpoint(step, settings=replace(DISCRETE, **changes).as_dict())
     return replace(made, learner=made.learner | {"model": policy.state_dict()})
+
+
+def saved(folder: Path, policy: ActorCritic | None = None, **changes: Any) -> None:
+    """A run whose policy takes action 1, unless another one is given."""
+    policy = policy or leaning_to_1(1.0)
+    CheckpointFolder(folder / CHECKPOINTS).save(checkpoint_of(policy, **changes), 31.0)
 
 
 def evaluate(policy: ActorCritic, episodes: int) -> list[Episode]:
@@ -83,7 +89,7 @@ def test_the_best_checkpoint_of_a_run_is_taken_or_the_newest(tmp_path: Path, cap
 
 
 def test_another_environment_with_the_same_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    CheckpointFolder(tmp_path / CHECKPOINTS).save(checkpoint_of(leaning_to_1(1.0), 1000), 31.0)
+    saved(tmp_path)
     assert main(["eval", str(tmp_path), "--episodes", "1", "--env", f"{__name__}:Halved"]) == 0
     assert f"{__name__}:Halved after 1,000 steps" in (said := capsys.readouterr().out)
     assert "return 15.50 ± 0.00" in said
@@ -101,9 +107,7 @@ def test_another_environment_with_the_same_spaces(tmp_path: Path, capsys: pytest
 
 
 def test_another_environment_where_the_trainings_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    made = checkpoint_of(leaning_to_1(1.0), 1000)
-    made = replace(made, settings=made.settings | {"env": "gone:Away"})
-    CheckpointFolder(tmp_path / CHECKPOINTS).save(made, 31.0)
+    saved(tmp_path, env="gone:Away")
     assert main(["eval", str(tmp_path), "--episodes", "1", "--env", f"{__name__}:Halved"]) == 0
     assert "return 15.50 ± 0.00" in capsys.readouterr().out
     assert main(["eval", str(tmp_path), "--env", "Pendulum-v1"]) == 2
@@ -138,10 +142,8 @@ def test_an_episode_that_never_ends_is_cut_and_progress_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(evaluating, "PROGRESS_SECONDS", 0.0)
-    settings = replace(DISCRETE, env="tests.toy_envs:Endless")
-    made = make_checkpoint(1000, settings=settings.as_dict())
-    policy = make_policy(settings, Endless.observation_space, Endless.action_space)
-    CheckpointFolder(tmp_path / CHECKPOINTS).save(replace(made, learner={"model": policy.state_dict()}), 0.0)
+    policy = make_policy(DISCRETE, Endless.observation_space, Endless.action_space)
+    saved(tmp_path, policy, env="tests.toy_envs:Endless")
     assert main(["eval", str(tmp_path), "--episodes", "2", "--max-steps", "7"]) == 0
     said = capsys.readouterr()
     assert "return 7.00 ± 0.00 over 2 episodes of 7.0 steps" in said.out
@@ -199,9 +201,7 @@ def test_who_plays_is_warned_of_statistics_that_the_checkpoint_does_not_have(
         with make_environments(settings, rank=0) as environments:
             (note,) = environments.notes
         assert note.startswith(f"warning: OwnNormalizer in env='{__name__}:{kind}' normalises by running statistics")
-    made = make_checkpoint(1000, settings=settings.as_dict())
-    made = replace(made, learner={"model": leaning_to_1(1.0).state_dict()})
-    CheckpointFolder(tmp_path / CHECKPOINTS).save(made, 0.0)
+    saved(tmp_path, env=settings.env, num_envs=2)
     assert main(["eval", str(tmp_path), "--episodes", "1"]) == 0
     assert f"env='{__name__}:{kind}' normalises by running statistics" in capsys.readouterr().err
     with pytest.warns(UserWarning, match="normalises by running statistics of each copy"):
@@ -225,9 +225,7 @@ class Noisy(Payout):
 
 
 def test_the_seed_counts_in_another_environment_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    made = checkpoint_of(leaning_to_1(1.0), 1000)
-    made = replace(made, settings=made.settings | {"env": f"{__name__}:Noisy"})
-    CheckpointFolder(tmp_path / CHECKPOINTS).save(made, 31.0)
+    saved(tmp_path, env=f"{__name__}:Noisy")
     returns = []
     for options in (["--seed", "1"], ["--seed", "1", "--env", f"{__name__}:Noisy"], ["--seed", "2"]):
         assert main(["eval", str(tmp_path), "--episodes", "1", *options]) == 0
@@ -236,7 +234,7 @@ def test_the_seed_counts_in_another_environment_too(tmp_path: Path, capsys: pyte
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    CheckpointFolder(tmp_path / CHECKPOINTS).save(checkpoint_of(leaning_to_1(1.0), 1000), 31.0)
+    saved(tmp_path)
     (tmp_path / "out.mp4").write_text("")
     drawn = ["--env", f"{__name__}:Drawn", "--video", str(tmp_path / "out.mp4")]
     assert main(["eval", str(tmp_path), "--episodes", "1", *drawn]) == 2
@@ -244,7 +242,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest
 
 
 def test_what_drawing_needs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    CheckpointFolder(tmp_path / CHECKPOINTS).save(checkpoint_of(leaning_to_1(1.0), 1000), 31.0)
+    saved(tmp_path)
     assert main(["eval", str(tmp_path), "--env", f"{__name__}:DrawnByNobody", "--render"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert "pygame is not installed; install what drawing needs: pip install" in said
@@ -265,10 +263,8 @@ class DrawnByNobody(Drawn):
 def test_an_environment_that_fails_is_named_behind_its_own_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    settings = Settings(env="tests.toy_envs:Faulty")
-    policy = make_policy(settings, Faulty.observation_space, Faulty.action_space)
-    made = replace(make_checkpoint(1000, settings=settings.as_dict()), learner={"model": policy.state_dict()})
-    CheckpointFolder(tmp_path / CHECKPOINTS).save(made, 0.0)
+    policy = make_policy(DISCRETE, Faulty.observation_space, Faulty.action_space)
+    saved(tmp_path, policy, env="tests.toy_envs:Faulty")
     assert main(["eval", str(tmp_path), "--episodes", "1"]) == 1
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith("Traceback")
