@@ -2,9 +2,9 @@
 
     mpirun -n N python mpi_collectives.py FILE
 
-FILE is JSON: ``calls``, a list of collective, number of values, and number of untimed and timed repetitions. Rank 0 adds
-``samples``, the seconds of the slowest rank for each repetition, ``correct`` and ``library``. It needs mpi4py and NumPy
-alone, so it has no torch, whose threads would be in its way.
+FILE is a JSON list of calls: collective, number of values, and number of untimed and timed repetitions. Rank 0 adds
+``samples``, seconds as ``collectives`` takes them, ``correct`` and ``library``. It needs mpi4py and NumPy alone, so it
+has no torch, whose threads would be in its way.
 """
 
 import json
@@ -72,18 +72,17 @@ COLLECTIVES: dict[str, tuple[Callable[[Step], None], Callable[[Step], bool]]] = 
 
 
 def measure(collective: str, numel: int, warmup: int, repetitions: int) -> tuple[list[float], bool]:
-    """Seconds of the slowest rank, each from a barrier on, and whether the result is right on all ranks."""
+    """Seconds from when the last rank calls until the slowest has its result, and whether it is right on all ranks."""
     step, (call, is_right) = Step(numel), COLLECTIVES[collective]
-    samples = []
-    for _ in range(warmup + repetitions):
+    spans = np.zeros((2, warmup + repetitions))
+    for repetition in range(warmup + repetitions):
         step.prepare()
         COMM.Barrier()
-        start = time.perf_counter()
+        spans[0, repetition] = time.perf_counter()  # of a clock that processes of a machine share
         call(step)
-        samples.append(time.perf_counter() - start)
-    slowest = np.array(samples)
-    COMM.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
-    return slowest[warmup:].tolist(), COMM.allreduce(is_right(step), MPI.LAND)
+        spans[1, repetition] = time.perf_counter()
+    COMM.Allreduce(MPI.IN_PLACE, spans, MPI.MAX)
+    return (spans[1] - spans[0])[warmup:].tolist(), COMM.allreduce(is_right(step), MPI.LAND)
 
 
 def main(file: Path) -> None:

@@ -1,6 +1,6 @@
 """``python -m benchmarks collectives``: what a collective of CPU ranks costs by its size, over each backend.
 
-A sample is the time of one call, from a barrier until the slowest rank has its result. Backends take turns in the same
+A sample is the time from when the last rank calls until the slowest has its result. Backends take turns in the same
 processes, each with a group of its own. MPI, which torch's wheels do not have, runs after them, in processes that have
 NumPy instead of torch. Sizes and bandwidths are those of nccl-tests: the bytes of an all-reduce's tensor, of all inputs
 of a reduce-scatter and an all-to-all together, of an all-gather's output.
@@ -22,7 +22,7 @@ from benchmarks.harness.measure import all_gather, settings_of_ranks
 from benchmarks.harness.options import Methods, RankOptions, check_file, check_names, run_on_ranks
 from benchmarks.harness.progress import progress_bars, watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
-from benchmarks.harness.timing import Sampling, rounds, slowest_rank, time_turns
+from benchmarks.harness.timing import Sampling, rounds, span_turns, together
 from benchmarks.report.collectives import picture
 from benchmarks.report.table import Columns, grouped_by, number, print_tables, ranks_on, spread
 from benchmarks.units import parse_bytes
@@ -198,7 +198,7 @@ def measure(
 
 
 Timed = tuple[list[float], bool]
-"""The slowest rank's seconds, and whether the results were right on all ranks."""
+"""Seconds of all ranks together, and whether the results were right on all ranks."""
 
 
 def _time_backends(
@@ -219,14 +219,14 @@ def _time_backends(
     }
     order = list(rounds(steps, sampling.warmup + sampling.repetitions, sampling.seed))
     timed = watched_rounds(order, progress, f"{collective} of {numel * 4} bytes", sampling.timeout)
-    samples = time_turns(steps, timed, sampling.device)
+    spans = span_turns(steps, timed)
     right = {name: kind.is_right(step, ranks) for name, step in steps.items()}
-    of_rank, right_of_rank = all_gather(samples), all_gather(right)
+    of_rank, right_of_rank = all_gather(spans), all_gather(right)
     for step in steps.values():
         dist.destroy_process_group(step.group)
     return {
         name: (
-            slowest_rank([rank[name][sampling.warmup :] for rank in of_rank]),
+            together([rank[name][sampling.warmup :] for rank in of_rank]),
             all(rank[name] for rank in right_of_rank),
         )
         for name in backends
@@ -260,7 +260,7 @@ COLUMNS: Columns = {
     "× gloo": lambda record: number(record.figures["over_gloo"], ".3f"),
 }
 LEGEND = (
-    "time: median [p10, p90] of the slowest rank. algbw: bytes by the median; busbw: algbw by the factor that "
+    "time: median [p10, p90] from the last rank's call to the slowest one's result. algbw: bytes by the median; busbw: algbw by the factor that "
     "nccl-tests has for the collective. × gloo: the median over Gloo's. mpi: ranks of their own, "
     "which have not taken turns with the others."
 )
