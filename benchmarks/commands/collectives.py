@@ -260,9 +260,9 @@ COLUMNS: Columns = {
     "× gloo": lambda record: number(record.figures["over_gloo"], ".3f"),
 }
 LEGEND = (
-    "time: median [p10, p90] from the last rank's call to the slowest one's result. algbw: bytes by the median; busbw: algbw by the factor that "
-    "nccl-tests has for the collective. × gloo: the median over Gloo's. mpi: ranks of their own, "
-    "which have not taken turns with the others."
+    "time: median [p10, p90] from the last rank's call to the slowest one's result. algbw: bytes by the median; busbw: "
+    "algbw by the factor that nccl-tests has for the collective. × gloo: the median over Gloo's. mpi: ranks of their "
+    "own, which have not taken turns with the others."
 )
 
 
