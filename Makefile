@@ -28,7 +28,7 @@ help:
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
 	@echo 'make test-trainers  run the tests with Lightning, transformers, Ray, PufferLib and others, each in an environment of its own'
-	@echo 'make baselines   install what python -m benchmarks ppo --until and recovery compare, each in an environment of its own'
+	@echo 'make baselines   install what python -m benchmarks ppo --until, recovery and collectives compare, each in an environment of its own'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make wheel       make a wheel in dist/ for this torch and this Python, which installs where no compiler is'
@@ -98,6 +98,7 @@ test-trainers: $(foreach package,trainers ray pufferlib skrl rsl-rl skypilot,$(V
 	$(VENV)/with-rsl-rl/bin/python -m pytest tests/engine/test_examples.py -k rsl_rl_ppo $(PYTEST_ARGS)
 	$(VENV)/with-skypilot/bin/python -m pytest tests/ppo/test_launch_files.py -k skypilot_reads $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/benchmarks/test_until.py -k other_trainers $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/benchmarks/test_collectives.py -k mpi $(PYTEST_ARGS)
 
 # The other trainers of `python -m benchmarks ppo --until`, torchft for `recovery` and MPI for `collectives`, in versions
 # that go with each other and with them.

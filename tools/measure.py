@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.harness.records import environment, torch
 
 METHODS = (
-    "ddp", "ddp/bucket_view", "ddp/fp16_compress_hook", "fastsync.register_comm_hook/none", "fastsync.attach/none", "fastsync.attach/fp16",
-    "fastsync.attach/int8+ef",
+    "ddp", "ddp/bucket_view", "ddp/fp16_compress_hook", "fastsync.register_comm_hook/none", "fastsync.attach/none",
+    "fastsync.attach/fp16", "fastsync.attach/int8+ef",
 )  # fmt: skip
 COLLECTIVES = "all_reduce broadcast all_gather reduce_scatter all_to_all"
 UNTIL = "ppo --until --threads 1 --resume --env"
@@ -54,9 +54,7 @@ PLAN = (
     ),
     Measurement("scaling-gpt2", "scaling --world-sizes 1,2 --model gpt2 --repetitions 6", 3),
     Measurement("sync-adamw", "sync --optimizer adamw --sizes 5k 0.5m 12m", 1),
-    Measurement(
-        "sync-adamw-messages", "sync --optimizer adamw --sizes 0.5m 12m", 1, {"FASTSYNC_SHARED_MEMORY": "0"}
-    ),
+    Measurement("sync-adamw-messages", "sync --optimizer adamw --sizes 0.5m 12m", 1, {"FASTSYNC_SHARED_MEMORY": "0"}),
     Measurement("sync-muon", "sync --optimizer muon --sizes 12m", 3),
     Measurement("micro_batches", "micro_batches", 1),
     *(
