@@ -39,6 +39,7 @@ AVERAGING = "averaging in step 2 of the engine of parameter 0.weight"
 AGREEING = "agreeing before step 2 of the engine of parameter 0.weight, because "
 IN_HOOK = "averaging in step 2 of a DDP hook"
 ON_EVERY_RANK = ". Do what is said after 'because' on every rank, between the same steps, or on none"
+LOOK_THERE = ". Look first at the output of the rank that gives no answer"
 CURE = ". Where ranks have different numbers of batches, put the training loop inside `with "
 
 Group = dist.ProcessGroup
@@ -194,7 +195,7 @@ def _all_cases(rank: int, world_size: int, names: Sequence[str]) -> str:
 def _positions(said: str) -> dict[int, str]:
     """By rank of the group, from "ranks are: rank 1 (global 3): no answer; rank 0 (global 2), 2: averaging"."""
     positions = {}
-    for camp in said.partition(CURE)[0].partition(ON_EVERY_RANK)[0].removeprefix("ranks are: ").split("; "):
+    for camp in said.partition(CURE)[0].partition(LOOK_THERE)[0].partition(ON_EVERY_RANK)[0].removeprefix("ranks are: ").split("; "):
         ranks, where = re.fullmatch(r"rank ([^:]+): (.*)", camp).groups()
         where = re.sub(rf"^({NO_ANSWER}), last heard of \d+ s ago: .*", r"\1", where)
         positions.update(dict.fromkeys(map(int, re.sub(r" \(global \d+\)", "", ranks).split(", ")), where))
@@ -212,9 +213,11 @@ def test_every_rank_says_who_is_missing_or_did_something_alone(names: Sequence[s
             raises = where[rank].startswith(("averaging", "agreeing"))
             assert (_positions(text) if text else None) == (where if raises else None), (name, rank, text)
             cure = CURE + ("Join([ddp_model]):`" if name.startswith("hook") else "sync.join():`")
-            may_have_no_batches = any(re.match("no answer|in no sync", at) for at in where.values())
+            is_silent = any(at.startswith("no answer") for at in where.values())
+            may_have_no_batches = not is_silent and any(at.startswith("in no sync") for at in where.values())
             is_alone = any(at.startswith("agreeing") for at in where.values())
             assert text.endswith(ON_EVERY_RANK) == (raises and is_alone), (name, rank, text)
+            assert text.endswith(LOOK_THERE) == (raises and is_silent), (name, rank, text)
             assert text.endswith(cure) == (CURE in text) == (raises and may_have_no_batches), (name, rank, text)
 
 
