@@ -55,6 +55,7 @@ PLAN = (
     Measurement("scaling-gpt2", "scaling --world-sizes 1,2 --model gpt2 --repetitions 6", 3),
     Measurement("sync-adamw", "sync --optimizer adamw --sizes 5k 0.5m 12m", 1),
     Measurement("sync-adamw-messages", "sync --optimizer adamw --sizes 0.5m 12m", 1, {"FASTSYNC_SHARED_MEMORY": "0"}),
+    Measurement("link-adamw", "link --rate 1gbit --ranks 2 --optimizer adamw --sizes 12m", 2),
     Measurement("sync-muon", "sync --optimizer muon --sizes 12m", 3),
     Measurement("micro_batches", "micro_batches", 1),
     *(
