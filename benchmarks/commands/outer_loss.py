@@ -64,7 +64,8 @@ class Options:
     """What learns: a GPT on Python's sources, or a CNN on handwritten digits."""
     methods: tuple[str, ...] = ("int8/10", "int8/30", "int8/100", "int8-lr1/10", "int8-lr1/30", "topk/30")
     """How differences travel between sites, and after how many steps: int8, as in the papers, with lr 0.7 and momentum
-    0.9; int8-lr0.7, int8-momentum0.5, int8-lr1, int8-lr1-momentum0.9; topk. attach/WIRE: at each step, by a wire such as lowrank."""
+    0.9; int8-lr0.7, int8-momentum0.5, int8-lr1, int8-lr1-momentum0.9; topk. attach/WIRE: at each step, by a wire such
+    as lowrank."""
     seeds: tuple[int, ...] = (0, 1, 2)
     starts: tuple[str, ...] = ("warm", "scratch")
     """warm: from a model that has been trained at each step for --warm-steps."""
