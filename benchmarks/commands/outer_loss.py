@@ -48,11 +48,12 @@ ATTACH = "attach"
 OUTER: dict[str, dict[str, Any]] = {
     "int8": {},
     "int8-lr0.7": {"outer_optimizer": partial(SGD, lr=0.7)},
+    "int8-momentum0.5": {"outer_optimizer": partial(SGD, lr=0.7, momentum=0.5, nesterov=True)},
     "int8-lr1": {"outer_optimizer": partial(SGD, lr=1.0)},
     "int8-lr1-momentum0.9": {"outer_optimizer": partial(SGD, lr=1.0, momentum=0.9, nesterov=True)},
     "topk": {"compression": fastsync.TopK()},
 }
-"""Arguments of DiLoCo: as in the papers, three others to tune it, and for the slowest links."""
+"""Arguments of DiLoCo: as in the papers, four others to tune it, and for the slowest links."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Options:
     """What learns: a GPT on Python's sources, or a CNN on handwritten digits."""
     methods: tuple[str, ...] = ("int8/10", "int8/30", "int8/100", "int8-lr1/10", "int8-lr1/30", "topk/30")
     """How differences travel between sites, and after how many steps: int8, as in the papers, with lr 0.7 and momentum
-    0.9; int8-lr0.7, int8-lr1, int8-lr1-momentum0.9; topk. attach/WIRE: at each step, by a wire such as lowrank."""
+    0.9; int8-lr0.7, int8-momentum0.5, int8-lr1, int8-lr1-momentum0.9; topk. attach/WIRE: at each step, by a wire such
+    as lowrank."""
     seeds: tuple[int, ...] = (0, 1, 2)
     starts: tuple[str, ...] = ("warm", "scratch")
     """warm: from a model that has been trained at each step for --warm-steps."""
@@ -79,11 +81,17 @@ class Options:
     warm_steps: int = 300
     batch: int = 4
     """Sequences of 64 bytes, or pictures, that a site takes in each step."""
+    inner: Literal["adamw", "muon"] = "adamw"
+    """What steps inside each site: AdamW; or Muon for the matrices of a GPT's blocks, and AdamW for the rest."""
     learning_rate: float = 1e-3
     """Of AdamW, inside each site."""
+    muon_learning_rate: float = 0.02
+    """Of Muon."""
     validate_every: int = 50
 
     def __post_init__(self) -> None:
+        if self.inner == "muon" and self.model != "gpt":
+            raise ValueError(f"inner=muon: the model {self.model} has hardly any matrices; leave it out")
         check_names("methods", [method.partition("/")[0] for method in self.methods], [*OUTER, ATTACH])
         for method in self.methods:
             kind, _, rest = method.partition("/")
@@ -118,12 +126,17 @@ def measure_rank(options: Options, rows: RowFile) -> list[str]:
                 sites.train(*begun["warm"], EACH_STEP, options.warm_steps, seed, f"seed {seed}, warm-up")
             for start in options.starts:
                 for method in (EACH_STEP, *options.methods):
-                    model, optimizer = copy.deepcopy(begun[start])
+                    model, optimizers = copy.deepcopy(begun[start])
                     what = f"seed {seed}, {start}, {method}"
-                    losses = sites.train(model, optimizer, method, options.steps, seed + 100, what)
+                    losses = sites.train(model, optimizers, method, options.steps, seed + 100, what)
                     if dist.get_rank() == 0:
                         numbers = {name: value for name, value in vars(options).items() if type(value) in (int, float)}
-                        settings = numbers | {"seed": seed, "start": start, "model": options.model}
+                        settings = numbers | {
+                            "seed": seed,
+                            "start": start,
+                            "model": options.model,
+                            "inner": options.inner,
+                        }
                         rows.add([Record("outer_loss", method, settings, losses, True, [], environment(device))])
     return [f"{sum(p.numel() for p in model.parameters()):,} parameters"]
 
@@ -187,13 +200,18 @@ class Sites:
         self._options = options
         self._progress = progress
 
-    def begin(self, seed: int) -> tuple[nn.Module, Optimizer]:
+    def begin(self, seed: int) -> tuple[nn.Module, list[Optimizer]]:
         torch.manual_seed(seed)
         model = self._data.model()
-        return model, AdamW(model.parameters(), lr=self._options.learning_rate)
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name]
+        if self._options.inner == "adamw":
+            return model, [AdamW(model.parameters(), lr=self._options.learning_rate)]
+        others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+        muon = torch.optim.Muon(matrices, lr=self._options.muon_learning_rate, weight_decay=0.0)
+        return model, [muon, AdamW(others, lr=self._options.learning_rate)]
 
     def train(
-        self, model: nn.Module, optimizer: Optimizer, method: str, steps: int, seed: int, what: str
+        self, model: nn.Module, optimizers: list[Optimizer], method: str, steps: int, seed: int, what: str
     ) -> dict[str, float]:
         """Returns the sites' mean loss on unseen data after so many steps. Progress calls it ``what``."""
         generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
@@ -203,14 +221,15 @@ class Sites:
         if kind in (EACH_STEP, ATTACH):
             sync = fastsync.attach(model, rest or "none")
         else:
-            context = fastsync.DiLoCo(model, optimizer, sync_every=int(rest), **OUTER[kind])
+            context = fastsync.DiLoCo(model, optimizers, sync_every=int(rest), **OUTER[kind])
         losses = {}
         with context:
             for step in watched_rounds([range(1, steps + 1)], self._progress, what, TIMEOUT):
-                optimizer.zero_grad()
+                model.zero_grad()
                 model(*self._batch(self._data.parts[dist.get_rank()], generator)).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.step()
                 if step % self._options.validate_every == 0:
                     losses[str(step)] = self._validate(model)
         if sync is not None:

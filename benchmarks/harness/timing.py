@@ -1,6 +1,7 @@
 """The clock: subjects take turns, in an order that changes, each time from a barrier, and the slowest rank counts."""
 
 import random
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,6 +69,29 @@ def time_turns(subjects: Mapping[str, Timed], turns: Iterable[str], device: torc
             subjects[name].run()
         samples[name].append(stopwatch.seconds())
     return samples
+
+
+def span_turns(subjects: Mapping[str, Timed], turns: Iterable[str]) -> dict[str, list[tuple[float, float]]]:
+    """When each subject's ``run`` began and ended, one pair a turn, by the clock that processes of a machine share.
+
+    For work on the CPU that takes microseconds: a barrier may let one rank go as long before another. A collective
+    call.
+    """
+    wait = barrier()
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
+    for name in turns:
+        subjects[name].prepare()
+        wait()
+        began = time.perf_counter()
+        subjects[name].run()
+        spans[name].append((began, time.perf_counter()))
+    return spans
+
+
+def together(spans_of_rank: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """Per repetition the seconds from when the last rank began until the last one had done."""
+    began, ended = np.moveaxis(np.array(spans_of_rank).max(axis=0), 1, 0)
+    return (ended - began).tolist()
 
 
 def slowest_rank(samples_of_rank: Sequence[Sequence[float]]) -> list[float]:

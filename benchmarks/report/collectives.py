@@ -11,7 +11,11 @@ from benchmarks.report.looks import LOOKS, Look
 from benchmarks.report.pictures import DPI, STYLE, WIDTH
 from benchmarks.report.table import grouped_by
 
-OF_BACKENDS: dict[str, Look] = {"gloo": LOOKS["ddp"], "fastsync": LOOKS["fastsync.attach/none"]}
+OF_BACKENDS: dict[str, Look] = {
+    "gloo": LOOKS["ddp"],
+    "fastsync": LOOKS["fastsync.attach/none"],
+    "mpi": LOOKS["fastsync.attach/fp16"],
+}
 
 
 def picture(records: Sequence[Record], file: Path) -> None:

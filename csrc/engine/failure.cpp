@@ -81,14 +81,14 @@ bool any_is(Activity activity, const std::vector<RankState>& states) {
 // Tells what may help, given where the ranks are.
 std::string advice_on(const std::vector<RankState>& states, const std::string& join) {
   const bool one_did_it_alone = any_is(Activity::kAgreeing, states) && any_is(Activity::kAveraging, states);
-  const bool one_may_have_no_batches =
-      any_is(Activity::kResting, states) ||
-      std::ranges::any_of(states, [](const RankState& state) { return !state.answers; });
+  const bool one_has_ended = std::ranges::any_of(states, [](const RankState& state) { return !state.answers; });
   std::string advice;
   if (one_did_it_alone) {
     advice += ". Do what is said after 'because' on every rank, between the same steps, or on none";
   }
-  if (one_may_have_no_batches && !join.empty()) {
+  if (one_has_ended) {
+    advice += ". Look first at the output of the rank that gives no answer";
+  } else if (any_is(Activity::kResting, states) && !join.empty()) {
     advice += ". Where ranks have different numbers of batches, put the training loop inside `" + join + "`";
   }
   return advice;

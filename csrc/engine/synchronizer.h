@@ -20,6 +20,7 @@
 #include "engine/engine_state.h"
 #include "engine/gradient_flags.h"
 #include "engine/gradient_hook.h"
+#include "engine/lateness.h"
 #include "engine/layout.h"
 #include "engine/model_buffers.h"
 #include "engine/named_values.h"
@@ -104,6 +105,9 @@ class Synchronizer : public EngineState, public GradientListener, public std::en
   // set_signal.
   std::optional<double> signals() const { return signal_.sum(); }
 
+  // How long the other ranks wait for each one.
+  Lateness& lateness() { return lateness_; }
+
   void set_buffers(ModelBuffers::Calls calls) { buffers_.set(std::move(calls)); }
   // Lets the ranks have the same gradients in the first step.
   void expect_same_data() { stamps_.expect_same_data(); }
@@ -173,8 +177,10 @@ class Synchronizer : public EngineState, public GradientListener, public std::en
   ModelBuffers buffers_;
   NamedValues named_;
   Shards shards_{*this, parameters_, layout_, flags_};
+  Lateness lateness_{buckets_.times()};
   Stamps stamps_{*this, agreement_};
-  SideValues side_values_{{&flags_, &signal_, &shards_, &used_parameters_, &buffers_, &named_, &weight_, &stamps_}};
+  SideValues side_values_{
+      {&flags_, &signal_, &shards_, &used_parameters_, &buffers_, &named_, &weight_, &lateness_, &stamps_}};
 
   int64_t num_micro_batches_ = 0;           // 0 without them
   std::string optimizer_;                   // what the ranks do with shards; empty without

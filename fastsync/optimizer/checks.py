@@ -72,6 +72,8 @@ def check_optimizer(given: object, named: Mapping[str, Tensor]) -> Optimizer:
         if any(group.get(flag) for group in optimizer.param_groups):
             raise ValueError(f"optimizer: {flag}=True does not go with shards. {WAY_OUT}")
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in stepped for parameter in named.values()):
+        raise ValueError("optimizer: it has none of the parameters that are attached. Was it made from another model?")
     spans: dict[int, list[tuple[int, int, str]]] = {}  # the bytes that parameters take, by storage
     device_of: dict[torch.device, str] = {}
     for name, parameter in named.items():

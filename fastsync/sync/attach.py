@@ -393,7 +393,11 @@ class GradientSynchronizer(WatchedHandle):
     def stats(self) -> SyncStats:
         """Returns what synchronisation has cost so far; on a GPU with an estimate for steps that are under way."""
         shards = self._optimizer_shards
-        return replace(super().stats(), parameter_wire_bytes=shards.parameter_wire_bytes() if shards else 0)
+        return replace(
+            super().stats(),
+            parameter_wire_bytes=shards.parameter_wire_bytes() if shards else 0,
+            waited_for=tuple(self._engine.waited_for()),
+        )
 
     def averaged_gradients(self) -> dict[str, Tensor]:
         """Returns the means over ranks that the newest sync has made, by parameter's name. Every rank must call it.

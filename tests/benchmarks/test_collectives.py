@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.baselines import mpi
 from benchmarks.commands.collectives import COLLECTIVES, Options
 
 
@@ -27,6 +28,16 @@ def test_each_collective_is_right_over_each_backend(tmp_path: Path, capfd: pytes
         assert row["correct"]
         assert len(row["samples"]) == 2
         assert row["method"] != "gloo" or row["figures"]["over_gloo"] == 1.0
+
+
+@pytest.mark.skipif(not mpi.is_installed(), reason="needs `make baselines`")
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_mpi_is_timed_with_the_right_results(collective: str):
+    times = mpi.time_collective(collective, numel=64, ranks=2, warmup=1, repetitions=3, timeout=60)
+    assert times.correct
+    assert len(times.samples) == 3
+    assert min(times.samples) > 0
+    assert times.library.startswith("Open MPI")
 
 
 def test_bus_bandwidths_are_those_of_nccl_tests():

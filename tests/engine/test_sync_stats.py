@@ -52,11 +52,11 @@ def test_stats_add_up(rank: int, world_size: int, entry_point: str) -> None:
             stats = given.handle.stats()
             num_syncs += len(stats.buckets)
             assert (stats.num_steps, stats.num_syncs, stats.numel) == (step, num_syncs, 8082)
-            # What travels beside the gradients is float32. attach sends flags and a stamp in every step. Where a 16-bit
-            # all_reduce has no room for a hook's stamp, the first two syncs of the last bucket send one. DDP makes
-            # other buckets after its first step.
+            # What travels beside the gradients is float32. attach sends flags, how late ranks are, and a stamp in every
+            # step. Where a 16-bit all_reduce has no room for a hook's stamp, the first two syncs of the last bucket
+            # send one. DDP makes other buckets after its first step.
             num_stamps = min(step, 3) if is_hook and wire != "none" else step
-            flags = 0 if is_hook else len(list(model.parameters()))
+            flags = 0 if is_hook else len(list(model.parameters())) + world_size
             values = 8082 if is_hook else _num_on_wire(stats.buckets)
             beside = step * flags + num_stamps * STAMP * world_size
             assert stats.wire_bytes == step * values * itemsize + beside * 4
