@@ -153,7 +153,13 @@ def of_rank(rank: int, cases: Iterable[tuple[int, Any]], timeout: timedelta) -> 
 def _positions(said: str) -> dict[int, str]:
     """By rank of the group, from "ranks are: rank 1 (global 3): no answer; rank 0 (global 2), 2: averaging"."""
     positions = {}
-    for camp in said.partition(CURE)[0].partition(LOOK_THERE)[0].partition(ON_EVERY_RANK)[0].removeprefix("ranks are: ").split("; "):
+    for camp in (
+        said.partition(CURE)[0]
+        .partition(LOOK_THERE)[0]
+        .partition(ON_EVERY_RANK)[0]
+        .removeprefix("ranks are: ")
+        .split("; ")
+    ):
         ranks, where = re.fullmatch(r"rank ([^:]+): (.*)", camp).groups()
         where = re.sub(rf"^({NO_ANSWER}), last heard of \d+ s ago: .*", r"\1", where)
         positions.update(dict.fromkeys(map(int, re.sub(r" \(global \d+\)", "", ranks).split(", ")), where))
