@@ -12,7 +12,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 # Formatted too, but not part of the extension: CUDA's runtime for the host, the fake device, and operators of the passes.
 # Tests build them by themselves.
-SHIM := $(wildcard tests/cuda_shim/* tests/passes/*.cpp tests/fake_device/*.cpp tests/fake_device/*.h)
+SHIM := $(wildcard tests/cuda_shim/* tests/passes/*.cpp tests/roll_call/*.cpp tests/fake_device/*.cpp tests/fake_device/*.h)
 PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
 # A target whose recipe fails, such as a venv without pip, must not pass for made the next time.

@@ -1,9 +1,16 @@
-// The loops over values: each pass goes over one tile, a span at a time. any.cpp and avx2.cpp include this file, each
-// in its own namespace and for its own instruction set. So it has no #pragma once, and they include what it needs.
+// The loops over values: each pass goes over one tile, a span at a time. They are compiled for an instruction set, see
+// Note [Two instruction sets].
 //
 // Values beyond the limit, inf and nan show in the largest magnitude of a span, or of a wire's block. The loops go
 // through such values once more, one by one, with the arithmetic of wire_format.h.
+#pragma once
+
 #include "passes/cpu/vectors.h"
+
+#include "passes/cpu/push_target.h"
+
+namespace fastsync::cpu::FASTSYNC_INSTRUCTIONS {
+namespace {
 
 // Makes a whole span of memory that may be shorter. If it is shorter, a copy filled up with zeros stands in for it.
 template <class T>
@@ -376,3 +383,8 @@ Tally reduce_tile(const Wires& wires, int64_t begin, int64_t numel, C multiplier
   }
   return {};
 }
+
+}  // namespace
+}  // namespace fastsync::cpu::FASTSYNC_INSTRUCTIONS
+
+#include "passes/cpu/pop_target.h"

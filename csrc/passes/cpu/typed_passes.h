@@ -1,6 +1,10 @@
-// The passes of pack_unpack.h for one instruction set: they choose types, and call the loops for each tile. any.cpp
-// and avx2.cpp include this file in a namespace each. So it has no #pragma once, and they include what it needs.
+// The passes of pack_unpack.h for one instruction set: they choose types, and call the loops for each tile.
+#pragma once
 
+#include "passes/cpu/instruction_sets.h"
+#include "passes/cpu/loops.h"
+
+namespace fastsync::cpu::FASTSYNC_INSTRUCTIONS {
 namespace {
 
 template <class C>
@@ -64,3 +68,5 @@ void reduce(const ReduceArgs& args, const Scratch& /*scratch*/, void* /*stream*/
     });
   });
 }
+
+}  // namespace fastsync::cpu::FASTSYNC_INSTRUCTIONS

@@ -1,9 +1,28 @@
-// Loads and stores vectors of 32 bytes, for each type. Only loops.h includes this file.
+// Loads and stores vectors of 32 bytes, for each type.
 //
 // Note [Vectors without intrinsics]
 //   Arithmetic is written in vectors of 32 bytes. GCC and clang lower these to what the target has: one AVX2 register,
 //   or two registers of SSE2 or NEON. The namespaces any and avx2 give the same bits, because each lane is rounded as a
 //   single value is. Only conversions from and to 16 bits use intrinsics, all in this file.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "passes/cpu/tiles.h"
+
+#if FASTSYNC_AVX2_LOOPS
+#include <immintrin.h>
+#endif
+
+#include "passes/cpu/push_target.h"
+
+namespace fastsync::cpu::FASTSYNC_INSTRUCTIONS {
+namespace {
 
 template <class T, int bytes = 32>
 struct VectorOf {
@@ -97,3 +116,8 @@ FASTSYNC_INLINE float largest_of(Bits<float> b) {
 FASTSYNC_INLINE double largest_of(Bits<double> b) {
   return std::bit_cast<double>(std::max(std::max<int64_t>(b[0], b[1]), std::max<int64_t>(b[2], b[3])));
 }
+
+}  // namespace
+}  // namespace fastsync::cpu::FASTSYNC_INSTRUCTIONS
+
+#include "passes/cpu/pop_target.h"

@@ -198,14 +198,11 @@ struct Unpack {
   double scale_share;
   C factor = C(1);
 
-  __device__ Unpack with_scale() const {
-    Unpack scaled = *this;
-    scaled.factor = C(1) / scale_or_one<C>(bucket_scale);
-    return scaled;
-  }
+  // The scale is read for each tile, because a second factor would not fit into registers.
+  __device__ const Unpack& with_scale() const { return *this; }
   __device__ Unpack with_factor(const Segment& tile) const {
     Unpack own = *this;
-    own.factor *= weight_or_one<C>(tile.factor());
+    own.factor = C(1) / scale_or_one<C>(bucket_scale) * weight_or_one<C>(tile.factor());
     return own;
   }
 
