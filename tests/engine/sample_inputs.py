@@ -51,8 +51,8 @@ class Bucket:
     """Everything that the operators are given. ``scale_exponent=None`` stands for no bucket scale.
 
     ``pack`` writes the first of ``num_wires``, ``unpack`` and ``reduce`` add all of them up. ``sums`` says which sides
-    of ``reduce`` are of the wire's dtype; "sums" are of the one that is summed in. ``weight`` is pack's, and factors are
-    unpack's.
+    of ``reduce`` are of the wire's dtype; "sums" are of the one that is summed in. ``weight`` is pack's, and factors
+    are unpack's.
     """
 
     gradients: tuple[Gradient, ...]
