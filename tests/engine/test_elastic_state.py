@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -18,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import fastsync
 from fastsync.elastic.elastic import Elastic
 from tests.engine.elastic import Training, as_if_lost
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class Position:
@@ -71,12 +72,13 @@ class Averaged:
         return [each.detach() for each in values], [*counts, int(self.averaged.n_averaged), self.position.read]
 
 
-def average_weights(
-    rank: int, world_size: int, port: int, moment: str, freezes: bool
-) -> tuple[list[Tensor], list[Any]]:
-    """Step 1 fails at a moment: on both ranks, or on rank 1, which then takes over rank 0's state."""
+@on_ranks(2, cases={"moment, freezes": [("on one", False), ("on both", False), ("on one", True)]})
+def test_what_is_given_is_put_back_and_taken_over(
+    rank: int, world_size: int, moment: str, freezes: bool, tmp_path: Path
+) -> None:
+    """As a plain loop has it. Step 1 fails on both ranks, or on rank 1, which then takes over rank 0's state."""
     training = Averaged()
-    sync, store = fastsync.attach(training.model), TCPStore("127.0.0.1", port, is_master=False)
+    sync, store = fastsync.attach(training.model), FileStore(str(tmp_path / f"{moment} {freezes}"), -1)
     state = [training.scheduler, training.scaler, training.averaged, training.position]
     elastic = Elastic(training.model, training.optimizers, sync, state=state, timeout=20, store=store)
     if freezes:
@@ -92,22 +94,15 @@ def average_weights(
             training.position.read.pop()
             training.averaged.n_averaged -= 7
             training.step(step.index)
-    return training.result()
-
-
-@pytest.mark.parametrize(("moment", "freezes"), [("on one", False), ("on both", False), ("on one", True)])
-def test_what_is_given_is_put_back_and_taken_over(store: TCPStore, moment: str, freezes: bool) -> None:
-    """As a plain loop in one process has it."""
     expected = Averaged()
     for index in range(5):
         expected.zero_grad()
-        for rank in range(2):
-            expected.backward(index, rank, 2)
+        for each in range(2):
+            expected.backward(index, each, 2)
         expected.step(index)
-    expected_values, expected_counts = expected.result()
-    for values, counts in run_ranks(average_weights, 2, store.port, moment, freezes):
-        torch.testing.assert_close(values, expected_values, rtol=1e-4, atol=1e-5)
-        assert counts == expected_counts
+    (values, counts), (expected_values, expected_counts) = training.result(), expected.result()
+    torch.testing.assert_close(values, expected_values, rtol=1e-4, atol=1e-5)
+    assert counts == expected_counts
 
 
 def test_the_scalers_other_optimizers_keep_their_stage(alone: Training) -> None:
