@@ -55,13 +55,6 @@ def _launched(rank: int, world_size: int, port: int, **agent: object) -> None:
     os.environ.update({name: str(value) for name, value in settings.items()})
 
 
-@on_ranks(1)
-def test_a_rank_whose_peers_never_come_gives_up_in_time(rank: int, world_size: int) -> None:
-    _launched(0, 2, 0)
-    with pytest.raises(RuntimeError), process_group(timeout=1.0):
-        pass
-
-
 @pytest.mark.parametrize("missing", [[0], [1, 2]], ids=str)
 @on_ranks(3)
 def test_ranks_that_never_come_are_named(rank: int, world_size: int, missing: list[int], port: int) -> None:
