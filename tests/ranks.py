@@ -206,7 +206,9 @@ def renew_group(number: int, shared_memory: bool | None = None) -> None:
 
 
 def close_group() -> None:
-    """Ends the default process group, and what is left of models in it."""
+    """Ends the default process group, if there is one, and what is left of models in it."""
+    if not dist.is_initialized():
+        return
     world = dist.group.WORLD
     dist.destroy_process_group()
     gc.collect()  # DDP is part of reference cycles and holds the group

@@ -31,6 +31,13 @@ def store_port(store: TCPStore) -> int:
 
 
 @pytest.fixture
+def port() -> int:
+    """One that is free."""
+    with socket.create_server(("localhost", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+@pytest.fixture
 def alone(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     """An elastic training of this process alone."""
     monkeypatch.setenv(STORE, f"127.0.0.1:{store.port}")

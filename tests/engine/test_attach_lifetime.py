@@ -230,8 +230,6 @@ def test_a_process_group_that_was_destroyed_is_freed(
     gc.collect()
     dist.destroy_process_group(None if is_default else alive())
     assert_soon_none(alive)
-    if is_default:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @on_ranks(1)

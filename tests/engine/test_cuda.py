@@ -27,7 +27,7 @@ from tests.models import (
     grads_of,
     random_grads,
 )
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.refused import refused
 
 pytestmark = pytest.mark.gpu
@@ -47,12 +47,12 @@ def _grads(rank: int, step: int) -> list[Tensor]:
     return [grad + grad.sign() / 64 for grad in random_grads(rank, step, SHAPES, torch.float32)]
 
 
-def _begin(entry_point: str, wire: str, device: str = "cuda") -> Averaged:
-    return average(entry_point, Given([grad.to(device) for grad in _grads(0, 0)]), wire)
+def _begin(entry_point: str, wire: str) -> Averaged:
+    return average(entry_point, Given([grad.to("cuda") for grad in _grads(0, 0)]), wire)
 
 
-def _step(given: Averaged, grads: list[Tensor], device: str = "cuda") -> list[Tensor]:
-    return [grad for grad in given.step([grad.to(device) for grad in grads]) if grad is not None]
+def _step(given: Averaged, grads: list[Tensor]) -> list[Tensor]:
+    return [grad for grad in given.step([grad.to("cuda") for grad in grads]) if grad is not None]
 
 
 def _assert_averages(given: Averaged, wire: str, rank: int, world_size: int) -> None:
@@ -83,17 +83,14 @@ def _assert_averages(given: Averaged, wire: str, rank: int, world_size: int) -> 
             assert given.handle.piggybacked()["rank"].tolist() == [(world_size - 1) / 2, 1.0]
 
 
-def _averages(rank: int, world_size: int, entry_point: str, device: str) -> None:
-    for wire in WIRE_DTYPES:
-        given = _begin(entry_point, wire, device)
-        _assert_averages(given, wire, rank, world_size)
-        assert len(given.handle.stats().buckets) >= 3
-
-
 @on_one_and_two_ranks
 @each_entry_point
-def test_gradients_are_bitwise_the_reference(entry_point: str, world_size: int) -> None:
-    run_ranks(_averages, world_size, entry_point, "cuda", backend="nccl")
+@on_ranks(backend="nccl")
+def test_gradients_are_bitwise_the_reference(rank: int, world_size: int, entry_point: str) -> None:
+    for wire in WIRE_DTYPES:
+        given = _begin(entry_point, wire)
+        _assert_averages(given, wire, rank, world_size)
+        assert len(given.handle.stats().buckets) >= 3
 
 
 @each_entry_point

@@ -18,7 +18,6 @@ from torch import nn
 
 import fastsync
 from fastsync.distributed import MissingRanksError, dist_mean, dist_sum, group_of_this_rank, process_group
-from tests.ppo.test_launch_torchrun import free_port
 from tests.ranks import on_ranks
 from tests.refused import refused
 
@@ -56,18 +55,6 @@ def _launched(rank: int, world_size: int, port: int, **agent: object) -> None:
     os.environ.update({name: str(value) for name, value in settings.items()})
 
 
-def _for_run_ranks_to_end() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-@on_ranks(1)
-def test_a_rank_whose_peers_never_come_gives_up_in_time(rank: int, world_size: int) -> None:
-    _launched(0, 2, 0)
-    with pytest.raises(RuntimeError), process_group(timeout=1.0):
-        pass
-    _for_run_ranks_to_end()
-
-
 @pytest.mark.parametrize("missing", [[0], [1, 2]], ids=str)
 @on_ranks(3)
 def test_ranks_that_never_come_are_named(rank: int, world_size: int, missing: list[int], port: int) -> None:
@@ -82,12 +69,6 @@ def test_ranks_that_never_come_are_named(rank: int, world_size: int, missing: li
     done.set(f"tried {rank}", "")
     done.wait([f"tried {other}" for other in range(world_size)], timedelta(seconds=60))
     del agent
-    _for_run_ranks_to_end()
-
-
-@pytest.fixture
-def port() -> int:
-    return free_port()
 
 
 @on_ranks(2)
@@ -116,7 +97,7 @@ def test_a_block_after_one_that_an_error_has_left(rank: int, world_size: int, po
         assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=20)
         assert dist_sum(torch.ones(1)).item() == 2
     assert not dist.is_initialized()
-    _for_run_ranks_to_end()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     own = dist.group.WORLD
     with pytest.raises(ArithmeticError), process_group(timeout=30):
         raise ArithmeticError
@@ -166,7 +147,6 @@ def test_two_ranks_and_one_gpu_train_on_the_cpu(rank: int, world_size: int, port
     assert [expected in str(each.message) for each in told] == [True] * (rank == 0)
     assert all("--device cpu" in str(each.message) and "--device cuda" in str(each.message) for each in told)
     assert all(each.filename == __file__ for each in told)
-    _for_run_ranks_to_end()
 
 
 @on_ranks(2)
@@ -181,7 +161,6 @@ def test_what_rank_0_names_is_taken(rank: int, world_size: int, port: int) -> No
                 pass
         with process_group(timeout=30, backend=None if rank else "gloo"):
             assert dist_sum(torch.ones(1)).item() == 2
-    _for_run_ranks_to_end()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import fastsync
 from fastsync.elastic.elastic import JOINS, STORE
 from tests.engine import elastic
 from tests.engine.elastic import NUM_STEPS, Moment, Training, begun, check, end_now, go_on
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 @pytest.mark.sampled(4)
@@ -73,8 +74,9 @@ def test_a_new_rank_joins_a_training_that_was_resumed(store: TCPStore, tmp_path:
     assert list(changes[-1][1]) == [0, 1, 2]
 
 
-def join_with_another_model(rank: int, world_size: int, port: int) -> list[int] | str:
-    os.environ[STORE] = f"127.0.0.1:{port}"
+@on_ranks(3)
+def test_a_new_rank_with_another_model_ends_alone(rank: int, world_size: int, store_port: int) -> None:
+    os.environ[STORE] = f"127.0.0.1:{store_port}"
     is_new = rank == 2
     if is_new:
         os.environ[JOINS] = "1"
@@ -86,21 +88,14 @@ def join_with_another_model(rank: int, world_size: int, port: int) -> list[int] 
         group = dist.new_group([2], use_local_synchronization=True)
         training.sync = fastsync.attach(training.model, bucket_cap_mb=0.0003, process_group=group)
     elastic = training.elastic()
-    try:
+    refusal = pytest.raises(ValueError, match="the ranks do not agree on what to synchronise: rank 0, 1: ")
+    with refusal if is_new else nullcontext():
         for step in elastic.steps(NUM_STEPS):
             with step:
                 training.step(step.index)
                 while rank == 0 and step.index == 0 and not elastic._step.wants_change:
                     time.sleep(0.01)
-    except ValueError as error:
-        return str(error)
-    return elastic.members
-
-
-def test_a_new_rank_with_another_model_ends_alone(store: TCPStore) -> None:
-    ran = run_ranks(join_with_another_model, 3, store.port)
-    assert ran[:2] == [[0, 1], [0, 1]]
-    assert "the ranks do not agree on what to synchronise: rank 0, 1: " in ran[2]
+    assert is_new or elastic.members == [0, 1]
 
 
 def train_apart(rank: int, world_size: int, port: int) -> tuple[list[int], Tensor]:
@@ -123,9 +118,10 @@ def test_groups_of_ranks_train_apart(store: TCPStore) -> None:
     assert not torch.equal(first[1], third[1])
 
 
-def die_before_a_child(rank: int, world_size: int, port: int) -> list[int]:
-    """Rank 1 dies. A child that it has forked, as a DataLoader forks workers, lives on, with all its descriptors."""
-    training, elastic = begun(port, timeout=600)
+@on_ranks(3, lost=[1], timeout=25)
+def test_a_death_is_known_although_a_child_lives_on(rank: int, world_size: int, store_port: int) -> None:
+    """A child that was forked, as a DataLoader forks workers, has all descriptors. The time-out is ten minutes."""
+    training, elastic = begun(store_port, timeout=600)
     for step in elastic.steps(NUM_STEPS):
         with step:
             if (rank, step.index) == (1, 3):
@@ -134,10 +130,4 @@ def die_before_a_child(rank: int, world_size: int, port: int) -> list[int]:
                     os._exit(0)
                 end_now()
             training.step(step.index)
-    return elastic.members
-
-
-def test_a_death_is_known_although_a_child_lives_on(store: TCPStore) -> None:
-    """Long before the time-out, which is ten minutes."""
-    ran = run_ranks(die_before_a_child, 3, store.port, lost=[1], timeout=25)
-    assert ran[0] == ran[2] == [0, 2]
+    assert elastic.members == [0, 2]

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 import fastsync
 from fastsync.elastic.elastic import Elastic
-from tests.engine.elastic import Training, as_if_lost
-from tests.ranks import run_ranks
+from tests.engine.elastic import Alone, Training, as_if_lost, fail_once
+from tests.ranks import on_ranks
 
 
 class Position:
@@ -71,12 +75,13 @@ class Averaged:
         return [each.detach() for each in values], [*counts, int(self.averaged.n_averaged), self.position.read]
 
 
-def average_weights(
-    rank: int, world_size: int, port: int, moment: str, freezes: bool
-) -> tuple[list[Tensor], list[Any]]:
-    """Step 1 fails at a moment: on both ranks, or on rank 1, which then takes over rank 0's state."""
+@on_ranks(2, cases={"moment, freezes": [("on one", False), ("on both", False), ("on one", True)]})
+def test_what_is_given_is_put_back_and_taken_over(
+    rank: int, world_size: int, moment: str, freezes: bool, tmp_path: Path
+) -> None:
+    """As a plain loop has it. Step 1 fails on both ranks, or on rank 1, which then takes over rank 0's state."""
     training = Averaged()
-    sync, store = fastsync.attach(training.model), TCPStore("127.0.0.1", port, is_master=False)
+    sync, store = fastsync.attach(training.model), FileStore(str(tmp_path / f"{moment} {freezes}"), -1)
     state = [training.scheduler, training.scaler, training.averaged, training.position]
     elastic = Elastic(training.model, training.optimizers, sync, state=state, timeout=20, store=store)
     if freezes:
@@ -92,22 +97,15 @@ def average_weights(
             training.position.read.pop()
             training.averaged.n_averaged -= 7
             training.step(step.index)
-    return training.result()
-
-
-@pytest.mark.parametrize(("moment", "freezes"), [("on one", False), ("on both", False), ("on one", True)])
-def test_what_is_given_is_put_back_and_taken_over(store: TCPStore, moment: str, freezes: bool) -> None:
-    """As a plain loop in one process has it."""
     expected = Averaged()
     for index in range(5):
         expected.zero_grad()
-        for rank in range(2):
-            expected.backward(index, rank, 2)
+        for each in range(2):
+            expected.backward(index, each, 2)
         expected.step(index)
-    expected_values, expected_counts = expected.result()
-    for values, counts in run_ranks(average_weights, 2, store.port, moment, freezes):
-        torch.testing.assert_close(values, expected_values, rtol=1e-4, atol=1e-5)
-        assert counts == expected_counts
+    (values, counts), (expected_values, expected_counts) = training.result(), expected.result()
+    torch.testing.assert_close(values, expected_values, rtol=1e-4, atol=1e-5)
+    assert counts == expected_counts
 
 
 def test_the_scalers_other_optimizers_keep_their_stage(alone: Training) -> None:
@@ -149,65 +147,6 @@ def test_what_a_step_changes_is_put_back(alone: Training, num_drawn: int) -> Non
         buffers.reverse()
 
 
-def test_a_buffer_that_a_failed_step_made_is_gone(alone: Training) -> None:
-    alone.model.register_buffer("cache", None)
-    steps = alone.elastic().steps(1)
-    with next(steps):
-        alone.model.cache = torch.ones(2)
-        raise as_if_lost()
-    next(steps)
-    assert alone.model.cache is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "place"), [("nested", "in the block"), ("cycle", "before it"), ("tensors", "in the block")]
-)
-def test_a_schedule_that_steps_first_is_put_back(alone: Training, kind: str, place: str) -> None:
-    """Learning rates, momenta, and schedulers' own state are those of as many steps without a loss."""
-
-    def made() -> tuple[Optimizer, LRScheduler]:
-        lr = torch.tensor(0.5) if kind == "tensors" else 0.5
-        optimizer = torch.optim.AdamW(alone.model.parameters(), lr=lr)
-        if kind == "cycle":
-            return optimizer, lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9)
-        parts = [lr_scheduler.ExponentialLR(optimizer, 0.5), lr_scheduler.StepLR(optimizer, 2, 0.25)]
-        return optimizer, lr_scheduler.SequentialLR(optimizer, parts, [2]) if kind == "nested" else parts[0]
-
-    optimizer, schedule = made()
-    expected_optimizer, expected = made()
-    elastic = Elastic(alone.model, optimizer, alone.sync, state=[schedule])
-    for run, step in enumerate(elastic.steps(5)):
-        if place == "before it":
-            schedule.step()
-        with step:
-            if place == "in the block":
-                schedule.step()
-            sum(each.sum() for each in alone.model.parameters()).backward()
-            if run in (1, 2, 4):
-                raise as_if_lost()
-            optimizer.step()
-    for _ in range(5):
-        expected.step()
-
-    def settings(optimizer: Optimizer) -> list[Any]:
-        return [optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")]
-
-    assert settings(optimizer) == settings(expected_optimizer)
-    assert schedule.get_last_lr() == expected.get_last_lr()
-    assert schedule.last_epoch == expected.last_epoch == 5
-
-
-def test_a_buffer_made_under_inference_mode_is_put_back(alone: Training) -> None:
-    with torch.inference_mode():
-        alone.model.register_buffer("cache", torch.zeros(2))
-    for run, step in enumerate(alone.elastic().steps(1)):
-        with step:
-            alone.model.cache += 1
-            if run == 0:
-                raise as_if_lost()
-    assert alone.model.cache.tolist() == [1.0, 1.0]
-
-
 def test_a_change_between_two_steps_keeps_gradients(alone: Training) -> None:
     elastic = alone.elastic()
     steps = elastic.steps(3)
@@ -217,45 +156,89 @@ def test_a_change_between_two_steps_keeps_gradients(alone: Training) -> None:
     assert alone.model[0].weight.grad is not None
 
 
-@pytest.mark.parametrize("steps_first", [False, True], ids=["before its step", "after its step"])
-def test_a_scaler_takes_the_gradients_of_the_next_run(alone: Training, steps_first: bool) -> None:
-    """Although it has unscaled those of the run that has failed, or stepped with them."""
+def test_a_scaler_takes_the_gradients_after_a_step_that_has_failed_late(alone: Training) -> None:
+    """Although it has stepped with those of before."""
     scaler = GradScaler("cpu", init_scale=16.0)
-    num_runs = 0
-    for step in alone.elastic(scaler).steps(3):
-        num_runs += 1
-        with contextlib.ExitStack() as stack:
-            if steps_first and num_runs == 2:
-                stack.enter_context(pytest.warns(UserWarning))
-            with step:
-                alone.optimizer.zero_grad()
-                scaler.scale(alone.model(torch.ones(4, 6)).square().sum()).backward()
-                scaler.unscale_(alone.optimizer)
-                if num_runs == 2 and steps_first:
-                    scaler.step(alone.optimizer)
-                if num_runs == 2:
-                    raise as_if_lost()
-                scaler.step(alone.optimizer)
-                scaler.update()
-    assert num_runs == (3 if steps_first else 4)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_step_that_runs_again_has_the_scale_of_one(alone: Training, fails: bool) -> None:
-    """A fused optimizer keeps a scaler's attributes if its step fails, and the next step would multiply by them."""
-    optimizer, scaler = torch.optim.AdamW(alone.model.parameters(), fused=True), GradScaler("cpu", init_scale=4.0)
-    scales: list[float] = []
-
-    def look(optimizer: Any, *_: object) -> None:
-        scales.append(optimizer.grad_scale.item())
-        if fails and len(scales) == 2:
-            raise as_if_lost()
-
-    elastic = Elastic(alone.model, optimizer, alone.sync, state=[scaler])
-    optimizer.register_step_pre_hook(look)
-    for step in elastic.steps(3):
-        with step:
-            scaler.scale(sum(each.sum() for each in alone.model.parameters())).backward()
-            scaler.step(optimizer)
+    for num_runs, step in enumerate(alone.elastic(scaler).steps(3), 1):
+        with pytest.warns(UserWarning) if num_runs == 2 else nullcontext(), step:
+            alone.optimizer.zero_grad()
+            scaler.scale(alone.model(torch.ones(4, 6)).square().sum()).backward()
+            scaler.step(alone.optimizer)
+            if num_runs == 2:
+                raise as_if_lost()
             scaler.update()
-    assert scales == [4.0] * (4 if fails else 3)
+    assert num_runs == 3
+
+
+class Drawn:
+    """An optimizer, a schedule and perhaps a scaler, drawn from a seed, and the steps of a training with them."""
+
+    def __init__(self, training: Alone, draw: random.Random) -> None:
+        self.training, self.model = training, training.model
+        made: list[Callable[..., Optimizer]] = [
+            partial(torch.optim.AdamW, lr=0.5, fused=True),
+            partial(torch.optim.AdamW, lr=torch.tensor(0.5)),
+            partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        ]
+        training.optimizer = self.optimizer = draw.choice(made)(self.model.parameters())  # type: ignore[assignment]
+        self.schedule = self.made_schedule(draw.choice(["cycle", "nested", "steps"]))
+        self.place = draw.choice(["before the block", "in it", "at its end"])
+        self.scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2, enabled=draw.random() < 0.6)
+        self.unscales = draw.random() < 0.5
+        self.model.register_buffer("left", None)
+        with torch.inference_mode(isinstance(training, Training)):  # of which an Elastic makes plain ones
+            self.model.register_buffer("cache", torch.zeros(2))
+
+    def made_schedule(self, kind: str) -> LRScheduler:
+        if kind == "cycle":
+            return lr_scheduler.OneCycleLR(self.optimizer, 1.0, total_steps=20)
+        parts = [lr_scheduler.ExponentialLR(self.optimizer, 0.5), lr_scheduler.StepLR(self.optimizer, 2, 0.25)]
+        return lr_scheduler.SequentialLR(self.optimizer, parts, [2]) if kind == "nested" else parts[0]
+
+    def step(self, index: int, block: Any, fails: str = "") -> None:
+        if self.place == "before the block":
+            self.schedule.step()
+        with block:
+            if self.place == "in it":
+                self.schedule.step()
+            self.model.cache += 1
+            if fails:
+                self.model.left = torch.ones(2)
+            self.training.backward(index, lambda loss: self.scaler.scale(loss).backward())
+            if fails == "after backward":
+                raise as_if_lost()
+            if self.unscales:
+                self.scaler.unscale_(self.optimizer)
+            if fails == "unscaled":
+                raise as_if_lost()
+            if fails == "in the step":
+                self.optimizer.register_step_pre_hook(fail_once())
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            if self.place == "at its end":
+                self.schedule.step()
+
+    def result(self) -> list[Any]:
+        group, rates = self.optimizer.param_groups[0], self.schedule.get_last_lr()
+        settings = [group["lr"], *group.get("betas", ()), group.get("momentum", 0.0), *rates, self.schedule.last_epoch]
+        scales = [self.scaler.get_scale(), self.scaler._get_growth_tracker()]
+        return [*self.training.result(), *map(float, settings), *scales]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_steps_that_run_again_leave_what_steps_without_a_loss_leave(alone: Training, seed: int) -> None:
+    """Weights, moments, learning rates, scales, buffers and random numbers are those of a plain loop."""
+    expected = Drawn(Alone(0), random.Random(seed))
+    for index in range(6):
+        expected.step(index, nullcontext())
+    expected_result = expected.result()
+    torch.manual_seed(100)
+    drawn, failures = Drawn(alone, random.Random(seed)), random.Random(seed)
+    elastic = Elastic(alone.model, drawn.optimizer, alone.sync, state=[drawn.schedule, drawn.scaler])
+    fails = ""
+    for step in elastic.steps(6):
+        may_fail = not fails and failures.random() < 0.5  # for more than some failures in a row leave the block
+        fails = failures.choice(["after backward", "unscaled", "in the step"]) if may_fail else ""
+        drawn.step(step.index, step, fails)
+    assert drawn.model.left is None
+    torch.testing.assert_close(drawn.result(), expected_result, rtol=0, atol=0)

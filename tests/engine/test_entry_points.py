@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -96,66 +95,6 @@ def test_training_is_as_with_ddp(rank: int, world_size: int, entry_point: str) -
     if entry_point != "all_reduce":
         assert len(ours.handle.stats().buckets) >= 3
         assert ours.handle.stats().num_steps == 6
-
-
-class TiedTransformer(nn.Module):
-    """A language model of one transformer block, whose output layer shares the embedding's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(17, 16)
-        self.block = nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(16, 17, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        tokens = inputs[:, :8].abs().mul(5).long().clamp(max=16)
-        return self.head(self.block(self.embedding(tokens)))
-
-
-class Branches(nn.Module):
-    """Takes one of two branches by step, and never a third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(32, 8) for _ in range(3))
-        self.step = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.step += 1
-        return self.branches[self.step % 2](inputs)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": Mlp,
-    "transformer with a shared weight": TiedTransformer,
-    "unused branches": Branches,
-}
-
-
-@on_ranks(3, cases={"entry_point": ["hook", "attach", "all_reduce", "sharded"], "name": MODELS})
-def test_ranks_have_the_gradients_of_one_process(rank: int, world_size: int, entry_point: str, name: str) -> None:
-    torch.manual_seed(3)
-    alone = MODELS[name]().double()
-    options = {"find_unused_parameters": name == "unused branches"} if entry_point == "hook" else {}
-    ours = average(entry_point, copy.deepcopy(alone), **options)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.02, momentum=0.9) for each in (alone, ours.model)]
-    for step in range(4):
-        samples = [batch(other, step, dtype=torch.float64) for other in range(world_size)]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        alone(torch.cat(samples)).square().mean().backward()
-        ours.backward(ours.model(samples[rank]).square().mean())
-        for optimizer in optimizers:
-            optimizer.step()
-        averaged = ours.grads()
-        for (parameter, theirs), mine in zip(alone.named_parameters(), averaged, strict=True):
-            assert (mine is None) == (theirs.grad is None), f"step {step}: {parameter}"
-            if mine is not None:
-                torch.testing.assert_close(mine, theirs.grad, rtol=1e-9, atol=1e-12)
-        assert_same_on_all_ranks(_there(averaged))
-    for mine, theirs in zip(ours.model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine), theirs, rtol=1e-9, atol=1e-12)
 
 
 @on_ranks(4, cases={"entry_point": ALL})

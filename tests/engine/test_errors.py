@@ -7,13 +7,11 @@ import pickle
 import signal
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore
 
 import fastsync
 from fastsync.distributed import every_rank_calls, gloo_group
@@ -21,7 +19,7 @@ from fastsync.elastic.elastic import STORE, Elastic, RankLostError
 from fastsync.elastic.membership import TooFewRanksError
 from fastsync.errors import SyncError
 from fastsync.ppo.exchange import Exchange, MissingRankError
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize("kind", [SyncError, RankLostError, TooFewRanksError, MissingRankError])
@@ -37,12 +35,13 @@ def test_the_rank_is_that_of_an_error_about_one(ranks: tuple[int, ...], rank: in
     assert SyncError("fastsync: lost", ranks=ranks).rank == rank
 
 
-def lose_rank_1(rank: int, world_size: int, port: int) -> tuple[Any, ...]:
-    os.environ[STORE] = f"127.0.0.1:{port}"
+@on_ranks(2, lost=[1])
+def test_too_few_ranks(rank: int, world_size: int, store_port: int) -> None:
+    os.environ[STORE] = f"127.0.0.1:{store_port}"
     model = nn.Linear(2, 1)
     sync, optimizer = fastsync.attach(model), torch.optim.SGD(model.parameters(), lr=0.1)
     elastic = Elastic(model, optimizer, sync, timeout=3, min_ranks=2)
-    try:
+    with pytest.raises(TooFewRanksError) as raised:  # noqa: PT012
         for step in elastic.steps(5):
             with step:
                 if (rank, step.index) == (1, 3):
@@ -50,17 +49,13 @@ def lose_rank_1(rank: int, world_size: int, port: int) -> tuple[Any, ...]:
                 optimizer.zero_grad()
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
-    except TooFewRanksError as error:
-        return error.ranks, error.rank, error.step, error.reason
-    return ()
-
-
-def test_too_few_ranks(store: TCPStore) -> None:
-    told, _ = run_ranks(lose_rank_1, 2, store.port, lost=(1,))
+    error = raised.value
+    told = error.ranks, error.rank, error.step, error.reason
     assert told == ((0,), 0, 3, "1 of ranks [0, 1] are left, and min_ranks=2")
 
 
-def gather_without_rank_1(rank: int, world_size: int) -> tuple[Any, ...]:
+@on_ranks(2, lost=[1])
+def test_a_rank_that_does_not_answer(rank: int, world_size: int) -> None:
     exchange = Exchange(torch.device("cpu"))
     exchange.all_gather([1.0])
     if rank == 1:
@@ -70,11 +65,7 @@ def gather_without_rank_1(rank: int, world_size: int) -> tuple[Any, ...]:
         exchange.all_gather([1.0])
     error = raised.value
     assert str(error).startswith(f"fastsync train: {error.reason} (")
-    return error.ranks, error.rank, error.reason
-
-
-def test_a_rank_that_does_not_answer() -> None:
-    told, _ = run_ranks(gather_without_rank_1, 2, lost=(1,))
+    told = error.ranks, error.rank, error.reason
     assert told == ((1,), 1, "rank 0 of 2 waited for the others in vain, and ranks [1] do not answer")
 
 

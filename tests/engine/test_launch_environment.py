@@ -22,7 +22,6 @@ import torch.distributed as dist
 from fastsync import cli
 from fastsync.distributed import _backend_for, dist_sum, process_group
 from fastsync.launch.environment import Rank, first_host, this_rank
-from tests.ppo.test_launch_torchrun import free_port
 from tests.ranks import on_ranks
 from tests.refused import refused
 
@@ -167,12 +166,6 @@ def test_ranks_meet_by_the_variables_of_a_launcher(rank: int, world_size: int, l
             assert dist_sum(torch.ones(1)).item() == 2
             assert (os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]) == (str(rank), "localhost")
         assert "RANK" not in os.environ
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for on_ranks to end
-
-
-@pytest.fixture
-def port() -> int:
-    return free_port()
 
 
 @on_ranks(1)
@@ -182,7 +175,6 @@ def test_a_rank_whose_peers_do_not_come_says_by_whose_variables_it_waits(rank: i
     message = rf"^rank 0 of 2, by the variables of Slurm, did not meet the others at localhost:{port} within 1 s: .*"
     with pytest.raises(RuntimeError, match=message), process_group(timeout=1.0):
         pass
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,8 @@ def test_ranks_do_not_wait_for_the_time_out_after_what_one_did_alone(shared_memo
                 assert told[3].endswith(f"What it did and they did not: {case.why}"), (name, text)
             elif shared_memory:
                 assert told[3].startswith(case.error or "rank 1 has failed"), (name, text)
-            assert re.search(rf"rank 1( \(global \d+\))?: agreeing before .*, because {case.why}", text), (name, text)
+            where = rf"rank 1( \(global \d+\))?: agreeing before .*, because {re.escape(case.why)}"
+            assert re.search(where, text), (name, text)
             assert ON_EVERY_RANK in text, (name, text)  # more follows if another rank has ended its sync by then
 
 
