@@ -432,7 +432,7 @@ magnitudes_over_time = st.lists(
 @in_either_order
 @given(magnitudes=magnitudes_over_time, exponent=st.integers(-118, 118))
 @example(magnitudes=[1.0] * 15 + [1e6] + [0.0] * 60 + [1e-30] * 200, exponent=0)
-@random_examples
+@settings(random_examples, max_examples=30)
 def test_bucket_scale_follows_the_reference(device: str, magnitudes: list[float], exponent: int) -> None:
     scale = torch.tensor(2.0**exponent, device=device)
     expected = scale.item()

@@ -378,7 +378,7 @@ def opens_as_another_user(folder: str) -> bool:
 
 def _others_try_while_it_is_shared(rank: int, world_size: int) -> tuple[bool, bool]:
     """Whether somebody of the same user, and of another one, can open the memory that rank 0 has made."""
-    parameters, sync = engine_of([5_000], group=dist.new_group(timeout=TIMEOUT))
+    parameters, sync = engine_of([5_000], group=dist.new_group(timeout=TIMEOUT / 2))
     set_grads(parameters, float(rank))
     if rank == 1:
         end_at(OPENS_MEMORY, signal.SIGSTOP)
