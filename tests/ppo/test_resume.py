@@ -158,7 +158,7 @@ def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch
     parts = ("policy", "optimizer", "scaler", "sync", "learning_rate", "outer")
     ppo: Any = SimpleNamespace(**{name: OnGpu() for name in parts}, reward_normalizer=None, step=1, update=1)
     ppo.streams = [SimpleNamespace(num_draws=1)]
-    ppo.exchange = SimpleNamespace(gather_objects=lambda mine: [gathered.append(mine)])
+    ppo.exchange = SimpleNamespace(gather_objects=lambda mine: gathered.append(mine) or [mine])
     space = spaces.Discrete(2)
     environments: Any = SimpleNamespace(state=dict, single_observation_space=space, single_action_space=space)
     nothing: Any = None
