@@ -32,11 +32,6 @@ def check_attached(sync: object) -> None:
         raise ValueError(
             f"sync: expected a handle of attach(op='mean'), because ranks keep means of the gradients, got {sync._op!r}"
         )
-    if sync._micro_batches is not None:
-        raise ValueError(
-            "sync: attach(micro_batches=) gives the same bits on any number of ranks, and the norm over shards would "
-            f"not. {WAY_OUT}"
-        )
     sync._engine.end_interrupted()
     if num_steps := sync._engine.num_steps():
         raise ValueError(

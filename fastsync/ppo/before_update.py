@@ -18,7 +18,7 @@ class Before:
         self._tensors = {name: tensor.detach().clone() for name, tensor in self._named_tensors()}
         self._states = copy.deepcopy([part.state_dict() for part in self._parts()])
         self._rate = copy.deepcopy(ppo.learning_rate.state_dict())
-        self._numbers = ppo.step, ppo.update, ppo.streams.num_draws
+        self._numbers = ppo.step, ppo.update, ppo.streams[0].num_draws
         self._world_size = ppo.exchange.world_size
         self._random = torch.get_rng_state()
 
@@ -45,5 +45,5 @@ class Before:
         for part, state in zip(self._parts(), states, strict=True):
             part.load_state_dict(state)
         ppo.learning_rate.put_back(self._rate)
-        ppo.step, ppo.update, ppo.streams.num_draws = self._numbers
+        ppo.step, ppo.update, ppo.streams[0].num_draws = self._numbers
         torch.set_rng_state(self._random)

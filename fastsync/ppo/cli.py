@@ -96,8 +96,11 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str] | None) ->
     finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     for option in ("--config", "--nproc", "--nodes"):
         finder.add_argument(option)
+    finder.add_argument("--micro-batches", "--micro_batches")
     found = finder.parse_known_args(words)[0]
     num_ranks = _product(found.nodes, found.nproc) if starts_ranks else this_rank().world_size
+    if found.micro_batches not in (None, "None"):  # counts are those of all ranks
+        num_ranks = 1
     file_options = [] if found.config is None else file_words(found.config, num_ranks)
     # The last value of an option wins.
     words = [*understood(prog, file_options, elsewhere), *words]
@@ -214,7 +217,9 @@ def check_environment(settings: Settings) -> tuple[Space[Any], Space[Any]]:
     """
     check_wandb(settings.wandb_project)
     resolve(settings)
-    rows_per_pass = settings.num_envs * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
+    rows_per_pass = (
+        settings.envs_together * settings.num_steps // (settings.num_minibatches * settings.num_micro_batches)
+    )
     with kept_folder(), make_one(settings) as environments:
         if settings.eval_interval:
             Evaluator(settings, environments).check()
@@ -262,6 +267,7 @@ def launch(options: Launch, work: Callable[[Settings], str | None] = train_rank)
         settings = replace(settings, run_name=default_run_name(settings, time.time()))
     if options.launcher == "torchrun":
         check_device(settings, options.nproc)
+    settings.parts_of(0, options.nproc)  # raises an error if some ranks would have none
     check_run(settings, options.nproc, check_environment(settings))
     say_which_settings("fastsync train", options.config, settings)
     if options.max_restarts and settings.resume is None:

@@ -152,7 +152,7 @@ class Evaluator:
     """Evaluates the policy on the way. The episodes are spread over the ranks, and are the same each time.
 
     Args:
-        settings: eval_env, eval_episodes, env, env_kwargs and seed are used.
+        settings: eval_env, eval_episodes, env, env_kwargs, seed and micro_batches are used.
         training: environments of the training, whose spaces those of the evaluations must have.
     """
 
@@ -162,6 +162,7 @@ class Evaluator:
         self._spaces = training.single_observation_space, training.single_action_space
         self._critic_keys = settings.critic_keys
         self._indices = [UNSEEN + number for number in range(settings.eval_episodes)]
+        self._is_one_by_one = settings.micro_batches is not None  # what a policy rounds may depend on its other rows
 
     def check(self) -> None:
         """Checks that the environment exists, has the spaces of the training's, and suits a training.
@@ -189,11 +190,13 @@ class Evaluator:
         """
         numbers, together = list[float](), _Together(exchange, stop_requested)
         mine = self._indices[exchange.rank :: exchange.world_size]
-        if mine:
-            device = next(policy.parameters()).device
-            with _kept(policy), self._make(mine, device) as environments:
-                for number, value, length, _ in play(policy, environments, len(mine), goes_on=together.go_on):
-                    numbers += [mine[number - environments.first_index], value, length]
+        device = next(policy.parameters()).device
+        for indices in [[each] for each in mine] if self._is_one_by_one else [mine] if mine else []:
+            if together.are_stopped:
+                break
+            with _kept(policy), self._make(indices, device) as environments:
+                for number, value, length, _ in play(policy, environments, len(indices), goes_on=together.go_on):
+                    numbers += [indices[number - environments.first_index], value, length]
         if not together.wait_for_all():
             return None
         gathered = [number for ranks_numbers in exchange.all_gather(numbers) for number in ranks_numbers]
@@ -228,18 +231,18 @@ class _Together:
 
     def __init__(self, exchange: Exchange, stop_requested: Callable[[], bool]) -> None:
         self._exchange, self._stop_requested = exchange, stop_requested
-        self._are_done = self._are_stopped = False
+        self._are_done = self.are_stopped = False
 
     def go_on(self, *, is_done: bool = False) -> bool:
         """Whether no rank was asked to stop. Every rank calls it until all are done or one of them has been asked."""
         answers = self._exchange.all_gather([is_done, self._stop_requested()])
         self._are_done = all(done for done, _ in answers)
-        self._are_stopped = any(asked for _, asked in answers)
-        return not self._are_stopped
+        self.are_stopped = any(asked for _, asked in answers)
+        return not self.are_stopped
 
     def wait_for_all(self) -> bool:
         """Waits until all ranks are done. Returns False if one was asked to stop before that."""
-        while not (self._are_done or self._are_stopped):
+        while not (self._are_done or self.are_stopped):
             self.go_on(is_done=True)
         return self._are_done
 

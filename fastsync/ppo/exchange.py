@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..distributed import Heartbeats, dist_sum, resolve_group
 from ..errors import SyncError
+from ..sync.micro_batches import block_of
 from ..sync.sync_weights import broadcast_named
 from .stopwatch import Stopwatch
 
@@ -30,14 +31,15 @@ class Exchange:
 
     Args:
         device: the device of tensors in the group's collectives.
+        micro_batches: into how many parts the environments of all ranks are dealt; None for one part a rank.
         names_missing: an error says which ranks do not answer. That takes seconds.
 
     Attributes:
         waiting: measures the time in ``sum``.
     """
 
-    def __init__(self, device: torch.device, *, names_missing: bool = True) -> None:
-        self._device, self._names_missing = device, names_missing
+    def __init__(self, device: torch.device, micro_batches: int | None = None, *, names_missing: bool = True) -> None:
+        self._device, self._micro_batches, self._names_missing = device, micro_batches, names_missing
         self.waiting = Stopwatch(device)
         self.use_group(resolve_group(None))
 
@@ -67,6 +69,31 @@ class Exchange:
             if self.world_size == 1 or self._device.type != "cpu":
                 return dist_sum(values, process_group=self.group)
             return reduce(torch.add, self._gather(values.detach().contiguous()))
+
+    def sum_parts(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the sum over the parts of all ranks, of one shape and dtype.
+
+        With micro-batches all bits are the same on any number of ranks.
+        """
+        if self._micro_batches is None:
+            return self.sum(parts[0])
+        return self._by_index(parts).sum(0)
+
+    def mean_parts(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the mean over the parts of all ranks, if there are micro-batches; else this rank's own one."""
+        if self._micro_batches is None:
+            return parts[0]
+        return self._by_index(parts).mean(0)
+
+    def _by_index(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the tensors of all micro-batches, one row for each, in their order."""
+        assert self._micro_batches is not None
+        rows = torch.zeros(self._micro_batches, *parts[0].shape, dtype=parts[0].dtype, device=parts[0].device)
+        block = block_of(self.rank, self.world_size, self._micro_batches)
+        rows[block.start : block.stop] = torch.stack([*parts])
+        return (
+            self.sum(rows) + 0.0
+        )  # a row comes from one rank, so nothing is rounded; and -0 becomes 0 on one rank, too
 
     def broadcast(self, named: Mapping[str, Tensor]) -> None:
         """Gives tensors of all ranks the values of the first rank."""

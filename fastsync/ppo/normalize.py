@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 Sums = Callable[[Tensor, Tensor], Tensor]
-Moments = Callable[[Tensor, Tensor], Tensor]
+Moments = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 LIMIT = 10.0
 """Normalised observations and rewards are clipped to [-10, 10], as usual (Andrychowicz et al., ICLR 2021, B.6)."""
@@ -87,23 +87,23 @@ class ObservationNormalizer(RunningMoments):
         return torch.cat([normalized, others], dim=-1) if others.shape[-1] else normalized
 
     @torch.no_grad()
-    def learn(self, observations: Tensor, valid: Tensor, moments_over_ranks: Moments) -> None:
+    def learn(self, observations: Sequence[Tensor], valid: Sequence[Tensor], moments_over_ranks: Moments) -> None:
         """Adds the valid rows of all ranks. Every rank must call it.
 
         Args:
-            observations: [T, N, D].
-            valid: [T, N] bool.
-            moments_over_ranks: returns the sum of ``moments`` over all ranks.
+            observations: of each of this rank's rollouts, [T, N, D].
+            valid: the same, [T, N] bool.
+            moments_over_ranks: returns the sum of ``moments`` over all rollouts of all ranks.
         """
-        observations = observations[..., : len(self.mean)]
-        if observations.dtype != torch.float64:
+        observations = [each[..., : len(self.mean)] for each in observations]
+        if observations[0].dtype != torch.float64:
             self.update(moments_over_ranks(observations, valid))
             return
         # Squares of numbers far from zero lose their differences even in fp64. So the mean is subtracted first.
         origin = self.mean.clone()
         if self.count == 0:
             _, origin, _ = mean_and_variance(moments_over_ranks(observations, valid))
-        self.update(moments_over_ranks(observations - origin, valid), origin)
+        self.update(moments_over_ranks([each - origin for each in observations], valid), origin)
 
 
 class RewardNormalizer(RunningMoments):
@@ -113,26 +113,26 @@ class RewardNormalizer(RunningMoments):
     "Implementation Matters in Deep RL", ICLR 2020, B).
     """
 
-    def __init__(self, gamma: float, num_envs: int, dtype: torch.dtype) -> None:
+    def __init__(self, gamma: float, shape: tuple[int, int], dtype: torch.dtype) -> None:
         super().__init__(1)
         self._gamma = gamma
-        self.register_buffer("carried", torch.zeros(num_envs, dtype=dtype, device="cpu"), persistent=False)
+        self.register_buffer("carried", torch.zeros(shape, dtype=dtype, device="cpu"), persistent=False)
 
     carried: Tensor
-    """[N]: R of the previous step; 0 at the beginning of an episode."""
+    """[rollouts, N]: R of the previous step; 0 at the beginning of an episode."""
 
     def forward(self, rewards: Tensor) -> Tensor:
         deviation = (self.variance + 1e-8).sqrt().to(rewards.dtype)
         return (rewards / deviation).clamp(-LIMIT, LIMIT)
 
-    def discounted_returns(self, rewards: Tensor, done: Tensor, discounted_sums: Sums) -> Tensor:
-        """Returns R at each step [T, N], from rewards [T, N] and ends of episodes [T, N]. Rollouts must come in order.
+    def discounted_returns(self, rewards: Tensor, done: Tensor, discounted_sums: Sums, rollout: int) -> Tensor:
+        """Returns R at each step [T, N], from rewards [T, N] and ends of episodes [T, N] of one of a rank's rollouts.
 
         ``discounted_sums`` of ppo.py sums over later rows, so the rows are reversed here.
         """
         goes_on = (~done).to(rewards.dtype)
-        summands = torch.cat([torch.add(rewards[:1], self.carried, alpha=self._gamma), rewards[1:]])
+        summands = torch.cat([torch.add(rewards[:1], self.carried[rollout], alpha=self._gamma), rewards[1:]])
         decays = torch.cat([torch.zeros_like(summands[:1]), self._gamma * goes_on[:-1]])
         returns = discounted_sums(summands.flip(0), decays.flip(0)).flip(0)
-        self.carried.copy_(returns[-1] * goes_on[-1])
+        self.carried[rollout].copy_(returns[-1] * goes_on[-1])
         return returns

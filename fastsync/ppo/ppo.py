@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +35,7 @@ from .names import check_not_importing, resolve
 from .normalize import RewardNormalizer, explained_variance, moments
 from .policies import ActorCritic, Policy, autocast, explain_batch_norm, in_eval_mode, make_policy, own_buffers
 from .random_streams import RandomStreams
-from .runs.metrics import TrainResult, add_infos, mean, mean_of_steps
+from .runs.metrics import TrainResult, add_infos, mean, mean_of_steps, table_of_steps
 from .session import open_session
 from .settings import FLAG_OF_BEFORE, RunSettings, own_first
 
@@ -100,19 +101,27 @@ class Settings(RunSettings):
         self._check("must not be negative", lambda value: value >= 0, "ent_coef", "vf_coef", "warmup_updates")
         self._check("must lie in [0, 1]", lambda value: 0 <= value <= 1, "gamma", "gae_lambda")
         super().__post_init__()
+        if self.micro_batches is not None and self.lr_scaling != "none":
+            raise ValueError(
+                f"lr_scaling={self.lr_scaling!r} follows the number of ranks, and with micro_batches nothing does; "
+                "leave one of them out"
+            )
         if self.lr_schedule == "adaptive" and self.target_kl is None:
             raise ValueError("lr_schedule='adaptive' needs a KL divergence to aim at; set target_kl, such as 0.01")
-        num_rows = self.num_envs * self.num_steps
-        self._check_divides("num_minibatches", num_rows, "of a rank's rollout")
+        num_rows = self.envs_together * self.num_steps
+        of_part = "a rank's" if self.micro_batches is None else "a micro-batch's"
+        self._check_divides("num_minibatches", num_rows, f"of {of_part} rollout")
         self._check_divides("num_micro_batches", num_rows // self.num_minibatches, "of a minibatch")
         if self.recurrent != "none":  # a minibatch has a sequence of each environment
             self._check_divides("num_minibatches", self.num_steps, "of an environment, for recurrent layers")
-            self._check_divides("num_micro_batches", self.num_envs, "of sequences in a minibatch, for recurrent layers")
+            self._check_divides(
+                "num_micro_batches", self.envs_together, "of sequences in a minibatch, for recurrent layers"
+            )
 
 
 # --- Rollout ----------------------------------------------------------------------------------------------------------
 class Rollout(NamedTuple):
-    """T steps of N environments. The next rollout overwrites these tensors.
+    """T steps of N environments: those of a rank, or of one of its micro-batches. The next rollout overwrites it.
 
     After an episode ends, the next step only resets the environment. It ignores the action, has reward 0, and is not
     valid. If the last observation of a terminated episode is nan or extreme, its row is 0.
@@ -276,6 +285,9 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
 
 
 # --- Minibatches ------------------------------------------------------------------------------------------------------
+Normalize = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+
+
 @dataclass(frozen=True)
 class Batch:
     """B rows of rollouts, in any order."""
@@ -304,42 +316,51 @@ class Shuffler:
 
     Args:
         num_minibatches: number of minibatches per pass, of equal size.
-        streams: random numbers of the environments, on the batches' device.
+        streams: random numbers of each rollout's environments, on the batches' device.
         in_sequences: for recurrent layers. Each environment's steps are cut into as many sequences as there are
             minibatches, and each minibatch takes one of each environment, with its rows in order.
     """
 
-    def __init__(self, num_minibatches: int, streams: RandomStreams, *, in_sequences: bool = False) -> None:
+    def __init__(self, num_minibatches: int, streams: Sequence[RandomStreams], *, in_sequences: bool = False) -> None:
         self._num_minibatches = num_minibatches
         self._streams = streams
         self._in_sequences = in_sequences
 
     def minibatches(
-        self, batch: Batch, num_epochs: int, normalize: Callable[[Tensor, Tensor], Tensor] | None = None
-    ) -> Iterator[Batch]:
-        """Yields the minibatches of each pass over ``batch``, whose columns are [T, N, ...].
+        self, batches: Sequence[Batch], num_epochs: int, normalize: Normalize | None = None
+    ) -> Iterator[list[Batch]]:
+        """Yields the minibatches of each pass over rollouts: of each rollout its part.
 
         Args:
-            batch: the rollout.
+            batches: the rollouts, one or one of each micro-batch. Their columns are [T, N, ...].
             num_epochs: E, the number of passes.
             normalize: is called once, before the first minibatch, if there are M > 1 minibatches. It gets the
-                advantages [E, M, B] of all of them, and whether each row is valid. It returns the advantages to use.
+                advantages [E, M, B] of all of them, and whether each row is valid, for each rollout. It returns the
+                advantages to use.
         """
-        rows = batch.map(lambda column: column.flatten(0, 1))
+        all_rows = [batch.map(lambda column: column.flatten(0, 1)) for batch in batches]
         if self._num_minibatches == 1 and not self._in_sequences:  # the order of rows does not matter
-            yield from [rows] * num_epochs
+            yield from [all_rows] * num_epochs
             return
-        num_steps, num_envs = batch.log_probs.shape
-        orders = (self._sequence_orders if self._in_sequences else self._row_orders)(num_steps, num_envs, num_epochs)
+        num_steps, num_envs = batches[0].log_probs.shape
+        orders_of = self._sequence_orders if self._in_sequences else self._row_orders
+        orders = [orders_of(num_steps, num_envs, num_epochs, streams) for streams in self._streams]
         advantages = None
         if normalize is not None and self._num_minibatches > 1:
-            at = torch.stack(list(orders)).unflatten(1, (self._num_minibatches, -1))
-            advantages = normalize(rows.advantages[at], rows.weights[at] > 0).flatten(1)
-        for epoch, order in enumerate(orders):
-            shuffled = rows.map(lambda column, at=order: column.index_select(0, at))  # type: ignore[misc]
+            at = [torch.stack(list(each)).unflatten(1, (self._num_minibatches, -1)) for each in orders]
+            advantages = normalize(
+                [rows.advantages[each] for rows, each in zip(all_rows, at, strict=True)],
+                [rows.weights[each] > 0 for rows, each in zip(all_rows, at, strict=True)],
+            )
+        for epoch in range(num_epochs):
+            shuffled = [
+                rows.map(lambda column, at=order[epoch]: column.index_select(0, at))  # type: ignore[misc]
+                for rows, order in zip(all_rows, orders, strict=True)
+            ]
             if advantages is not None:
-                shuffled = replace(shuffled, advantages=advantages[epoch])
-            yield from self.cut(shuffled, self._num_minibatches)
+                normalized = [each[epoch].flatten() for each in advantages]
+                shuffled = [replace(rows, advantages=each) for rows, each in zip(shuffled, normalized, strict=True)]
+            yield from map(list, zip(*(self.cut(rows, self._num_minibatches) for rows in shuffled), strict=True))
 
     @staticmethod
     def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
@@ -351,20 +372,22 @@ class Shuffler:
         for part in range(num_parts):
             yield Batch(**{name: parts[part] for name, parts in columns.items()})
 
-    def _row_orders(self, num_steps: int, num_envs: int, num_epochs: int) -> Sequence[Tensor]:
+    def _row_orders(self, num_steps: int, num_envs: int, num_epochs: int, streams: RandomStreams) -> Sequence[Tensor]:
         """Returns for each epoch indices [T * N] into the flattened rows [T, N], by sorting random keys."""
-        steps = self._streams.bits(num_steps, num_epochs).argsort(dim=0, stable=True)
+        steps = streams.bits(num_steps, num_epochs).argsort(dim=0, stable=True)
         environments = torch.arange(num_envs, device=steps.device).unsqueeze(1).expand_as(steps)
         if num_steps % self._num_minibatches:
             # A minibatch ends within a row of ``steps``, so the environments have to be shuffled, too.
-            environments = self._streams.bits(num_steps, num_epochs).argsort(dim=1, stable=True)
+            environments = streams.bits(num_steps, num_epochs).argsort(dim=1, stable=True)
             steps = steps.gather(1, environments)
         return (steps * num_envs + environments).flatten(0, 1).t().contiguous().unbind()
 
-    def _sequence_orders(self, num_steps: int, num_envs: int, num_epochs: int) -> Sequence[Tensor]:
+    def _sequence_orders(
+        self, num_steps: int, num_envs: int, num_epochs: int, streams: RandomStreams
+    ) -> Sequence[Tensor]:
         """Returns indices as ``_row_orders``: for each minibatch, a sequence of each environment."""
         length = num_steps // self._num_minibatches
-        chosen = self._streams.bits(self._num_minibatches, num_epochs).argsort(dim=0, stable=True)  # [M, N, E]
+        chosen = streams.bits(self._num_minibatches, num_epochs).argsort(dim=0, stable=True)  # [M, N, E]
         rows = torch.arange(length, device=chosen.device).view(1, 1, length, 1)
         steps = chosen.unsqueeze(2) * length + rows  # [M, N, L, E]
         environments = torch.arange(num_envs, device=chosen.device).view(1, num_envs, 1, 1)
@@ -499,11 +522,15 @@ class LearningRate:
 
 # --- Update -----------------------------------------------------------------------------------------------------------
 class PPO:
-    """Collects rollouts, and learns from them together with the other ranks."""
+    """Collects rollouts, and learns from them together with the other ranks.
+
+    A rank has one rollout at a time. With micro_batches it has one for each micro-batch that falls to it. Whatever
+    adds up over rollouts then does so in an order that does not depend on the ranks.
+    """
 
     def __init__(
-        self, settings: Settings, environments: Environments, device: torch.device, policy: PolicyMaker | None = None,
-        loss: Loss = ppo_loss, advantages: Advantages = estimate_advantages,
+        self, settings: Settings, environments: Sequence[Environments], device: torch.device,
+        policy: PolicyMaker | None = None, loss: Loss = ppo_loss, advantages: Advantages = estimate_advantages,
     ) -> None:  # fmt: skip
         torch.manual_seed(settings.seed)
         self.settings, self.environments, self.device = settings, environments, device
@@ -513,22 +540,25 @@ class PPO:
         self.minibatch_loss = fused.Operator(minibatch_loss) if is_fused else minibatch_loss
         self.step = 0  # environment steps so far, over all ranks
         self.update = 0  # updates so far, one per rollout
-        first, num_envs = environments.first_index, environments.num_envs
-        self.streams = RandomStreams(settings.seed, first_index=first, num_envs=num_envs, device=device)
-        spaces = environments.single_observation_space, environments.single_action_space
+        self.streams = [
+            RandomStreams(settings.seed, first_index=each.first_index, num_envs=each.num_envs, device=device)
+            for each in environments
+        ]
+        spaces = environments[0].single_observation_space, environments[0].single_action_space
         self.policy = make_policy(settings, *spaces, policy).to(device)
         torch.manual_seed(seed_from(settings.seed, dist.get_rank()))  # ranks draw different Dropout masks
-        self.exchange = Exchange(device, names_missing=settings.on_lost_rank == "stop")
+        self.exchange = Exchange(device, settings.micro_batches, names_missing=settings.on_lost_rank == "stop")
         lr = torch.tensor(settings.learning_rate, dtype=torch.float32, device=device)
         self.parameters = list(self.policy.parameters())
         self.optimizer = Adam(self.parameters, lr=lr, eps=1e-5)
         self.outer: DiLoCo | None = None  # averages weights, if gradients are not averaged
         # From here on all ranks have the weights of rank 0, and backward() averages gradients over the group of
-        # self.sync.
+        # self.sync. With micro_batches the end of the loop over them does.
         if settings.sync == "gradients":
             self.sync = attach(
-                self.policy, settings.compression,
-                bucket_cap_mb=settings.bucket_cap_mb, broadcast_buffers=bool(own_buffers(self.policy)),
+                self.policy, settings.compression, bucket_cap_mb=settings.bucket_cap_mb,
+                broadcast_buffers=settings.micro_batches is None and bool(own_buffers(self.policy)),
+                micro_batches=settings.micro_batches,
             )  # fmt: skip
         else:
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -545,54 +575,72 @@ class PPO:
         self.shuffler = Shuffler(settings.num_minibatches, self.streams, in_sequences=is_recurrent)
         self.reward_normalizer: RewardNormalizer | None = None
         if settings.norm_rewards:
-            self.reward_normalizer = RewardNormalizer(settings.gamma, num_envs, self.policy.dtype).to(device)
-        self.collector = Collector(settings, environments, self.policy, self.streams)
+            shape = len(environments), environments[0].num_envs
+            self.reward_normalizer = RewardNormalizer(settings.gamma, shape, self.policy.dtype).to(device)
+        self.collectors = [
+            Collector(settings, each, self.policy, streams)
+            for each, streams in zip(environments, self.streams, strict=True)
+        ]
 
-    def collect(self) -> Rollout:
-        """Collects a rollout on this rank. The policy acts in eval mode."""
+    def collect(self) -> list[Rollout]:
+        """Collects this rank's rollouts. The policy acts in eval mode."""
         with autocast(self.settings.precision, self.device), in_eval_mode(self.policy):
-            return self.collector.collect()
+            return [collector.collect() for collector in self.collectors]
 
-    def learn(self, rollout: Rollout) -> dict[str, float]:
+    def learn(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Learns from the rollouts of all ranks. Every rank must call it. Returns metrics of the update."""
-        settings, rewards = self.settings, rollout.rewards
+        settings, valid = self.settings, [rollout.valid for rollout in rollouts]
+        rewards = [rollout.rewards for rollout in rollouts]
         if self.reward_normalizer is not None:
-            discounted = self.reward_normalizer.discounted_returns(rewards, rollout.done, discounted_sums)
-            self.reward_normalizer.update(self._moments(discounted.unsqueeze(-1), rollout.valid))
-            rewards = self.reward_normalizer(rewards)
-        advantages = self.estimate_advantages(
-            rewards, rollout.values, rollout.next_values, rollout.terminated, rollout.done, settings
-        )  # [T, N]
-        returns = advantages + rollout.values  # [T, N]: targets of the critic
-        both_moments = self._moments(torch.stack([advantages, returns], -1), rollout.valid)  # [5]
+            discounted = [
+                self.reward_normalizer.discounted_returns(rollout.rewards, rollout.done, discounted_sums, index)
+                for index, rollout in enumerate(rollouts)
+            ]
+            self.reward_normalizer.update(self._moments([each.unsqueeze(-1) for each in discounted], valid))
+            rewards = [self.reward_normalizer(each) for each in rewards]
+        advantages = [
+            self.estimate_advantages(
+                own, rollout.values, rollout.next_values, rollout.terminated, rollout.done, settings
+            )
+            for own, rollout in zip(rewards, rollouts, strict=True)
+        ]  # each is [T, N]
+        returns = [
+            own + rollout.values for own, rollout in zip(advantages, rollouts, strict=True)
+        ]  # the critic's targets
+        both = [torch.stack(each, -1) for each in zip(advantages, returns, strict=True)]
+        both_moments = self._moments(both, valid)  # [5]
         advantage_moments = both_moments[[0, 1, 3]]
         num_valid, num_minibatches = advantage_moments[0], settings.num_minibatches
-        world_size = self.exchange.world_size
-        weights = row_weights(rollout.valid, num_valid, world_size=world_size, num_minibatches=num_minibatches)
         if settings.norm_advantages == "rollout" or (settings.norm_advantages == "minibatch" and num_minibatches == 1):
-            advantages = normalize_advantages(advantages, advantage_moments)
-        batch = Batch(
-            observations=rollout.observations,
-            actions=rollout.actions,
-            log_probs=rollout.log_probs,
-            values=rollout.values,
-            advantages=advantages,
-            returns=returns,
-            weights=weights.to(advantages.dtype),
-            states=rollout.states,
-            begins=None if rollout.states is None else self.shuffler.begins(rollout.valid),
-        )  # each column is [T, N, ...]
+            advantages = [normalize_advantages(each, advantage_moments) for each in advantages]
+        num_parts = settings.micro_batches or self.exchange.world_size  # over which gradients are means
+        batches = [
+            Batch(
+                observations=rollout.observations,
+                actions=rollout.actions,
+                log_probs=rollout.log_probs,
+                values=rollout.values,
+                advantages=own_advantages,
+                returns=own_returns,
+                weights=row_weights(rollout.valid, num_valid, world_size=num_parts, num_minibatches=num_minibatches).to(
+                    own_advantages.dtype
+                ),
+                states=rollout.states,
+                begins=None if rollout.states is None else self.shuffler.begins(rollout.valid),
+            )  # each column is [T, N, ...]
+            for rollout, own_advantages, own_returns in zip(rollouts, advantages, returns, strict=True)
+        ]
         remaining = max(0.0, 1 - self.step / settings.total_steps)
         self.learning_rate.start_update(remaining=remaining, update=self.update)
         if num_valid:
-            metrics = self._update(batch, remaining)
+            metrics = self._update(batches, remaining)
         else:  # all ranks only reset environments, such as with num_steps=1 and episodes that end together
             metrics = dict.fromkeys((*fused.METRICS, "grad_norm"), math.nan) | {"optimizer_steps": 0.0}
         metrics["explained_variance"] = explained_variance(both_moments)
         metrics["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if self.policy.normalizer is not None:
             # The rollout's log-probabilities belong to the old normalisation, so it is updated only now.
-            self.policy.normalizer.learn(rollout.observations, rollout.valid, self._moments)
+            self.policy.normalizer.learn([rollout.observations for rollout in rollouts], valid, self._moments)
         self.step += int(num_valid)
         self.update += 1
         if self.outer is not None and (self.update % settings.sync_every == 0 or self.step >= settings.total_steps):
@@ -608,43 +656,59 @@ class PPO:
         self.exchange.use_group(group)
         self.learning_rate.scale_to(group.size())
 
-    def _moments(self, values: Tensor, valid: Tensor) -> Tensor:
-        """Returns count, sum and sum of squares [1 + 2 D] of valid rows of ``values`` [T, N, D], over all ranks."""
-        return self.exchange.sum(moments(values, valid))
+    def _moments(self, values: Sequence[Tensor], valid: Sequence[Tensor]) -> Tensor:
+        """Returns count, sum and sum of squares [1 + 2 D] of valid rows of ``values`` [T, N, D], over all rollouts."""
+        return self.exchange.sum_parts([moments(*each) for each in zip(values, valid, strict=True)])
 
-    def _normalize_minibatches(self, advantages: Tensor, valid: Tensor) -> Tensor:
-        """Normalises the advantages [E, M, B] of each minibatch over the valid rows of all ranks, by one sum."""
-        counted = advantages.double() * valid
-        mine = torch.stack([valid.double(), counted, counted.square()]).sum(-1, keepdim=True)  # [3, E, M, 1]
-        return normalize_advantages(advantages, self.exchange.sum(mine))
+    def _normalize_minibatches(self, advantages: Sequence[Tensor], valid: Sequence[Tensor]) -> list[Tensor]:
+        """Normalises the advantages [E, M, B] of each minibatch over the valid rows of all rollouts, by one sum."""
+
+        def moments_of(rows: Tensor, counts: Tensor) -> Tensor:
+            counted = rows.double() * counts
+            return torch.stack([counts.double(), counted, counted.square()]).sum(-1, keepdim=True)  # [3, E, M, 1]
+
+        parts = [moments_of(*each) for each in zip(advantages, valid, strict=True)]
+        of_all = self.exchange.sum_parts(parts)
+        return [normalize_advantages(each, of_all) for each in advantages]
 
     @fused.look_once()
-    def _update(self, batch: Batch, remaining: float) -> dict[str, float]:
+    def _update(self, batches: Sequence[Batch], remaining: float) -> dict[str, float]:
         """Learns from epochs of minibatches. Returns the means of metrics over optimizer steps; NaN without steps."""
-        settings, steps = self.settings, list[list[Tensor]]()
+        settings, steps = self.settings, [list[list[Tensor]]() for _ in batches]
         normalize = self._normalize_minibatches if settings.norm_advantages == "minibatch" else None
-        for minibatch in self.shuffler.minibatches(batch, settings.num_epochs, normalize):
+        for minibatches in self.shuffler.minibatches(batches, settings.num_epochs, normalize):
             for parameter in self.parameters:  # zero_grad() takes longer
                 parameter.grad = None
-            with explain_batch_norm(self.policy, len(minibatch.log_probs) // settings.num_micro_batches):
-                metrics = self._backward(minibatch, remaining)
+            with explain_batch_norm(self.policy, len(minibatches[0].log_probs) // settings.num_micro_batches):
+                metrics = self._backward(minibatches, remaining)
             if settings.target_kl is not None:
-                kl = self.sync.piggybacked()["kl"]  # the mean over ranks that average gradients, so these decide alike
+                kl = self._mean_kl(metrics)  # over ranks that average gradients, so these decide alike
                 if settings.lr_schedule == "adaptive":
                     self.learning_rate.adapt(kl)
                 elif kl > KL_TOLERANCE * settings.target_kl:
                     break
-            steps.append([*metrics.values(), self._take_step()])
+            norm = self._take_step()
+            for rows, of_part in zip(steps, metrics, strict=True):
+                rows.append([*of_part.values(), norm])
         # GradScaler skips steps whose gradients are not finite. At a scale of 0 the training is lost, so all count.
         skips = self.scaler.is_enabled() and self.scaler.get_scale() > 0.0
-        return mean_of_steps(steps, (*metrics, "grad_norm"), self.device, only_finite=skips)
+        names = (*metrics[0], "grad_norm")
+        tables = [table_of_steps(rows, names, self.device) for rows in steps]
+        return mean_of_steps(self.exchange.mean_parts(tables), names, only_finite=skips)
 
-    def _backward(self, minibatch: Batch, remaining: float) -> dict[str, Tensor]:
-        """Computes gradients, which are means over ranks. Returns this rank's metrics."""
+    def _backward(self, minibatches: Sequence[Batch], remaining: float) -> list[dict[str, Tensor]]:
+        """Computes gradients, which are means over ranks. Returns the metrics of this rank's rollouts."""
+        if self.settings.micro_batches is not None:
+            parts = iter(minibatches)
+            return [self._backward_of(next(parts), remaining) for _ in self.sync.micro_batches(self.settings.seed)]
+        return [self._backward_of(minibatches[0], remaining)]
+
+    def _backward_of(self, minibatch: Batch, remaining: float) -> dict[str, Tensor]:
+        """Adds up gradients over the parts of a minibatch. Returns its metrics."""
         settings, part_metrics = self.settings, []
         *first, last = Shuffler.cut(minibatch, settings.num_micro_batches)
         for part in first:
-            with self.sync.no_sync():
+            with self.sync.no_sync() if settings.micro_batches is None else nullcontext():
                 loss, metrics = self.minibatch_loss(self.policy, part, settings, remaining, self.loss)
                 self.scaler.scale(loss).backward()
             part_metrics.append(metrics)
@@ -655,9 +719,16 @@ class PPO:
             if "approx_kl" not in metrics:
                 needs = f"target_kl={settings.target_kl} needs the loss to return a metric called approx_kl"
                 raise ValueError(f"{needs}; it returned {', '.join(metrics) or 'none'}")
-            self.sync.piggyback("kl", metrics["approx_kl"].detach().float())  # travels with the gradients
+            if settings.micro_batches is None:
+                self.sync.piggyback("kl", metrics["approx_kl"].detach().float())  # travels with the gradients
         self.scaler.scale(loss).backward()
         return metrics
+
+    def _mean_kl(self, metrics: Sequence[dict[str, Tensor]]) -> Tensor:
+        """Returns the KL divergence of a minibatch, 0-dim."""
+        if self.settings.micro_batches is None:
+            return self.sync.piggybacked()["kl"]
+        return self.exchange.mean_parts([each["approx_kl"].detach().float() for each in metrics])
 
     def _take_step(self) -> Tensor:
         """Takes a step of Adam, equal on every rank. The host does not wait for it. Returns the gradient norm."""
@@ -711,6 +782,6 @@ def train(
         ppo = PPO(settings, session.environments, session.device, policy, loss, advantages)
         session.begin(ppo)
         while not session.is_over:
-            rollout = ppo.collect()
-            session.update(ppo.learn, rollout)  # learns, and reports it; again if a rank is lost meanwhile
+            rollouts = ppo.collect()
+            session.update(ppo.learn, rollouts)  # learns, and reports it; again if a rank is lost meanwhile
         return ppo.policy, session.finish()

@@ -8,11 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gymnasium import Space
 
 from .._torch_compat import tree_map_only
 from ..distributed import process_group
@@ -38,6 +40,7 @@ from .runs.metrics import (
     TrainResult,
     ended_episodes,
     gather_reports,
+    in_order,
     mean,
     returns_of,
     scalars_of,
@@ -76,8 +79,11 @@ def open_session(settings: RunSettings, device: torch.device | None) -> Iterator
         if dist.get_rank() > 0 and not settings.quiet:
             apart.enter_context(output_kept_apart(here / folder / f"rank{dist.get_rank()}.log"))
         restart = checkpoint.step if checkpoint else 0
-        environments = make_environments(settings, rank=dist.get_rank(), restart=restart, device=device or chosen)
-        stack.enter_context(environments)
+        of_part = replace(settings, num_envs=settings.envs_together, micro_batches=None)
+        environments = [
+            stack.enter_context(make_environments(of_part, rank=part, restart=restart, device=device or chosen))
+            for part in settings.parts_of(dist.get_rank(), dist.get_world_size())
+        ]
         signals = stack.enter_context(StopSignals())
         yield Session(settings, environments, device or chosen, signals, stack, opened[0], here, survivors, apart)
 
@@ -89,7 +95,7 @@ class Session:
     """
 
     def __init__(
-        self, settings: RunSettings, environments: Environments, device: torch.device, signals: StopSignals,
+        self, settings: RunSettings, environments: Sequence[Environments], device: torch.device, signals: StopSignals,
         stack: ExitStack, opened: Opened, here: Path, survivors: Survivors | None = None,
         apart: ExitStack | None = None,
     ) -> None:  # fmt: skip
@@ -104,7 +110,7 @@ class Session:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._evaluator: Evaluator | None = None
         if settings.eval_interval:
-            self._evaluator = Evaluator(settings, environments)
+            self._evaluator = Evaluator(settings, environments[0])
             with kept_generators(device):  # making an environment seeds what the user's code may draw from
                 self._evaluator.check()
         self._usage = UsageMeter(self.device)
@@ -137,7 +143,7 @@ class Session:
             self._open_console_and_logs()
             for sentence in self._notes:
                 self._console.say(sentence)
-            for sentence in self.environments.notes:
+            for sentence in self.environments[0].notes:
                 (self._console.warn if sentence.startswith("warning:") else self._console.say)(sentence)
         gc.collect()  # in the loop, collecting the garbage of the start would take longer than an update
         # Rank 0 has taken time to open the logs. From here on the others go on if a rank is lost.
@@ -176,17 +182,17 @@ class Session:
         total = self._settings.total_steps
         return self._ppo.step >= total and (self._evaluator is None or self._evaluated_step >= total)
 
-    def update(self, learn: Callable[[Any], dict[str, float]], rollout: Any) -> None:
+    def update(self, learn: Callable[[Any], dict[str, float]], rollouts: Sequence[Any]) -> None:
         """Learns from a rollout, and gathers, prints and logs the metrics. Saves a checkpoint if due.
 
         Every rank must call it.
 
         Args:
             learn: learns from the rollouts of all ranks, and returns metrics.
-            rollout: this rank's rollout.
+            rollouts: this rank's rollouts.
         """
         put_back = None if self._survivors is None else Before(self._ppo).put_back
-        reports = self._on_all_ranks(lambda: self._gather(rollout, learn(rollout)), put_back)
+        reports = self._on_all_ranks(lambda: self._gather(rollouts, learn(rollouts)), put_back)
         gathered_at = time.perf_counter()
         self._gathering_seconds = gathered_at - self._gathering_since  # counted in the next update: the report is sent
         ended = ended_episodes(reports)
@@ -241,22 +247,33 @@ class Session:
                 logger.log(self._ppo.step, metrics | {"update": self._ppo.update, "seconds": self._seconds})
         self._save(self._score(is_best and not keeps_best))
 
-    def _gather(self, rollout: Any, metrics: dict[str, float]) -> list[RankReport]:
+    def _gather(self, rollouts: Sequence[Any], metrics: dict[str, float]) -> list[RankReport]:
         """Returns the reports of all ranks on the update that has just ended."""
         began = self._gathering_since = time.perf_counter()
         is_due = began - self._saved_at >= self._settings.checkpoint_interval
         mine = RankReport(
-            times=self._times(rollout, began),
+            times=self._times(rollouts, began),
             gradients_seconds=self._gradients_seconds,
             wire_bytes=self._wire_bytes,
-            episodes=rollout.episodes,
+            episodes=in_order(episode for rollout in rollouts for episode in rollout.episodes),
             metrics={f"learning/{name}": value for name, value in metrics.items()}
-            | {f"info/{name}": value for name, value in rollout.infos.items()},
+            | {f"info/{name}": value for name, value in self._mean_infos(rollouts).items()},
             stop_requested=self._signals.requested,
             checkpoint_due=self._rank == 0 and is_due,
             usage=self._usage.read(),
         )
         return gather_reports(mine, self._ppo.exchange)
+
+    def _mean_infos(self, rollouts: Sequence[Any]) -> dict[str, float]:
+        """Returns the means of numbers of ``info``: this rank's, or with micro_batches those of all rollouts."""
+        names = self._settings.log_info
+        if self._settings.micro_batches is None or not names:
+            infos: dict[str, float] = rollouts[0].infos
+            return infos
+        known = [torch.tensor([each.infos[name] for name in names], dtype=torch.float64) for each in rollouts]
+        counts = self._ppo.exchange.sum_parts([each.isfinite().double() for each in known])
+        totals = self._ppo.exchange.sum_parts([each.nan_to_num(0.0, 0.0, 0.0) for each in known])
+        return dict(zip(names, (totals / counts).tolist(), strict=True))
 
     def _on_all_ranks(self, part: Callable[[], Result], put_back: Callable[[], None] | None = None) -> Result:
         """Does something together with the other ranks, again if one is lost and the others go on."""
@@ -361,7 +378,7 @@ class Session:
         since = seconds - self._resumed_seconds
         return (step - self._resumed_step) / since if since > 0 else math.nan
 
-    def _times(self, rollout: Any, now: float) -> PhaseTimes:
+    def _times(self, rollouts: Sequence[Any], now: float) -> PhaseTimes:
         """Returns the times of the update that has just ended."""
         before, waited_before = self._before
         stats, waited_so_far = _sync_stats(self._ppo), self._ppo.exchange.waiting.seconds()
@@ -371,9 +388,9 @@ class Session:
         waited, gathering = waited_so_far - waited_before + self._gradients_seconds, self._gathering_seconds
         is_alone = self._world_size == 1  # a single rank does not communicate
         return PhaseTimes(
-            environment=rollout.environment_seconds,
-            policy=rollout.policy_seconds,
-            learning=now - rollout.ended - (0.0 if is_alone else waited),
+            environment=sum(each.environment_seconds for each in rollouts),
+            policy=sum(each.policy_seconds for each in rollouts),
+            learning=now - rollouts[-1].ended - (0.0 if is_alone else waited),
             communication=0.0 if is_alone else waited + gathering,
             reporting=self._reporting_seconds + (gathering if is_alone else 0.0),
             evaluation=self._evaluation_seconds,
@@ -403,29 +420,34 @@ class Session:
         learner = {name: _on_host(part.state_dict()) for name, part in _parts(ppo).items()}
         # The residuals of error feedback differ between ranks. The rest of the engine's state is equal on all.
         residuals = learner["sync"].pop("residuals")
-        mine = {
-            "environments": self.environments.state(),
-            "residuals": residuals,
-            "torch_random": self._random_states(),
-        }
+        mine = [
+            {"environments": each.state(), "residuals": residuals, "torch_random": self._random_states()}
+            for each in self.environments
+        ]
         if ppo.policy.recurrent is not None:
-            mine["memory"] = ppo.collector.memory.states.cpu()
+            for state, collector in zip(mine, ppo.collectors, strict=True):
+                state["memory"] = collector.memory.states.cpu()
         if ppo.outer is not None:  # each rank has learnt by itself
-            mine["learner"] = learner
+            mine[0]["learner"] = learner
         if ppo.reward_normalizer is not None:
-            mine["discounted_return"] = ppo.reward_normalizer.carried.cpu()
-        states = ppo.exchange.gather_objects(mine)
-        if states is not None:
+            for state, carried in zip(mine, ppo.reward_normalizer.carried.cpu(), strict=True):
+                state["discounted_return"] = carried.clone()
+        of_ranks = ppo.exchange.gather_objects(mine)
+        if of_ranks is not None:
+            states = [state for of_rank in of_ranks for state in of_rank]
             checkpoint = Checkpoint(
                 settings=self._settings.as_dict(), world_size=self._world_size, step=ppo.step, update=ppo.update,
-                seconds=self._seconds, learner=learner | {"num_draws": ppo.streams.num_draws}, environments=states,
+                seconds=self._seconds, learner=learner | {"num_draws": ppo.streams[0].num_draws}, environments=states,
                 window=[list(episode) for episode in self._last_episodes], evaluated_step=self._evaluated_step,
-                spaces=kinds_of(self.environments.single_observation_space, self.environments.single_action_space),
+                spaces=kinds_of(*self._spaces()),
                 num_of_before=self._num_of_before,
             )  # fmt: skip
             self._checkpoints.save(checkpoint, score)
         if self._survivors is not None:
             ppo.exchange.all_gather([])  # so that nobody goes on before the file is there
+
+    def _spaces(self) -> tuple[Space[Any], Space[Any]]:
+        return self.environments[0].single_observation_space, self.environments[0].single_action_space
 
     def _random_states(self) -> list[torch.Tensor]:
         """Returns the states of torch's generators, which layers such as Dropout draw from."""
@@ -434,37 +456,42 @@ class Session:
 
     def _resume(self, checkpoint: Checkpoint) -> list[str]:
         """Restores a checkpoint, even of another number of ranks. Returns sentences about parts that are not exact."""
-        ppo, saved, environments = self._ppo, checkpoint.environments, self.environments
-        spaces = environments.single_observation_space, environments.single_action_space
-        checkpoint.check_spaces(self._settings.env, *spaces)
+        ppo, saved, settings = self._ppo, checkpoint.environments, self._settings
+        checkpoint.check_spaces(settings.env, *self._spaces())
         ppo.step, ppo.update, self._seconds = checkpoint.step, checkpoint.update, checkpoint.seconds
         self._last_episodes.extend(Episode(*episode) for episode in checkpoint.window)
         num_envs = [len(part["environments"]["restarting"]) for part in saved]
-        fits = num_envs == [self.environments.num_envs] * self._world_size
-        mine = saved[self._rank] if fits else {}
-        learner = checkpoint.learner | mine.get("learner", {})
-        learner["sync"] |= {"residuals": mine.get("residuals", {})}
+        fits = num_envs == [settings.envs_together] * (settings.micro_batches or self._world_size)
+        parts = settings.parts_of(self._rank, self._world_size)
+        own = [saved[part] if fits else {} for part in parts]
+        learner = checkpoint.learner | own[0].get("learner", {})
+        learner["sync"] |= {"residuals": own[0].get("residuals", {})}
         for name, part in _parts(ppo).items():
             if learner.get(name):
                 part.load_state_dict(learner[name])
         for group in ppo.optimizer.param_groups:
             group["lr"] = group["lr"].to(self.device)
-        ppo.streams.num_draws = learner["num_draws"]
-        if "torch_random" in mine:
-            torch.set_rng_state(mine["torch_random"][0])
-            if self.device.type == "cuda" and len(mine["torch_random"]) > 1:
-                torch.cuda.set_rng_state(mine["torch_random"][1], self.device)
-        observation = self.environments.restore(mine["environments"]) if mine else None
-        if observation is None:
-            ppo.collector.next_observation = self.environments.reset()
-        else:
-            ppo.collector.next_observation = observation
-            if "memory" in mine:
-                ppo.collector.memory.states = mine["memory"].to(self.device)
-            if ppo.reward_normalizer is not None and "discounted_return" in mine:
-                ppo.reward_normalizer.carried.copy_(mine["discounted_return"])
+        for streams in ppo.streams:
+            streams.num_draws = learner["num_draws"]
+        if "torch_random" in own[0]:
+            torch.set_rng_state(own[0]["torch_random"][0])
+            if self.device.type == "cuda" and len(own[0]["torch_random"]) > 1:
+                torch.cuda.set_rng_state(own[0]["torch_random"][1], self.device)
+        observations = [
+            environments.restore(state["environments"]) if state else None
+            for environments, state in zip(self.environments, own, strict=True)
+        ]
+        for index, (observation, state) in enumerate(zip(observations, own, strict=True)):
+            if observation is None:
+                ppo.collectors[index].next_observation = self.environments[index].reset()
+            else:
+                ppo.collectors[index].next_observation = observation
+                if "memory" in state:
+                    ppo.collectors[index].memory.states = state["memory"].to(self.device)
+                if ppo.reward_normalizer is not None and "discounted_return" in state:
+                    ppo.reward_normalizer.carried[index].copy_(state["discounted_return"])
         notes = []
-        go_on = ppo.exchange.all_gather([observation is not None])
+        go_on = ppo.exchange.all_gather([all(each is not None for each in observations)])
         if lost := [rank for rank, (goes_on,) in enumerate(go_on) if not goes_on]:
             notes.append(
                 f"the environments of ranks {lost} could not be restored exactly, and begin new episodes: this run is "

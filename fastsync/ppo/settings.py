@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,7 +17,8 @@ import yaml
 
 from ..launch.options import read_options
 from ..messages import did_you_mean
-from ..sync.compression import parse_compression
+from ..sync.compression import AnyCompression, Compression, parse_compression
+from ..sync.micro_batches import block_of
 from .json_objects import JSON_OBJECT
 from .whole_numbers import WHOLE_NUMBERS
 
@@ -39,7 +40,10 @@ class RunSettings:
     seed: int = 1
     """Seeds weights, actions, minibatches and environments. Every environment of every rank gets its own seed."""
     total_steps: int = 500_000  # Environment steps to train for, over all ranks. The last rollout may exceed it.
-    num_envs: int = 4  # Environments per rank.
+    num_envs: int = 4  # Environments per rank. With micro_batches those of all ranks.
+    micro_batches: int | None = None
+    """Deal the environments of all ranks into so many equal parts, a power of two, and add up by part. Then any number
+    of ranks up to that gives the same figures and weights, to the bit. It costs time on few ranks: see the guide."""
     vectorization: Literal["auto", "sync", "async", "vector_entry_point"] = "auto"
     """How environments step together: one after the other (sync), in processes (async), or by the environment's own
     vectorised implementation (vector_entry_point). auto uses the environment's own if there is one, else sync."""
@@ -132,7 +136,9 @@ class RunSettings:
                 f"critic_keys={list(self.critic_keys)} need a critic of its own, and with {shared} it shares layers "
                 "with the actor; leave one of them out"
             )
-        parse_compression(self.compression)
+        wire = parse_compression(self.compression)
+        if self.micro_batches is not None:
+            self._check_micro_batches(wire)
         if self.eval_env is not None and not self.eval_interval:
             raise ValueError(f"eval_env={self.eval_env!r} needs eval_interval, such as 50000 environment steps")
         if self.sync == "gradients" and self.sync_every != 1:
@@ -149,6 +155,49 @@ class RunSettings:
             )
         if self.on_lost_rank == "continue" and self.device == "cuda":
             raise ValueError("on_lost_rank='continue' needs CPUs, and device is 'cuda'; set device to 'cpu'")
+
+    def _check_micro_batches(self, compression: AnyCompression) -> None:
+        """Raises ValueError for settings with which the bits depend on the number of ranks."""
+        number, way_out = self.micro_batches, "leave one of them out"
+        if type(number) is not int or number < 1 or number & (number - 1):
+            raise ValueError(f"micro_batches={number} must be a power of two, such as 8")
+        if self.num_envs % number:
+            raise ValueError(
+                f"micro_batches={number} does not divide the {self.num_envs} environments of all ranks; set num_envs "
+                "to a multiple of it"
+            )
+        if self.sync != "gradients":
+            raise ValueError(f"micro_batches={number} needs sync='gradients', got {self.sync!r}; {way_out}")
+        if compression != Compression("none"):
+            raise ValueError(
+                f"micro_batches={number} needs compression='none', got {self.compression!r}, because what a wire "
+                f"rounds depends on the number of ranks; {way_out}"
+            )
+        if self.on_lost_rank == "continue":
+            raise ValueError(
+                f"micro_batches={number}: with on_lost_rank='continue' a lost rank's environments are gone; resume the "
+                "run in place of it, by max_restarts or resume='auto'"
+            )
+
+    @property
+    def envs_together(self) -> int:
+        """Environments of one rollout: those of a rank, or of a micro-batch."""
+        return self.num_envs // (self.micro_batches or 1)
+
+    def parts_of(self, rank: int, world_size: int) -> Sequence[int]:
+        """Returns the numbers of a rank's rollouts among those of all ranks: its own, or its micro-batches.
+
+        Raises:
+            ValueError: there are more ranks than micro-batches.
+        """
+        if self.micro_batches is None:
+            return [rank]
+        if world_size > self.micro_batches:
+            raise ValueError(
+                f"micro_batches={self.micro_batches} leaves some of {world_size} ranks without environments; use more "
+                "micro-batches, or fewer ranks"
+            )
+        return block_of(rank, world_size, self.micro_batches)
 
     @property
     def backend(self) -> Literal["fastsync", "nccl"] | None:

@@ -36,7 +36,7 @@ from .handles_in_use import NOBODY, begin_use, check_free, end_use
 from .ignored_states import IgnoredStates, States
 from .in_ddp import check_not_in_ddp
 from .machine import describe_machine
-from .micro_batches import MicroBatches, stats_in_order
+from .micro_batches import MicroBatches, Others, stats_in_order
 from .optimizer_steps import watch_optimizers
 from .optimizer_watch import WatchedHandle, first_with_gradient
 from .outer_in_use import NO_JOIN, name_of_outer
@@ -168,7 +168,7 @@ class GradientSynchronizer(WatchedHandle):
 
     # ---- the same bits on any number of ranks -----------------------------------------------------------------------
 
-    def micro_batches(self, seed: int = 0) -> Iterator[int]:
+    def micro_batches(self, seed: int = 0, *, python: bool = False, numpy: bool = False) -> Iterator[int]:
         """Yields the indices of this rank's micro-batches in one step, for ``attach(micro_batches=)``.
 
         Put forward and backward of each into the loop, with the mean loss over the micro-batch. The loop begins with
@@ -183,6 +183,8 @@ class GradientSynchronizer(WatchedHandle):
 
         Args:
             seed: equal on all ranks.
+            python: seed Python's ``random`` in the same way.
+            numpy: seed NumPy's global generator in the same way.
 
         Raises:
             ValueError: the handle has no ``micro_batches``. Or there is a BatchNorm in train mode, or a forward has
@@ -198,18 +200,29 @@ class GradientSynchronizer(WatchedHandle):
         if isinstance(before, Generator):
             before.close()  # first, because it puts back generators
         modules = (module for each in self._searched if (module := each()) is not None)
-        loop = known.run(modules, self._group, seed, self._engine.step(), self._average_micro_batches)
+        others = Others(python, numpy)
+        loop = known.run(modules, self._group, seed, self._engine.step(), self._average_micro_batches, others)
         self._loop = weakref.ref(loop)
         return loop
 
     def _average_micro_batches(self) -> None:
         self._engine.synchronize()
-        self._stats_in_order = stats_in_order(self.parameters()) if self._needs_stats else None
-        self._versions = [] if self._needs_stats else self._versions_of_gradients()
+        is_sharded = (
+            self._optimizer_shards is not None
+        )  # then reading all means is a collective, and nothing changes them
+        self._stats_in_order = stats_in_order(self._means()) if self._needs_stats and not is_sharded else None
+        self._versions = [] if self._needs_stats or is_sharded else self._versions_of_gradients()
         if not self._knows_machines:
             assert self._micro_batches is not None
             self._micro_batches.warn_of_unlike_machines(self._group)
             self._knows_machines = True
+
+    def _means(self) -> Iterable[Tensor]:
+        """Returns the means, in the order of the parameters. Every rank has to call it with ``shard_optimizer``."""
+        if self._optimizer_shards is None:
+            return (parameter.grad for parameter in self.parameters() if parameter.grad is not None)
+        means = self._optimizer_shards.averaged_gradients()
+        return (means[name] for name in self._named if name in means)
 
     def _versions_of_gradients(self) -> list[tuple[int, int]]:
         gradients = (parameter.grad for parameter in self.parameters())
@@ -219,6 +232,7 @@ class GradientSynchronizer(WatchedHandle):
         """Returns statistics of the newest backward that was synchronised, or of the newest micro-batches.
 
         At full width, or on one rank, the first call reads the means. From the next step on they are taken on the way.
+        With both ``micro_batches`` and ``shard_optimizer`` every rank must call it, and they gather all means for it.
 
         Raises:
             RuntimeError: nothing was synchronised yet; or it is the first call, and the means have changed since.
@@ -228,12 +242,12 @@ class GradientSynchronizer(WatchedHandle):
         if self._stats_in_order is None:
             super().grad_stats()  # raises an error if there are none
             self._needs_stats = True
-            if self._versions != self._versions_of_gradients():
+            if self._optimizer_shards is None and self._versions != self._versions_of_gradients():
                 raise RuntimeError(
                     "fastsync: nobody had asked for grad_stats() before the newest loop over micro_batches(), and its "
                     "gradients have changed since: call grad_stats() before they are clipped, unscaled or set to zero"
                 )
-            self._stats_in_order = stats_in_order(self.parameters())
+            self._stats_in_order = stats_in_order(self._means())
         return GradStats(self._stats_in_order)
 
     def _refuse_with_micro_batches(self, call: str, way_out: str) -> None:

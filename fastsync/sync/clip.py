@@ -244,7 +244,7 @@ def _known_norm(sync: WatchedHandle) -> Tensor | None:
     it is the norm of what ``.grad`` has, because the order in which unpacking adds up depends on the number of ranks.
     """
     if sync._micro_batches is not None:
-        return GradStats(stats_in_order(sync.parameters())).grad_norm
+        return GradStats(stats_in_order(_gradients(sync))).grad_norm
     has_none = sync._engine.num_steps() == 0 and all(parameter.grad is None for parameter in sync.parameters())
     is_known = has_none or sync._engine.gradients_are_unchanged()
     return sync.grad_stats().grad_norm if is_known else None

@@ -12,7 +12,8 @@ Floating-point sums depend on their order. So the order must not depend on which
 - If there are more ranks than micro-batches, the last ranks have nothing, and their rows do not count.
 - A parameter that a micro-batch does not reach counts as zeros there. If none of them reaches it, ``.grad`` is None.
 - The norm adds up squares parameter by parameter, in blocks of a fixed size: csrc/sums/stats_in_order.h.
-- Before each micro-batch torch's generators are seeded by the seed, the step and the index.
+- Before each micro-batch torch's generators, and others that are asked for, are seeded by the seed, the step and the
+  index.
 
 A step that runs again on fewer ranks deals all micro-batches anew. Its sums are the same, so nothing else has to know.
 """
@@ -20,10 +21,12 @@ A step that runs again on fewer ranks deals all micro-batches anew. Its sums are
 from __future__ import annotations
 
 import hashlib
+import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,10 +35,13 @@ from torch import Tensor, nn
 from .. import _C
 from .._torch_compat import foreach_add_, own_buffers, version_of
 from .compression import Auto, Compression
+from .freed_memory import keep_freed
 from .machine import describe_machine
 
 MOST_MICRO_BATCHES = 2**15
 NUM_STATS = 4
+CACHED_BYTES = 2**20
+"""How many gradients are added up at a time."""
 
 Gradients: TypeAlias = list[Tensor | None]
 """A gradient for each parameter, or None."""
@@ -53,6 +59,13 @@ def block_of(rank: int, num_ranks: int, micro_batches: int) -> range:
     return range(first * micro_batches // halves, last * micro_batches // halves)
 
 
+class Others(NamedTuple):
+    """Which generators a loop over micro-batches seeds besides torch's."""
+
+    python: bool
+    numpy: bool
+
+
 class MicroBatches:
     """What one engine knows of its micro-batches, step after step."""
 
@@ -66,6 +79,10 @@ class MicroBatches:
         self.number = number
         self._check(named)
         self._parameters = list(named.values())
+        if self._parameters[0].is_cpu:
+            # A sum for each level of the tree, the newest gradients, and temporary values of a backward.
+            most = number.bit_length() + 2
+            keep_freed(most * sum(each.nbytes for each in self._parameters))
 
     def _check(self, named: Mapping[str, Tensor]) -> None:
         """Raises ValueError for parameters whose sums would not have the same bits."""
@@ -96,20 +113,21 @@ class MicroBatches:
         seed: int,
         step: int,
         average: Callable[[], None],
+        others: Others,
     ) -> Iterator[int]:
         """Yields the indices of this rank's micro-batches, and averages behind the last one.
 
-        See Note [The same bits]. ``modules`` have the parameters, and ``average`` makes the means of all ranks.
+        See Note [The same bits]. ``modules`` have the parameters, ``average`` makes the means of all ranks, and
+        ``others`` tells which generators are seeded besides torch's.
         """
         modules = list(modules)
         _check_no_batch_norm(modules)
         versions = _versions_of_buffers(modules)
         self._take_gradients()
         sums = _SumsByTree()
-        with _random_state_kept(self._parameters[0].device) as generators:
+        with _generators.seeded(self._parameters[0].device, others) as set_seed:
             for index in block_of(group.rank(), group.size(), self.number):
-                for generator in generators:
-                    generator.manual_seed(seed_of(seed, step, index))
+                set_seed(seed_of(seed, step, index))
                 yield index
                 sums.add(self._take_gradients())
         _check_buffers_are_unchanged(versions, modules)
@@ -146,11 +164,11 @@ class _SumsByTree:
         self._sums: list[tuple[int, Gradients]] = []  # from the largest to the smallest
 
     def add(self, gradients: Gradients) -> None:
-        size = 1
+        size, smaller = 1, []
         while self._sums and self._sums[-1][0] == size:
-            gradients = _sum_of(self._sums.pop()[1], gradients)
+            smaller.append(self._sums.pop()[1])
             size *= 2
-        self._sums.append((size, gradients))
+        self._sums.append((size, _sum_of(gradients, smaller)))
 
     def root(self) -> Gradients:
         """Returns the sum of all, or nothing if there was none."""
@@ -158,7 +176,29 @@ class _SumsByTree:
 
 
 @torch.no_grad()
-def _sum_of(left: Gradients, right: Gradients) -> Gradients:
+def _sum_of(gradients: Gradients, sums: Sequence[Gradients]) -> Gradients:
+    """Returns the gradients plus the first sum, plus the second, and so on, in memory of theirs.
+
+    All that is to be added to some parameters comes first, while they are in the cache.
+    """
+    total = list(gradients)
+    for part in _parts_of(gradients):
+        for each in sums:
+            total[part] = _added(each[part], total[part])
+    return total
+
+
+def _parts_of(gradients: Gradients) -> Iterator[slice]:
+    """Yields neighbours that fit into a cache together, or one that does not."""
+    first = num_bytes = 0
+    for index, gradient in enumerate(gradients):
+        num_bytes += 0 if gradient is None else gradient.nbytes
+        if num_bytes >= CACHED_BYTES or index + 1 == len(gradients):
+            yield slice(first, index + 1)
+            first, num_bytes = index + 1, 0
+
+
+def _added(left: Gradients, right: Gradients) -> Gradients:
     """Returns the sums, in the memory of one of the two."""
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
@@ -171,10 +211,10 @@ def _sum_of(left: Gradients, right: Gradients) -> Gradients:
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
-def stats_in_order(parameters: Iterable[Tensor]) -> Tensor:
-    """Returns the statistics of the gradients, float64, in an order that depends on the parameters alone."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return _C.stats_in_order(gradients) if gradients else torch.zeros(NUM_STATS, dtype=torch.float64)
+def stats_in_order(means: Iterable[Tensor]) -> Tensor:
+    """Returns the statistics of the parameters' means, float64, in an order that depends on the parameters alone."""
+    listed = list(means)
+    return _C.stats_in_order(listed) if listed else torch.zeros(NUM_STATS, dtype=torch.float64)
 
 
 def seed_of(seed: int, step: int, index: int) -> int:
@@ -183,18 +223,51 @@ def seed_of(seed: int, step: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[Sequence[torch.Generator]]:
-    """Gives torch's generators of the CPU and of this device. At the end they go on from where they were."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield generators
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+class _Generators:
+    """The generators that loops over micro-batches seed. Behind the last loop they go on from where they were.
+
+    Loops over several handles may be under way at a time, and end in any order.
+    """
+
+    def __init__(self) -> None:
+        self._num_loops = 0
+        self._put_back: dict[Hashable, Callable[[], object]] = {}
+
+    @contextmanager
+    def seeded(self, device: torch.device, others: Others) -> Iterator[Callable[[int], None]]:
+        """Gives what seeds all generators: torch's of the CPU and of this device, and ``others``."""
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index])
+        seeders: list[Callable[[int], object]] = [generator.manual_seed for generator in generators]
+        for each in generators:
+            self._keep(each.device, partial(each.set_state, each.get_state()))
+        if others.python:
+            seeders.append(random.seed)
+            self._keep("python", partial(random.setstate, random.getstate()))
+        if others.numpy:
+            import numpy as np  # which fastsync itself does not need
+
+            seeders.append(lambda seed: np.random.seed(seed % 2**32))  # noqa: NPY002
+            self._keep("numpy", partial(np.random.set_state, np.random.get_state()))  # noqa: NPY002
+
+        def set_seed(seed: int) -> None:
+            for seeder in seeders:
+                seeder(seed)
+
+        self._num_loops += 1
+        try:
+            yield set_seed
+        finally:
+            self._num_loops -= 1
+            while self._num_loops == 0 and self._put_back:
+                self._put_back.popitem()[1]()
+
+    def _keep(self, generator: Hashable, put_back: Callable[[], object]) -> None:
+        self._put_back.setdefault(generator, put_back)
+
+
+_generators = _Generators()
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -62,8 +62,6 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({ELASTIC, CLIP_SEVERAL}): "an Elastic has one handle",
     frozenset({JOIN, CLIP_SEVERAL}): "one join() keeps one engine going",
     frozenset({HOOK, MICRO}): "DDP sends in each backward",
-    frozenset({SHARDS, MICRO}): "the norm over shards depends on the number of ranks",
-    frozenset({OWNERS, MICRO}): "the norm over shards depends on the number of ranks",
     frozenset({JOIN, MICRO}): "all ranks take all steps",
     frozenset({CLIP_SEVERAL, MICRO}): "a joint norm depends on the number of ranks",
     frozenset({NO_SYNC, MICRO}): "more micro-batches accumulate more",
@@ -271,7 +269,8 @@ class Training:
         """Yields whose data the backwards are of."""
         if MICRO in self.pair:
             first = self.rank // self.layout.ranks * self.layout.ranks
-            yield from ((first + index, 0) for index in self.handles[0].micro_batches())
+            loops = (handle.micro_batches() for handle in self.handles)
+            yield from ((first + index, 0) for index, *_ in zip(*loops, strict=True))
         else:
             yield from ((self.rank, micro) for micro in range(self.layout.num_micro))
 

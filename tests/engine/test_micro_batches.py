@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from resource import RUSAGE_SELF, getpagesize, getrusage
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastsync
-from fastsync.sync.micro_batches import block_of
+from fastsync.ppo.envs.interface import seed_globals
+from fastsync.sync.micro_batches import _SumsByTree, block_of, seed_of
 from tests import passes, reference
 from tests.engine.test_hosts import ALTERNATING, Nodes, run_on_hosts
 from tests.engine.trained_by_micro_batches import (
@@ -27,6 +32,7 @@ from tests.engine.trained_by_micro_batches import (
     plain,
     tensors_of,
     train,
+    train_a_part,
     train_elastic,
 )
 from tests.models import group_of_one
@@ -61,6 +67,18 @@ def test_other_models(kind: str) -> None:
     assert run_ranks(train, 3, kind, "SGD") == [alone(kind, "SGD")] * 3
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_in_shards(world_size: int, shared_memory: bool) -> None:
+    digests = run_ranks(train, world_size, "mlp", "AdamW", True, shared_memory=shared_memory)
+    assert digests == [alone()] * world_size
+
+
+@pytest.mark.parametrize("has_owners", [False, True])
+def test_muon(has_owners: bool) -> None:
+    assert run_ranks(train, 3, "mlp", "Muon", has_owners) == [alone("mlp", "Muon")] * 3
+
+
 @pytest.mark.parametrize("lost", [{0: (1, 1)}, {1: (2, 4), 2: (3, 4)}], ids=["rank 0", "two, one after the other"])
 def test_after_losses(lost: dict[int, tuple[int, int]], tmp_path: Path) -> None:
     digests = run_ranks(train_elastic, 3, str(tmp_path / "store"), lost, lost=list(lost))
@@ -72,23 +90,10 @@ def test_with_ranks_that_join(tmp_path: Path) -> None:
     assert digests[1:] == [alone()] * 2
 
 
-def _train_a_part(rank: int, world_size: int, file: str, first: int, last: int) -> str | None:
-    training = Training()
-    parts = (training.model, training.optimizer, training.scheduler, training.sync, training.norm)
-    if first > 0:
-        for part, state in zip(parts, torch.load(file), strict=True):
-            part.load_state_dict(state)
-    for step in range(first, last):
-        training.step(step)
-    if rank == 0 and last < NUM_STEPS:
-        torch.save([part.state_dict() for part in parts], file)
-    return training.digest() if last == NUM_STEPS else None
-
-
 def test_resumed_on_another_number_of_ranks(tmp_path: Path) -> None:
     file = str(tmp_path / "checkpoint")
-    run_ranks(_train_a_part, 3, file, 0, 2)
-    assert run_ranks(_train_a_part, 2, file, 2, NUM_STEPS) == [alone()] * 2
+    run_ranks(train_a_part, 3, file, 0, 2)
+    assert run_ranks(train_a_part, 2, file, 2, NUM_STEPS) == [alone()] * 2
 
 
 # ---- the specification ----------------------------------------------------------------------------------------------
@@ -104,6 +109,36 @@ def test_it_is_a_page_of_plain_pytorch(rank: int, world_size: int, optimizer: st
     for one, other in zip(tensors_of(training.model, training.optimizer), plain("mlp", optimizer), strict=True):
         assert (one is None) == (other is None)
         assert one is None or other is None or one.numpy().tobytes() == other.numpy().tobytes()
+
+
+def test_sums_in_parts_are_those_of_the_specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastsync.sync.micro_batches.CACHED_BYTES", 64)
+    generator = torch.Generator().manual_seed(0)
+    grads = [
+        [None if (2 * index + part) % 5 < 2 else torch.randn(9, generator=generator) for part in range(6)] + [None]
+        for index in range(MICRO_BATCHES)
+    ]
+    sums = _SumsByTree()
+    for each in grads:
+        sums.add([None if grad is None else grad.clone() for grad in each])
+    for found, expected in zip(sums.root(), reference.mean_of_micro_batches(grads), strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(found / MICRO_BATCHES, expected)
+
+
+@on_ranks(1)
+def test_memory_of_gradients_stays_from_step_to_step(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    sync = fastsync.attach(model, micro_batches=4)
+    before = 0
+    for step in range(6):
+        if step == 3:
+            before = getrusage(RUSAGE_SELF).ru_minflt
+        model.zero_grad()
+        for _ in sync.micro_batches():
+            model(torch.ones(1, 1024)).sum().backward()
+    pages_of_gradients = 8 * 2**20 // getpagesize()
+    assert getrusage(RUSAGE_SELF).ru_minflt - before < pages_of_gradients / 4
 
 
 @pytest.mark.parametrize("kernels", ["auto", "aten"])
@@ -158,6 +193,30 @@ def test_gradients_norms_and_random_numbers_behind_the_loop(rank: int, world_siz
     for _ in training.sync.micro_batches(SEED):
         break
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def _drawn() -> list[float]:
+    return [random.random(), np.random.random(), torch.rand(()).item()]  # noqa: NPY002
+
+
+@on_ranks(2)
+def test_generators_of_python_and_numpy_if_asked(rank: int, world_size: int) -> None:
+    """In loops over two handles at a time."""
+    syncs = [fastsync.attach(nn.Linear(2, 2), micro_batches=4) for _ in range(2)]
+    seed_globals(rank)
+    torch.manual_seed(rank)
+    expected = _drawn()
+    seed_globals(rank)
+    torch.manual_seed(rank)
+    loops = [sync.micro_batches(SEED, python=True, numpy=True) for sync in syncs]
+    drawn = {index: _drawn() for index, _ in zip(*loops, strict=True)}
+    assert _drawn() == expected
+    everyone: list[dict[int, list[float]]] = [{}] * world_size
+    dist.all_gather_object(everyone, drawn)
+    assert len({tuple(each) for of_rank in everyone for each in of_rank.values()}) == 4
+    for index, (of_python, *_) in drawn.items():
+        random.seed(seed_of(SEED, 0, index))
+        assert random.random() == of_python
 
 
 @on_ranks(1)
@@ -244,7 +303,6 @@ def _enter(context: object) -> None:
         (_then(lambda sync: _enter(sync.no_sync())), r"no_sync\(\)"),
         (_then(lambda sync: _enter(sync.join())), r"join\(\)"),
         (_then(lambda sync: fastsync.clip_grad_norm_([sync], 1.0)), "micro_batches"),
-        (_then(lambda sync: fastsync.shard_optimizer(sync, torch.optim.SGD(sync.parameters(), 0.1))), "micro_batches"),
         (_with_batch_norm, "BatchNorm1d of 2 features in train mode"),
         (_with_a_changed_buffer, "the buffer 'count' of a Linear"),
         (_stepped_outside, "for index in sync.micro_batches"),

@@ -73,6 +73,8 @@ def end_now() -> None:
 
 
 def make_optimizer(model: nn.Module, kind: str) -> Optimizer:
+    if kind == "Muon":
+        return torch.optim.Muon([each for each in model.parameters() if each.dim() == 2], lr=0.01)
     if kind == "SGD":
         return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     return AdamW(model.parameters(), lr=0.01)
@@ -94,16 +96,28 @@ class Norm:
 class Training:
     """A model and its optimizer, trained by all ranks of a group."""
 
-    def __init__(self, kind: str = "mlp", optimizer: str = "AdamW", members: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str = "mlp",
+        optimizer: str = "AdamW",
+        members: Sequence[int] | None = None,
+        in_shards: bool = False,
+    ) -> None:
         torch.manual_seed(1)
         self.model = Model(kind)
         self.optimizer = make_optimizer(self.model, optimizer)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         group = None if members is None else dist.new_group(list(members), use_local_synchronization=True)
+        stepped = self.optimizer.param_groups[0]["params"]
         self.sync = fastsync.attach(
-            self.model, micro_batches=MICRO_BATCHES, bucket_cap_mb=SMALL_BUCKETS, process_group=group
+            stepped if optimizer == "Muon" else self.model,  # which other optimizers step as a whole
+            micro_batches=MICRO_BATCHES,
+            bucket_cap_mb=SMALL_BUCKETS,
+            process_group=group,
         )
         self.norm = Norm()
+        if in_shards:
+            fastsync.shard_optimizer(self.sync, self.optimizer)
 
     def step(self, step: int, dies_before: int | None = None) -> None:
         self.optimizer.zero_grad()
@@ -117,16 +131,33 @@ class Training:
 
     def digest(self) -> str:
         """Returns the sha256 of weights, optimizer state and the norm of the last step."""
-        state = [value for of_one in self.optimizer.state.values() for value in of_one.values() if value is not None]
+        by_parameter = self.optimizer.state_dict()["state"]
+        state = [value for _, of_one in sorted(by_parameter.items()) for value in of_one.values() if value is not None]
         tensors = [*self.model.parameters(), *state, self.norm.value]
         return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()
 
 
-def train(rank: int, world_size: int, kind: str = "mlp", optimizer: str = "AdamW") -> str:
-    training = Training(kind, optimizer)
+def train(rank: int, world_size: int, kind: str = "mlp", optimizer: str = "AdamW", in_shards: bool = False) -> str:
+    training = Training(kind, optimizer, in_shards=in_shards)
     for step in range(NUM_STEPS):
         training.step(step)
     return training.digest()
+
+
+def train_a_part(
+    rank: int, world_size: int, file: str, first: int, last: int, kind: str = "mlp", optimizer: str = "AdamW"
+) -> str | None:
+    """Trains from one step to another, from a checkpoint or to one."""
+    training = Training(kind, optimizer)
+    parts = (training.model, training.optimizer, training.scheduler, training.sync, training.norm)
+    if first > 0:
+        for part, state in zip(parts, torch.load(file), strict=True):
+            part.load_state_dict(state)
+    for step in range(first, last):
+        training.step(step)
+    if rank == 0 and last < NUM_STEPS:
+        torch.save([part.state_dict() for part in parts], file)
+    return training.digest() if last == NUM_STEPS else None
 
 
 def train_elastic(

@@ -93,12 +93,12 @@ def _minibatch_norms(rank: int, world_size: int) -> list[list[float]]:
     advantages, valid = torch.randn(12, 4, generator=generator), torch.rand(12, 4, generator=generator) < 0.8
     settings = Settings(num_envs=4 // world_size, num_steps=12, num_minibatches=3)
     with make_environments(settings, rank=rank) as environments:
-        ppo = PPO(settings, environments, torch.device("cpu"))
+        ppo = PPO(settings, [environments], torch.device("cpu"))
     mine = slice(rank * settings.num_envs, (rank + 1) * settings.num_envs)
     column = (advantages[:, mine] * 100 + 5).contiguous()
     batch = Batch(**dict.fromkeys(("observations", "actions", "log_probs", "values", "returns"), column),
                   advantages=column, weights=valid[:, mine] * 1.0)  # fmt: skip
-    parts = list(ppo.shuffler.minibatches(batch, 2, ppo._normalize_minibatches))
+    parts = [part for (part,) in ppo.shuffler.minibatches([batch], 2, ppo._normalize_minibatches)]
     sums = []
     for part in parts:
         counts = part.weights > 0
@@ -154,7 +154,7 @@ def test_observations_far_from_zero_keep_what_differs():
     for _ in range(3):
         rows = torch.tensor([1.7e9, 3.0]) + torch.randn(8, 5, 2, generator=generator, dtype=torch.float64)
         valid = torch.rand(8, 5, generator=generator) < 0.7
-        normalizer.learn(rows, valid, lambda *mine: sum(moments(each, mine[1]) for each in (mine[0], mine[0] + 1)))
+        normalizer.learn([rows, rows + 1], [valid] * 2, lambda *mine: sum(map(moments, *mine)))
         seen += [rows[valid], rows[valid] + 1]
     learnt = torch.cat(seen)
     torch.testing.assert_close(normalizer.variance, learnt.var(0, correction=0), rtol=1e-6, atol=0)
@@ -166,28 +166,28 @@ def test_observations_far_from_zero_keep_what_differs():
 def test_a_policy_sees_float64_observations_after_their_mean_is_subtracted():
     settings = Settings(env="tests.toy_envs:Clocked", norm_observations=True, num_envs=4, num_epochs=1)
     with group_of_one(), make_environments(settings, rank=0) as environments:
-        ppo = PPO(settings, environments, torch.device("cpu"))
+        ppo = PPO(settings, [environments], torch.device("cpu"))
         ppo.learn(ppo.collect())
-        rollout = ppo.collect()
+        (rollout,) = ppo.collect()
         features = ppo.policy.features(rollout.observations)[rollout.valid]
         assert features.dtype == torch.float32
         assert 0.5 < features[:, 0].std() < 2
-        ppo.learn(rollout)
+        ppo.learn([rollout])
 
 
 def test_discounted_returns_go_on_over_rollouts_and_begin_anew_with_episodes():
-    normalizer = RewardNormalizer(0.5, 2, torch.float32)
+    normalizer = RewardNormalizer(0.5, (1, 2), torch.float32)
     rewards = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]])
     done = torch.tensor([[False, False], [True, False], [False, False]])
-    first = normalizer.discounted_returns(rewards, done, discounted_sums)
+    first = normalizer.discounted_returns(rewards, done, discounted_sums, 0)
     assert first.tolist() == [[1, 2], [1.5, 3], [1, 3.5]]
-    assert normalizer.carried.tolist() == [1, 3.5]
-    second = normalizer.discounted_returns(rewards, torch.zeros_like(done), discounted_sums)
+    assert normalizer.carried.tolist() == [[1, 3.5]]
+    second = normalizer.discounted_returns(rewards, torch.zeros_like(done), discounted_sums, 0)
     assert second[0].tolist() == [1.5, 3.75]
 
 
 def test_rewards_are_divided_by_the_deviation_of_the_return_and_cut_off():
-    normalizer = RewardNormalizer(0.9, 1, torch.float32)
+    normalizer = RewardNormalizer(0.9, (1, 1), torch.float32)
     normalizer.update(moments(torch.tensor([[3.0], [7.0]]), torch.ones(2, dtype=torch.bool)))
     torch.testing.assert_close(normalizer(torch.tensor([3.0, -3.0, 1e6])), torch.tensor([1.5, -1.5, 10.0]))
 

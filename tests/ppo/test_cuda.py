@@ -30,7 +30,7 @@ def update_without_waiting(rank: int, world_size: int) -> None:
     for changes in KINDS.values():
         settings = replace(Settings(num_envs=8, num_steps=16, num_epochs=2), **changes)
         with make_environments(settings, rank=rank) as environments:
-            ppo = PPO(settings, environments, device)
+            ppo = PPO(settings, [environments], device)
             ppo.learn(ppo.collect())  # agreements and first allocations
             take_step = ppo._take_step
 

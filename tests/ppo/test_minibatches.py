@@ -26,13 +26,13 @@ def made_batch() -> Batch:
 
 
 def shuffler(num_minibatches: int) -> Shuffler:
-    return Shuffler(num_minibatches, RandomStreams(0, first_index=0, num_envs=NUM_ENVS, device=torch.device("cpu")))
+    return Shuffler(num_minibatches, [RandomStreams(0, first_index=0, num_envs=NUM_ENVS, device=torch.device("cpu"))])
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 4, 3])
 def test_every_row_comes_once_and_whole(num_minibatches: int):
     batch = made_batch()
-    parts = list(shuffler(num_minibatches).minibatches(batch, 1))
+    parts = [part for (part,) in shuffler(num_minibatches).minibatches([batch], 1)]
     assert [len(part.actions) for part in parts] == [NUM_STEPS * NUM_ENVS // num_minibatches] * num_minibatches
     seen = torch.cat([part.actions for part in parts])
     assert torch.equal(seen, batch.actions.flatten()) == (num_minibatches == 1)  # a single one needs no chance

@@ -92,9 +92,9 @@ class Recorded(WithLayer):
 def test_a_minibatch_of_one_row_is_too_few_for_batch_norm(given: dict[str, int]):
     settings = replace(TINY, env="Acrobot-v1", num_envs=1, num_steps=4, **given)
     with group_of_one(), make_environments(settings, rank=0) as environments:
-        ppo = PPO(settings, environments, torch.device("cpu"), policy=Normed)
-        rollout = ppo.collect()
-        refused(lambda: ppo.learn(rollout), "a minibatch has 1 on each rank")
+        ppo = PPO(settings, [environments], torch.device("cpu"), policy=Normed)
+        rollouts = ppo.collect()
+        refused(lambda: ppo.learn(rollouts), "a minibatch has 1 on each rank")
     with pytest.raises(ValueError, match=r"a minibatch has 1 on each rank"):  # also before ranks start
         check_environment(replace(settings, policy=f"{__name__}:Normed"))
 
@@ -110,12 +110,12 @@ def test_an_error_that_is_not_batch_norms_stays(layer: type[nn.Module], num_rows
 def test_a_policy_acts_in_eval_mode_and_learns_in_train_mode_but_for_what_is_frozen():
     settings = replace(TINY, env="Acrobot-v1")
     with group_of_one(), make_environments(settings, rank=0) as environments:
-        ppo = PPO(settings, environments, torch.device("cpu"), policy=Recorded)
+        ppo = PPO(settings, [environments], torch.device("cpu"), policy=Recorded)
         of_actor, of_critic = (network[2].seen for network in (ppo.policy.actor, ppo.policy.critic))
-        rollout = ppo.collect()
+        rollouts = ppo.collect()
         assert (of_actor, of_critic) == ({False}, {False})
         of_actor.clear()
-        ppo.learn(rollout)
+        ppo.learn(rollouts)
         assert (of_actor, of_critic) == ({True}, {False})
         assert ppo.policy.training
         assert not ppo.policy.critic.training

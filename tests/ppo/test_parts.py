@@ -37,7 +37,7 @@ def test_images_in_a_dict_go_through_convolutions_and_the_rest_through_layers():
     settings = replace(TINY, env=f"{TOY}:Seeing", norm_observations=True, num_steps=4, num_epochs=1)
     with group_of_one(), make_environments(settings, rank=0) as environments:
         row = environments.reset()[0]
-        ppo = PPO(settings, environments, torch.device("cpu"))
+        ppo = PPO(settings, [environments], torch.device("cpu"))
         assert row.shape == (4 + 2 + 6 + 2 * 36 * 40 + 3 * 40 * 36,)
         parts = ppo.policy.parts
         assert parts
@@ -105,7 +105,7 @@ def test_forbidden_actions_are_never_taken(env: str, changes: dict[str, Any]):
     settings = replace(TINY, env=f"{TOY}:{env}", **changes)
     check_environment(settings)
     with group_of_one(), make_environments(settings, rank=0) as environments:
-        ppo = PPO(settings, environments, torch.device("cpu"))
+        ppo = PPO(settings, [environments], torch.device("cpu"))
         for _ in range(2):
             ppo.learn(ppo.collect())
 

@@ -45,10 +45,10 @@ def test_minibatches_have_the_log_probabilities_of_the_rollout(given: dict[str, 
         return outputs.sum() * 0, {}
 
     with group_of_one(), make_environments(settings, rank=0) as environments:
-        ppo = PPO(settings, environments, torch.device("cpu"))
+        ppo = PPO(settings, [environments], torch.device("cpu"))
         ppo.minibatch_loss = compare
         for _ in range(2):
-            rollout = ppo.collect()
+            (rollout,) = ppo.collect()
             if ppo.policy.normalizer is not None:
                 ppo.policy.normalizer.learn = lambda *given: None  # type: ignore[method-assign]
             assert rollout.states is not None
@@ -56,7 +56,7 @@ def test_minibatches_have_the_log_probabilities_of_the_rollout(given: dict[str, 
             assert begins.any()
             assert not rollout.states[1:][begins].any()
             assert rollout.states[1:][~begins].any(-1).all()
-            ppo.learn(rollout)
+            ppo.learn([rollout])
         assert rollout.states[0].any(-1).any()
     num_parts = settings.num_minibatches * settings.num_micro_batches
     assert compared == [4 * 48 // num_parts] * (2 * 2 * num_parts)

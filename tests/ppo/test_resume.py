@@ -157,17 +157,17 @@ def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch
     gathered = list[Any]()
     parts = ("policy", "optimizer", "scaler", "sync", "learning_rate", "outer")
     ppo: Any = SimpleNamespace(**{name: OnGpu() for name in parts}, reward_normalizer=None, step=1, update=1)
-    ppo.streams = SimpleNamespace(num_draws=1)
-    ppo.exchange = SimpleNamespace(gather_objects=lambda mine: [gathered.append(mine)])
+    ppo.streams = [SimpleNamespace(num_draws=1)]
+    ppo.exchange = SimpleNamespace(gather_objects=lambda mine: gathered.append(mine) or [mine])
     space = spaces.Discrete(2)
     environments: Any = SimpleNamespace(state=dict, single_observation_space=space, single_action_space=space)
     nothing: Any = None
     with group_of_one(), FakeTensorMode():
         opened = tmp_path, None, list[str]()
-        session = Session(FULL, environments, torch.device("cpu"), nothing, nothing, opened, tmp_path)
+        session = Session(FULL, [environments], torch.device("cpu"), nothing, nothing, opened, tmp_path)
         session._ppo = ppo
         ppo.policy.recurrent, states = True, torch.zeros(3, 2, device="cuda")
-        ppo.collector = SimpleNamespace(memory=SimpleNamespace(states=states))
+        ppo.collectors = [SimpleNamespace(memory=SimpleNamespace(states=states))]
         monkeypatch.setattr(session._checkpoints, "save", lambda checkpoint, _: gathered.append(checkpoint.learner))
         session._write(0.0)
     mine, learner = gathered

@@ -41,7 +41,7 @@ def test_every_setting_can_be_written_and_read_back(tmp_path: Path):
     same = [
         field.name for field in fields(Settings) if getattr(settings, field.name) == getattr(Settings(), field.name)
     ]
-    assert same == ["critic_keys", "bucket_cap_mb", "on_lost_rank"]
+    assert same == ["micro_batches", "critic_keys", "bucket_cap_mb", "on_lost_rank"]
     continues = replace(  # not with diloco, and what is hidden from the actor not with layers that it shares
         settings, sync="gradients", sync_every=1, bucket_cap_mb=0.5, on_lost_rank="continue",
         network="separate", recurrent="none", critic_keys=("state", "more"),

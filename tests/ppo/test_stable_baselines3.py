@@ -66,9 +66,9 @@ def test_an_update_moves_the_weights_as_theirs_does(
         fused=is_fused,
     )  # fmt: skip
     with group_of_one(), make_environments(settings, rank=0) as environments:
-        ppo = PPO(settings, environments, torch.device("cpu"))
+        ppo = PPO(settings, [environments], torch.device("cpu"))
         ppo.policy.load_state_dict(before)
-        metrics = ppo.learn(rollout)
+        metrics = ppo.learn([rollout])
         assert metrics["clip_fraction"] > 0.05  # so both sides of the clipping count
         after = weights_of(theirs)
         for name, weight in ppo.policy.state_dict().items():

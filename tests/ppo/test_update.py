@@ -113,7 +113,7 @@ def metrics_of(init_scale: float | None = None, **changes: Any) -> dict[str, flo
     """Of one update of four minibatches a pass."""
     settings = Settings(num_envs=2, num_steps=16, num_minibatches=4, **changes)
     with group_of_one(), make_environments(settings, rank=0) as environments:
-        ppo = PPO(settings, environments, torch.device("cpu"))
+        ppo = PPO(settings, [environments], torch.device("cpu"))
         if init_scale is not None:
             ppo.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, backoff_factor=2.0**-120)
         return ppo.learn(ppo.collect())

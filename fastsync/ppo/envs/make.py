@@ -89,7 +89,9 @@ def make_one(settings: RunSettings) -> Environments:
     """Makes one environment in this process. It raises the same errors as for those of the run."""
     kind = "sync" if settings.vectorization == "async" else settings.vectorization
     run_values = {field.name: getattr(settings, field.name) for field in fields(RunSettings)}
-    return make_environments(RunSettings(**run_values | {"num_envs": 1, "vectorization": kind}), rank=0)
+    return make_environments(
+        RunSettings(**run_values | {"num_envs": 1, "micro_batches": None, "vectorization": kind}), rank=0
+    )
 
 
 def _make_recorder(

@@ -113,16 +113,13 @@ def add_infos(values: Mapping[str, list[float]], step: Step) -> None:
 
 
 @torch.no_grad()
-def mean_of_steps(
-    steps: Sequence[Sequence[Tensor]], names: Sequence[str], device: torch.device, *, only_finite: bool
-) -> dict[str, float]:
-    """Returns the means of metrics over optimizer steps, NaN without steps; and the number of steps.
+def table_of_steps(steps: Sequence[Sequence[Tensor]], names: Sequence[str], device: torch.device) -> Tensor:
+    """Returns the values of optimizer steps as a table on the device, float32, a row for each step.
 
     Args:
-        steps: the values of each step, 0-dim. The last one is the norm of the gradient.
+        steps: the values of each step, 0-dim.
         names: of the values.
-        device: where values are averaged that are numbers.
-        only_finite: leave out steps whose norm is not finite.
+        device: where values go that are numbers.
 
     Raises:
         ValueError: a value is not 0-dim.
@@ -132,7 +129,14 @@ def mean_of_steps(
         if value.dim():
             raise ValueError(f"the loss must return 0-dim metrics; {name} has shape {tuple(value.shape)}")
     none = torch.empty(0, len(names), device=device)
-    table = torch.stack(logged).float().view(len(steps), -1) if steps else none
+    return torch.stack(logged).float().view(len(steps), -1) if steps else none
+
+
+def mean_of_steps(table: Tensor, names: Sequence[str], *, only_finite: bool) -> dict[str, float]:
+    """Returns the means of a table's columns, NaN without steps; and the number of steps.
+
+    ``only_finite`` leaves out steps whose last value, the norm of the gradient, is not finite.
+    """
     if only_finite:
         table = table[table[:, -1].isfinite()]
     return dict(zip(names, table.mean(0).tolist(), strict=True)) | {"optimizer_steps": len(table)}
@@ -169,7 +173,9 @@ class TrainResult:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Returns the mean; NaN of no values."""
+    """Returns the mean; NaN of no values. That of equal values is each of them."""
+    if values and all(value == values[0] for value in values):
+        return values[0]
     return sum(values) / len(values) if values else math.nan
 
 
@@ -193,8 +199,12 @@ def ended_episodes(reports: Sequence[RankReport]) -> list[Episode]:
 
     The order depends neither on the ranks that environments live on nor on the returns.
     """
-    ended = (episode for report in reports for episode in report.episodes)
-    return sorted(ended, key=lambda episode: (episode.row, episode.environment))
+    return in_order(episode for report in reports for episode in report.episodes)
+
+
+def in_order(episodes: Iterable[Episode]) -> list[Episode]:
+    """Returns episodes in the order of rows, then of environments."""
+    return sorted(episodes, key=lambda episode: (episode.row, episode.environment))
 
 
 def returns_of(episodes: Iterable[Episode]) -> list[float]:
