@@ -62,9 +62,31 @@ def cart_pole(num_envs: int, device: torch.device, limit: int = 500) -> TorchCar
     return TorchCartPole(num_envs, device, limit)
 
 
-def same_step(num_envs: int) -> TorchCartPole:
+class SameStep(TorchCartPole):
+    """Resets within the last step of an episode, and notes its observations."""
+
+    def __init__(self, num_envs: int, *, tells: bool) -> None:
+        super().__init__(num_envs, limit=20)
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.tells, self.final = tells, list[Tensor]()
+
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        before = self.state
+        final, rewards, terminated, truncated, _ = super().step(actions)
+        self.final += (final if self.tells else before)[self.ended]
+        self.state = torch.where(self.ended.unsqueeze(-1), self.drawn(), final)
+        self.time = torch.where(self.ended, 0, self.time)
+        self.ended = torch.zeros_like(self.ended)
+        return self.state, rewards, terminated, truncated, {"final_obs": final} if self.tells else {}
+
+
+def same_step(num_envs: int, tells: bool = True) -> SameStep:
+    return SameStep(num_envs, tells=tells)
+
+
+def disabled(num_envs: int) -> TorchCartPole:
     made = TorchCartPole(num_envs)
-    made.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    made.metadata = {"autoreset_mode": AutoresetMode.DISABLED}
     return made
 
 

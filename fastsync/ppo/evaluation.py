@@ -17,7 +17,7 @@ from gymnasium import Space
 from .envs.interface import UNSEEN, Environments, Episode, seed_from, seed_globals
 from .envs.lookup import Env, EnvSource, find_env, notes_on, refuse_running_statistics
 from .envs.spaces import check_spaces
-from .envs.tensors import OnHost
+from .envs.tensors import OnHost, resets_in_next_step
 from .envs.vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments, join
 from .exchange import Exchange
 from .policies import Policy, in_eval_mode
@@ -75,7 +75,8 @@ def _players_of_vector(
     """Makes environments that step together. What they give is brought to the host."""
     if is_drawn:
         raise ValueError(f"env={source.name!r} makes environments that step together, which cannot be drawn")
-    vector = OnHost(source.make_vector(len(indices), device or torch.device("cpu")))
+    made = source.make_vector(len(indices), device or torch.device("cpu"))
+    vector = OnHost(resets_in_next_step(made, made.reset(seed=0)[0]))
     check_spaces(source.name, vector.single_observation_space, vector.single_action_space)
     return VectorizedEnvironments(vector, seed=seed_from(seed, indices[0]), first_index=indices[0])
 

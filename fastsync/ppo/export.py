@@ -24,7 +24,7 @@ from ..launch.options import read_options
 from .distributions import Categorical
 from .envs.interface import Environments
 from .envs.spaces import Array, tensor_translator
-from .evaluate import find_checkpoint, make_environment, restore_policy
+from .evaluate import find_checkpoint, make_environment, restore_policy, runs_here
 from .evaluation import kept_generators
 from .files import write_whole
 from .names import kept_folder, look_in
@@ -47,13 +47,15 @@ Runs: TypeAlias = Callable[..., Sequence[Array]]
 class Export:
     """Write a trained policy into a file: observations in, the likeliest actions out, as the environment takes them."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """The folder of a run, which stands for its best checkpoint, or a checkpoint."""
     onnx: str | None = None  # File to write for ONNX Runtime and the like, such as policy.onnx.
     torchscript: str | None = None  # File to write for torch.jit.load, also in C++, such as policy.pt.
     newest: bool = False  # Export the newest checkpoint of the run, and not the best.
 
     def __post_init__(self) -> None:
+        if self.run is None:
+            raise ValueError(f"say which run to export; {runs_here('export')}")
         if self.onnx is None and self.torchscript is None:
             raise ValueError("say which file to write: --onnx policy.onnx, or --torchscript policy.pt")
         if self.onnx is not None and self.onnx == self.torchscript:
@@ -98,6 +100,7 @@ def main(arguments: Sequence[str]) -> int:
             or the file cannot be written.
     """
     options = read_options(Export, "fastsync export", arguments, registry=WHOLE_NUMBERS)
+    assert options.run is not None
     if options.onnx is not None:
         _check_packages(options.onnx)
     look_in(Path.cwd())

@@ -104,6 +104,7 @@ def test_what_is_typed_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     run = str(saved(tmp_path / "run", env="tests.toy_envs:Countdown"))
     nowhere = str(tmp_path / "nowhere" / "policy.pt")
     for words, told in {
+        (): "say which run to export; ",
         (run,): "say which file to write",
         (run, "--onnx", "one", "--torchscript", "one"): "they are two files",
         (str(tmp_path), "--torchscript", "one"): "neither a checkpoint nor the folder of a run",

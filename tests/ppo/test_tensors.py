@@ -63,6 +63,27 @@ def test_a_rollout_of_tensors_is_that_of_arrays():
     assert_same_rollouts(rollouts(tensors, cpu), rollouts(arrays, cpu))
 
 
+@pytest.mark.parametrize("tells", [True, False])
+def test_environments_may_reset_within_the_last_step(tells: bool):
+    """Its observation is told, or that before it is taken. The step after it is not one to learn from."""
+    settings = replace(SETTINGS, env="tests.torch_envs:same_step", env_kwargs={"tells": tells}, log_info=())
+    environments = make_environments(settings, rank=0)
+    assert "resets within the last step" in environments.notes[0]
+    source = environments._vector.env
+    first, second = rollouts(environments, torch.device("cpu"))
+    ends = [(step, env) for step, env in first.done.nonzero().tolist() if step < len(first.done) - 1]
+    assert len(ends) > 10
+    for (step, env), final in zip(ends, source.final, strict=False):
+        assert torch.equal(first.observations[step + 1, env], final)
+    assert torch.equal(first.valid[1:], ~first.done[:-1])
+    assert torch.equal(second.valid[0], ~first.done[-1])
+    assert not (first.done & ~first.valid).any()
+    assert (first.rewards == first.valid).all()
+    lengths = [episode.length for episode in first.episodes]
+    assert lengths == [episode.episode_return for episode in first.episodes]
+    assert max(lengths) == 20  # the first ones; later ones have taken a step unseen
+
+
 def _stays_on_its_device(rank: int, world_size: int) -> None:
     fake_device.load()
     device, waits = torch.device(fake_device.DEVICE), []
@@ -112,7 +133,7 @@ def test_a_run_on_two_ranks_is_evaluated_resumed_and_played(tmp_path: Path, capf
     ("env", "given", "told"),
     [
         ("cart_pole", {"vectorization": "sync"}, "takes num_envs"),
-        ("same_step", {}, "autoreset_mode"),
+        ("disabled", {}, "autoreset_mode"),
         ("not_a_vector", {}, "must return a gymnasium.vector.VectorEnv"),
         ("elsewhere", {}, "observes a tensor of shape (4, 4)"),
     ],

@@ -19,7 +19,7 @@ from .interface import Environments, seed_from, seed_globals
 from .lookup import EnvSource, cannot_be_made, find_env, notes_on, refuse_running_statistics
 from .parts import MASK, has_parts
 from .spaces import check_spaces, notes_on_actions, suits
-from .tensors import TensorEnvironments, has_tensors
+from .tensors import NextStep, TensorEnvironments, has_tensors, resets_in_next_step
 from .vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments, join
 
 
@@ -60,6 +60,11 @@ def make_environments(
         notes = notes_on(settings.env, own_vector) + notes_on_actions(settings, *spaces)
         if not isinstance(observation, Tensor):
             return VectorizedEnvironments(own_vector, seed=seed, first_index=first, notes=notes)
+        if isinstance(own_vector, NextStep):
+            notes.append(
+                f"env={settings.env!r} resets within the last step of an episode: nothing is learnt from the first "
+                "step of the next one, and its reward does not count"
+            )
         if observation.device.type != device.type:
             notes.append(
                 f"warning: env={settings.env!r} is on {observation.device}, and the policy on {device}: each step "
@@ -131,6 +136,7 @@ def _make_own_vector(
         raise ValueError(f"{refused} has images in a dictionary or a mask of actions; {others}")
     if not suits(vector.single_observation_space) and not has_tensors(observation):
         vector = FlattenObservation(vector)
+    vector = resets_in_next_step(vector, observation)
     try:
         refuse_running_statistics(settings.env, vector)
         spaces = vector.single_observation_space, vector.single_action_space

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from torch import Tensor
 
 from .interface import Array, Environments, Episode, Step
@@ -83,6 +83,40 @@ class TensorEnvironments(Environments):
 
     def _restore(self, state: dict[str, Any]) -> Array | None:
         return None
+
+
+class NextStep(VectorWrapper):
+    """Has environments of tensors that reset within a step do so in the next one, as ``Environments`` need it.
+
+    They take the first step of an episode by the action for the observation before it. So nothing is learnt from that
+    step, and its reward does not count. The last observation of an episode is ``infos["final_obs"]``, or without it the
+    one before.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        super().__init__(env)
+        self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        observations, infos = self.env.reset(seed=seed, options=options)
+        self._before = observations.clone()
+        self._ended = torch.zeros(self.num_envs, dtype=torch.bool, device=observations.device)
+        return observations, infos
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        restarts = self._ended
+        terminated, truncated = terminated.bool() & ~restarts, truncated.bool() & ~restarts
+        self._ended = terminated | truncated
+        at_end = self._ended.view(-1, *[1] * (observations.dim() - 1))
+        self._before = torch.where(at_end, infos.get("final_obs", self._before), observations)
+        return self._before, rewards.masked_fill(restarts, 0), terminated, truncated, infos
+
+
+def resets_in_next_step(vector: VectorEnv[Any, Any, Any], observation: Any) -> VectorEnv[Any, Any, Any]:
+    """Wraps environments in ``NextStep`` if they need it. ``observation`` is one of theirs."""
+    is_same = vector.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
+    return NextStep(vector) if is_same and isinstance(observation, Tensor) else vector
 
 
 class OnHost(VectorWrapper):
