@@ -492,9 +492,9 @@ class GradientSynchronizer(WatchedHandle):
     def make_revocable(self) -> None:
         """Averages for a training that goes on without lost ranks, from the next step on.
 
-        An error then comes at once, and does not say where the other ranks are. Each step keeps the residuals of the step
-        before, beside its own. ``Elastic`` calls it, and so may a loop of your own that hands groups to ``use_group``. It lasts
-        until then. Call it on every rank, before the same step.
+        An error then comes at once, and does not say where the other ranks are. Each step keeps the residuals of the
+        step before, beside its own. ``Elastic`` calls it, and so may a loop of your own that hands groups to
+        ``use_group``. It lasts until then. Call it on every rank, before the same step.
         """
         self._engine.make_revocable()
 
