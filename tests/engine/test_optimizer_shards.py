@@ -43,7 +43,7 @@ in_both_ways = on_ranks(2, cases=BOTH_WAYS)
 @on_ranks(cases=BOTH_WAYS)
 def test_steps_are_those_of_every_rank(rank: int, world_size: int) -> None:
     """Random trainings; of two ranks also by optimizers that need whole tensors, of three by all that there are."""
-    for seed in range(6 if world_size < 4 else 3):
+    for seed in range(6 if world_size < 4 else 4):
         train_both(rank, world_size, 10 * world_size + seed, 6)
     further = {2: [*OF_WHOLE] * 2, 3: [*FURTHER, *OF_WHOLE]}
     for seed, optimizer in enumerate(further.get(world_size, [])):

@@ -8,7 +8,6 @@ import functools
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from threading import Thread
 from typing import Any
 
@@ -50,24 +49,6 @@ def test_all_sites_leave_a_block_with_equal_weights(
                 train_step(model, optimizer, rank, 100 * epoch + step)
         assert_sites_are_equal(model, world_size)
         assert not all(torch.equal(mine, was) for mine, was in zip(weights(model), before, strict=True))
-        if epoch == 0 and options == OPTIONS[1]:
-            torch.testing.assert_close(weights(model), means_in_one_process(steps), rtol=1e-4, atol=1e-5)
-
-
-def means_in_one_process(steps: Sequence[int]) -> list[Tensor]:
-    """A plain loop over the sites. A mean is over those that have taken steps since the one before."""
-    models = [nn.Sequential(make_model(), nn.BatchNorm1d(3)) for _ in steps]
-    optimizers = [SGD(model.parameters(), lr=0.01) for model in models]
-    for begin in range(0, max(steps), 4):
-        for site, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            for step in range(begin, min(begin + 4, steps[site])):
-                train_step(model, optimizer, site, step)
-        moved = [weights(model) for model, num_steps in zip(models, steps, strict=True) if num_steps > begin]
-        means = [torch.stack(same).mean(0) for same in zip(*moved, strict=True)]
-        for model in models:
-            for parameter, mean in zip(model.parameters(), means, strict=True):
-                parameter.data.copy_(mean)
-    return weights(models[0])
 
 
 @on_ranks(2)
