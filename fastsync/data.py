@@ -109,7 +109,11 @@ class MicroBatchSampler(Sampler[list[int]]):
         return block_of(group.rank(), group.size(), self.micro_batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self._step, self.num_steps):
+        """Begins at the step that is next now: a DataLoader without workers asks for rows when steps() has gone on."""
+        return self._rows_from(self._step)
+
+    def _rows_from(self, first: int) -> Iterator[list[int]]:
+        for step in range(first, self.num_steps):
             for index in self._own_block():
                 yield self.rows(step, index)
 

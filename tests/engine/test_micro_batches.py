@@ -316,12 +316,14 @@ def test_what_would_break_the_promise_is_refused(call: Callable[[], object], sai
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-def _rows(rank: int, world_size: int, first: dict[str, object] | None) -> dict[tuple[int, int], list[int]]:
+def _rows(
+    rank: int, world_size: int, first: dict[str, object] | None, num_workers: int
+) -> dict[tuple[int, int], list[int]]:
     sampler = fastsync.data.MicroBatchSampler(100, 3, MICRO_BATCHES, seed=1)
     sampler.set_epoch(2)
     if first is not None:
         sampler.load_state_dict(first)
-    loader = DataLoader(TensorDataset(torch.arange(100)), batch_sampler=sampler, num_workers=1)
+    loader = DataLoader(TensorDataset(torch.arange(100)), batch_sampler=sampler, num_workers=num_workers)
     batches = iter(loader)
     assert len(sampler) == len(list(sampler))
     seen = {}
@@ -334,11 +336,13 @@ def _rows(rank: int, world_size: int, first: dict[str, object] | None) -> dict[t
     return seen
 
 
-def test_rows_are_those_of_one_rank() -> None:
-    (expected,) = run_ranks(_rows, 1, None)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rows_are_those_of_one_rank(num_workers: int) -> None:
+    """A DataLoader without workers asks for the first rows when the first step has begun."""
+    (expected,) = run_ranks(_rows, 1, None, num_workers)
     assert len(expected) == 4 * MICRO_BATCHES
     assert len({row for rows in expected.values() for row in rows}) == 96
-    first, second, third = run_ranks(_rows, 3, {"epoch": 2, "step": 1, "seed": 1})
+    first, second, third = run_ranks(_rows, 3, {"epoch": 2, "step": 1, "seed": 1}, num_workers)
     assert first | second | third == {key: rows for key, rows in expected.items() if key[0] >= 1}
 
 
