@@ -74,7 +74,7 @@ def train(
 @fake_device.on_ranks(cases={"optimizer": OPTIMIZERS})
 def test_the_bits_are_those_of_every_rank(rank: int, world_size: int, optimizer: str) -> None:
     group = fake_device.new_group()
-    for compression in COMPRESSIONS:
+    for compression in COMPRESSIONS[world_size % 2 :: 2]:
         expected = train(rank, optimizer, compression, group, is_shared=False)
         with watched():
             actual = train(rank, optimizer, compression, group, is_shared=True)
@@ -162,7 +162,7 @@ def model_of(dtype: torch.dtype) -> Given:
     return Given([grad.to(DEVICE) for grad in random_grads(9, 9, SHAPES, dtype)]).to(DEVICE)
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)])
+@pytest.mark.parametrize(("world_size", "dtype"), [(3, torch.bfloat16), (2, torch.float32)])
 @fake_device.on_ranks(cases={"optimizer": OPTIMIZERS})
 def test_masters_are_stepped_as_float32_copies(rank: int, world_size: int, optimizer: str, dtype: torch.dtype) -> None:
     group = fake_device.new_group()
