@@ -105,7 +105,10 @@ class OptimizerShards:
         if all(parameter.is_cpu for parameter in self._parameters.values()):
             try:
                 names = self._groups.state_names()
-                return HostMemory(self._sync, self._parameters, self._groups.rounding, names, has_owners)
+                memory = HostMemory(self._sync, self._parameters, self._groups.rounding, names, has_owners)
+                # Between hosts sums over micro-batches go by messages, and not through this memory.
+                if self._sync._micro_batches is None or len(memory.ranks()) == self._sync._group.size():
+                    return memory
             except ValueError as error:
                 self._warn_of(error)
         return OwnShards(self._sync, self._parameters, self._groups.rounding, has_owners)

@@ -54,12 +54,13 @@ def test_any_number_of_ranks(world_size: int, shared_memory: bool) -> None:
     assert run_ranks(train, world_size, shared_memory=shared_memory) == [alone()] * world_size
 
 
-def _on_hosts(rank: int, world_size: int, nodes: Nodes) -> str:
-    return train(rank, world_size)
+def _on_hosts(rank: int, world_size: int, nodes: Nodes, in_shards: bool) -> str:
+    return train(rank, world_size, in_shards=in_shards)
 
 
-def test_between_hosts() -> None:
-    assert run_on_hosts(_on_hosts, ALTERNATING) == [alone()] * 4
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_between_hosts(in_shards: bool) -> None:
+    assert run_on_hosts(_on_hosts, ALTERNATING, in_shards) == [alone()] * 4
 
 
 @pytest.mark.parametrize("kind", ["cnn", "gpt"])
