@@ -376,6 +376,7 @@ SMALLER = {
     r"(fastsync plot) runs/\S+": r"\1 runs/mine",
     r"(fastsync eval) runs/\S+": r"\1 runs/mine --episodes 1",
     r"(fastsync export) runs/\S+": r"\1 runs/mine",
+    r"--num-envs 4096 --device cuda": "--num-envs 4 --device cpu",
     r"(fastsync[. ]train .*|ppo_own_loss.*)": r"\1 --total-steps 2000 --num-epochs 1",
     r"(benchmarks ops.*)": r"\1 --sizes 18KiB --tensors 6 --repetitions 1",
     r"(benchmarks (?:sync|link)(?!.*gpt2).*)": r"\1 --sizes 5k --repetitions 2 --warmup 2",
@@ -421,7 +422,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("benchmarks", "examples"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "mypkg").mkdir()
-    (folder / "mypkg/envs.py").write_text("import gymnasium\ndef make_env(): return gymnasium.make('CartPole-v1')\n")
+    (folder / "mypkg/envs.py").write_text(
+        "import gymnasium\n"
+        "from tests.toy_envs import Privileged as simulated, masked_cart_pole as hides_velocities\n"
+        "from tests.torch_envs import cart_pole as make\n"
+        "def make_env(): return gymnasium.make('CartPole-v1')\n"
+    )
     (folder / "run.yaml").write_text("env: CartPole-v1\n")
     (folder / "train.py").write_text(next(block.code for block in blocks() if 'print(f"loss' in block.code))
     for rows in (ROOT / "benchmarks/results").glob("link-100mbit-?-ranks_*.json"):
