@@ -12,6 +12,11 @@ EXTREME = 1e4
 weight of 0 must not overflow, even in 16 bits."""
 
 
+def as_tensor(values: Array | Tensor) -> Tensor:
+    """Returns a tensor in the same memory, whatever torch's default device is."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(values)
+
+
 class Rows:
     """A tensor [T, ...] that is written row by row, with views of its rows made once.
 
@@ -30,7 +35,7 @@ class Rows:
     def write(self, row: int, array: Array | Tensor) -> Tensor:
         """Writes an array or a tensor into a row, and returns the row."""
         if self._array is None or isinstance(array, Tensor):
-            self._rows[row].copy_(torch.as_tensor(array))
+            self._rows[row].copy_(as_tensor(array))
         else:  # numpy is three times as fast
             self._array[row] = array
         return self._rows[row]

@@ -225,7 +225,7 @@ def check_environment(settings: Settings) -> tuple[Space[Any], Space[Any]]:
             Evaluator(settings, environments).check()
         spaces = environments.single_observation_space, environments.single_action_space
         with _playing(settings):
-            observations = torch.as_tensor(environments.reset()).cpu()
+            observations = torch.as_tensor(environments.reset(), device="cpu")
         actions = try_policy(settings, *spaces, observations, rows_per_pass)
         with _playing(settings):
             environments.step(actions.numpy())

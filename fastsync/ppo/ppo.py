@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from .. import DiLoCo, LocalSGD, attach, clip_grad_norm_
 from . import fused
 from .adam import Adam
-from .batches import Rows, blank_unused, check_rewards
+from .batches import Rows, as_tensor, blank_unused, check_rewards
 from .envs.interface import Environments, Episode, seed_from
 from .exchange import Exchange
 from .names import check_not_importing, resolve
@@ -204,7 +204,7 @@ class Collector:
             episodes += [episode._replace(row=t) for episode in step.episodes]
             add_infos(infos, step)
         episodes += self.environments.take_episodes()
-        check_rewards(torch.as_tensor(self.rewards), first_index=self.environments.first_index)
+        check_rewards(as_tensor(self.rewards), first_index=self.environments.first_index)
         last = self.observations.write(num_steps, self.next_observation)
         observations, values = self.observations.tensor, self.values.tensor
         if shares_layers:
@@ -224,7 +224,7 @@ class Collector:
             observations=observations[:-1],
             actions=actions,
             values=values[:-1],
-            rewards=torch.as_tensor(self.rewards).to(values.device, values.dtype),
+            rewards=as_tensor(self.rewards).to(values.device, values.dtype),
             **flags,
             log_probs=distribution.log_prob(outputs, actions),
             next_values=values[1:],

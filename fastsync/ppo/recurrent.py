@@ -87,7 +87,7 @@ class Memory:
 
     def __init__(self, recurrent: Recurrent | None, num_envs: int) -> None:
         self._recurrent = recurrent
-        self.states = torch.empty(num_envs, 0) if recurrent is None else recurrent.nothing(num_envs)
+        self.states = torch.empty(num_envs, 0, device="cpu") if recurrent is None else recurrent.nothing(num_envs)
         """[N, S]: the states before the next observations."""
 
     def step(self, features: Tensor) -> Tensor:

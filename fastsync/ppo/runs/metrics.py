@@ -175,7 +175,7 @@ class TrainResult:
 def mean(values: Sequence[float]) -> float:
     """Returns the mean; NaN of no values. That of equal values is each of them."""
     if values and all(value == values[0] for value in values):
-        return values[0]
+        return float(values[0])
     return sum(values) / len(values) if values else math.nan
 
 
