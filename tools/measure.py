@@ -58,13 +58,14 @@ PLAN = (
     Measurement("link-adamw", "link --rate 1gbit --ranks 2 --optimizer adamw --sizes 12m", 2),
     Measurement("sync-muon", "sync --optimizer muon --sizes 12m", 3),
     Measurement("micro_batches", "micro_batches", 1),
+    Measurement("collectives-2-ranks", f"collectives --methods gloo fastsync mpi --collectives {COLLECTIVES}", 1),
     *(
         Measurement(
             f"collectives-{ranks}-ranks",
-            f"collectives --methods gloo fastsync mpi --nproc {ranks} --oversubscribe --collectives {COLLECTIVES}",
-            minutes,
+            f"collectives --methods gloo fastsync mpi --nproc {ranks} --oversubscribe --repetitions 60",
+            1,
         )
-        for ranks, minutes in ((2, 1), (4, 3), (8, 6))
+        for ranks in (4, 8)
     ),
     Measurement("ppo", "ppo --hyperparameters cleanrl zoo --total-steps 60000 --repetitions 4", 10),
     Measurement("ppo-1024-environments", "ppo --num-envs 1024 --total-steps 500000 --repetitions 3", 2),

@@ -7,6 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "transport/heartbeats.h"
+
 namespace fastsync {
 
 namespace {
@@ -18,7 +20,8 @@ constexpr size_t kRemembered = 6;  // so many times kEvery steps
 
 // Numbers that did not change need no copy. So between two times that ranks tell each other, the old ones travel.
 void Lateness::add_numbers(std::vector<float>& numbers, const StepInfo& step) {
-  if (step.num_ranks == 1 || !step.device.is_cpu()) {
+  if (step.num_ranks == 1 || step.is_weighted || !step.device.is_cpu()) {
+    tells_ = false;
     return;
   }
   tells_ = step.number % kEvery == 0;
@@ -81,7 +84,8 @@ void Lateness::warn(const std::vector<double>& waited, double step_seconds) {
     return;
   }
   has_warned_ = true;
-  TORCH_WARN("fastsync: the other ranks wait for rank ", rank,
+  const int64_t global = global_ranks_of(group_)[rank];
+  TORCH_WARN("fastsync: the other ranks wait for rank ", rank, global == rank ? "" : c10::str(" (global ", global, ")"),
              " in each step: ", static_cast<int64_t>(*longest * 1e3 + 0.5), " ms of ",
              static_cast<int64_t>(step_seconds * 1e3 + 0.5),
              ". Look at what its host and its data loader do; stats().waited_for tells it for all ranks");

@@ -4,9 +4,11 @@
 // All ranks end a step's sync at nearly the same time, since each of them needs the last one's gradients. So what the
 // sync takes after backward is longer on a rank that came early. Once in a while each rank tells the others how long
 // that was. The mean of the others' times, less a rank's own, is how long they waited for it. Ranks that are late in
-// turns cancel out. On a device other than a CPU the times come late, and to read the sums would wait: there nothing is
-// told.
+// turns cancel out. With weights a step waits for the latest rank before it sends the last bucket, so nothing is told.
+// On a device other than a CPU the times come late, and to read the sums would wait: there nothing is told.
 #pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
 #include <cstdint>
@@ -24,8 +26,8 @@ class Lateness final : public Passenger {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // The times must outlive it.
-  explicit Lateness(const SyncTimes& times) : times_(times) {}
+  // The times and the group must outlive it.
+  Lateness(const SyncTimes& times, c10d::ProcessGroup& group) : times_(times), group_(group) {}
 
   // Rank 0 warns of a rank for which the others wait more than this share of a step, for so many seconds.
   void warn_above(double share, double seconds) { share_ = share, patience_ = std::chrono::duration<double>(seconds); }
@@ -41,6 +43,7 @@ class Lateness final : public Passenger {
   void warn(const std::vector<double>& waited, double step_seconds);
 
   const SyncTimes& times_;
+  c10d::ProcessGroup& group_;
   double share_ = 0.2;
   std::chrono::duration<double> patience_{60.0};
   std::vector<float> told_;  // by rank: this rank's time, and zeros

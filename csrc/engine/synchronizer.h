@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <set>
@@ -87,7 +88,10 @@ class Synchronizer : public EngineState, public GradientListener, public std::en
 
   // Has each rank's gradients be a sum over some of so many micro-batches, see Bucket::set_micro_batches. Call it on
   // all ranks, before the first step.
-  void set_micro_batches(int64_t num_micro_batches) { num_micro_batches_ = num_micro_batches; }
+  void set_micro_batches(int64_t num_micro_batches) {
+    num_micro_batches_ = num_micro_batches;
+    lateness_.warn_above(std::numeric_limits<double>::infinity(), 0.0);  // ranks may have unequal parts of a step
+  }
 
   // Sets whether ranks join. If they do, the mean is over those that have not run out of gradients. `states` describes
   // what they share at the end, and has to be equal on all.
@@ -177,7 +181,7 @@ class Synchronizer : public EngineState, public GradientListener, public std::en
   ModelBuffers buffers_;
   NamedValues named_;
   Shards shards_{*this, parameters_, layout_, flags_};
-  Lateness lateness_{buckets_.times()};
+  Lateness lateness_{buckets_.times(), *group_};
   Stamps stamps_{*this, agreement_};
   SideValues side_values_{
       {&flags_, &signal_, &shards_, &used_parameters_, &buffers_, &named_, &weight_, &lateness_, &stamps_}};

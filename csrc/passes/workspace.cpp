@@ -13,9 +13,9 @@ namespace fastsync {
 
 namespace {
 
-// A step has a table for packing and one for unpacking. Gradients that take turns between two places in memory need
-// four.
-constexpr size_t kMaxTables = 4;
+// A step has a table for packing and one for unpacking, and with mean_of_used one for the factors of its means.
+// Gradients that take turns between two places in memory need twice as many.
+constexpr size_t kMaxTables = 6;
 
 bool is_same(const Segment& one, const Segment& other) {
   return one.data == other.data && one.numel == other.numel && one.offset == other.offset &&

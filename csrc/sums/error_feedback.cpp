@@ -87,6 +87,7 @@ std::vector<at::Tensor> ErrorFeedback::residuals() const { return flat_clones(ne
 
 void ErrorFeedback::set_residuals(const std::vector<at::Tensor>& residuals) {
   before_.clear();
+  has_old_ = false;
   if (residuals.empty() && newest_.memory.defined()) {
     newest_.memory.zero_();
     return;

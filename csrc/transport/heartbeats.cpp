@@ -22,6 +22,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kPeriod(1000);     // between two heartbeats
 constexpr milliseconds kListenFor(2500);  // how long ask listens for new heartbeats
 constexpr milliseconds kPatience(700);    // how long it waits for another rank's answer after that
+constexpr milliseconds kTolerance(500);   // how much older than the question that answer may be
 constexpr milliseconds kLimit(7000);      // how long ask waits for the store, which may hang, and for a lost reader
 constexpr milliseconds kAtExit(200);      // how long the process's exit waits for the sender's call of a store
 constexpr milliseconds kLookEvery(5000);  // longer than a rank that agrees may be held up
@@ -35,20 +36,6 @@ std::vector<std::string> keys_of_ranks(int64_t size) {
     keys.push_back(c10::str(kKey, "/", rank));
   }
   return keys;
-}
-
-// Asks the group's backend. One that wraps another backend may not tell: then each rank keeps its number in the group.
-std::vector<int64_t> global_ranks_of(c10d::ProcessGroup& group) {
-  std::vector<uint64_t> told;
-  try {
-    told = group.getDefaultBackend()->getBackendOptions()->global_ranks_in_group;
-  } catch (const std::exception&) {
-  }
-  std::vector<int64_t> ranks(told.begin(), told.end());
-  for (auto rank = static_cast<int64_t>(ranks.size()); rank < group.getSize(); ++rank) {
-    ranks.push_back(rank);
-  }
-  return ranks;
 }
 
 // The sender: a thread, and the groups whose heartbeats it writes. It is never destroyed, because the thread may hang
@@ -111,6 +98,20 @@ void Sender::beat_all() {
 }
 
 }  // namespace
+
+// Asks the group's backend. One that wraps another backend may not tell: then each rank keeps its number in the group.
+std::vector<int64_t> global_ranks_of(c10d::ProcessGroup& group) {
+  std::vector<uint64_t> told;
+  try {
+    told = group.getDefaultBackend()->getBackendOptions()->global_ranks_in_group;
+  } catch (const std::exception&) {
+  }
+  std::vector<int64_t> ranks(told.begin(), told.end());
+  for (auto rank = static_cast<int64_t>(ranks.size()); rank < group.getSize(); ++rank) {
+    ranks.push_back(rank);
+  }
+  return ranks;
+}
 
 std::shared_ptr<Heartbeats> Heartbeats::of(const Group& group) {
   Sender* const sender =
@@ -231,7 +232,7 @@ std::vector<std::string> Heartbeats::read() const {
 }
 
 std::vector<RankState> Heartbeats::listen() const {
-  const RollCall call{kKey, rank_, kListenFor, kPatience, /*only_answers=*/connection_.is_file()};
+  const RollCall call{kKey, rank_, kListenFor, kPatience, kTolerance, /*only_answers=*/connection_.is_file()};
   std::vector<RankState> states = call.run(connection_, [this] { return read(); });
   for (RankState& state : states) {
     state.global_rank = global_ranks_.at(state.rank);

@@ -36,6 +36,9 @@ struct SharedStatus {
   std::chrono::steady_clock::time_point agreeing_since;
 };
 
+// The ranks' numbers in the default group, as far as the group tells.
+std::vector<int64_t> global_ranks_of(c10d::ProcessGroup& group);
+
 // The heartbeats of one group. Thread-safe; touches no Python object.
 class Heartbeats : public std::enable_shared_from_this<Heartbeats> {
  public:
@@ -49,7 +52,8 @@ class Heartbeats : public std::enable_shared_from_this<Heartbeats> {
   // From now on heartbeats tell the status, until nobody else holds it.
   void tell(const std::shared_ptr<SharedStatus>& status);
 
-  // Finds out the state of each rank, or returns an answer that is at most so old. Takes some seconds. Throws
+  // Finds out the state of each rank, or returns an answer that is at most so old, and half a
+  // second older if another rank had it. Takes some seconds. Throws
   // c10::Error if the store does not answer. Returns nothing in a forked child.
   std::vector<RankState> ask(Clock::duration most_age = {});
 

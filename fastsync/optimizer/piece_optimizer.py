@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._torch_compat import foreach_mul_, takes_grad_scale
+from ..distributed import every_rank_calls
 from ..sync.attach import GradientSynchronizer
 from .groups import ShardedGroups
 from .home import ShardHome
@@ -109,8 +110,12 @@ class PieceOptimizer:
         for piece in self._shards:
             if piece.index in means and 0 in self._home.ranks():  # each host has all means
                 piece.of(means[piece.index]).copy_(piece.means)
-        for each in whole:
-            dist.all_reduce(each, group=self._sync._group)
+        # Two numbers are a length that nothing else compares. So a rank that asks alone is told, and the others, too.
+        if self._sync._group.size() > 1:
+            self._sync._engine.compare([0.0, 0.0], "asking for the means of shards, as every rank has to,")
+        with every_rank_calls("averaged_gradients", self._sync._group):
+            for each in whole:
+                dist.all_reduce(each, group=self._sync._group)
         return {self._groups.names[index]: mean for index, mean in means.items()}
 
     def _renew(self) -> None:

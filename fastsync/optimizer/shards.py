@@ -16,6 +16,7 @@ from ..sync.attach import GradientSynchronizer
 from ..sync.compression import Auto, Compression
 from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
 from ..sync.optimizer_steps import innermost, is_training_step
+from ..sync.stats import GradStats
 from .agreement import agree_on_step, comparable
 from .checks import OR_ELSE, WAY_OUT, check_compression
 from .groups import ShardedGroups
@@ -297,7 +298,10 @@ class OptimizerShards:
     def _finds_inf(self) -> bool:
         """Tells whether the GradScaler that takes this step is to skip it."""
         found = getattr(self._optimizer, "found_inf", None)
-        return found is not None and (float(found) > 0 or bool(self._sync.grad_stats().num_nonfinite > 0))
+        if found is None:
+            return False
+        # The engine's own count. That of the handle may gather the means, and a rank that knows better does not ask.
+        return float(found) > 0 or bool(GradStats(self._engine.grad_stats()).num_nonfinite > 0)
 
     def _clip_divisor(self) -> Tensor | None:
         return self._divisor if self._sync._deferred_clip_step == self._engine.num_steps() else None

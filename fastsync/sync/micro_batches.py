@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -82,7 +83,9 @@ class MicroBatches:
         if self._parameters[0].is_cpu:
             # A sum for each level of the tree, the newest gradients, and temporary values of a backward.
             most = number.bit_length() + 2
-            keep_freed(most * sum(each.nbytes for each in self._parameters))
+            num_bytes = most * sum(each.nbytes for each in self._parameters)
+            keep_freed(num_bytes)
+            weakref.finalize(self, keep_freed, -num_bytes).atexit = False
 
     def _check(self, named: Mapping[str, Tensor]) -> None:
         """Raises ValueError for parameters whose sums would not have the same bits."""
@@ -236,6 +239,9 @@ class _Generators:
     @contextmanager
     def seeded(self, device: torch.device, others: Others) -> Iterator[Callable[[int], None]]:
         """Gives what seeds all generators: torch's of the CPU and of this device, and ``others``."""
+        if others.numpy:
+            import numpy as np  # which fastsync itself does not need: an error comes before anything is kept
+
         generators = [torch.default_generator]
         if device.type == "cuda":
             generators.append(torch.cuda.default_generators[device.index])
@@ -246,8 +252,6 @@ class _Generators:
             seeders.append(random.seed)
             self._keep("python", partial(random.setstate, random.getstate()))
         if others.numpy:
-            import numpy as np  # which fastsync itself does not need
-
             seeders.append(lambda seed: np.random.seed(seed % 2**32))  # noqa: NPY002
             self._keep("numpy", partial(np.random.set_state, np.random.get_state()))  # noqa: NPY002
 

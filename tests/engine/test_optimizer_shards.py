@@ -708,16 +708,31 @@ def test_ranks_that_would_step_in_different_ways(rank: int, world_size: int, wha
     same(values(model), before)
 
 
-@in_both_ways
-def test_inf_in_a_gradient_that_is_not_averaged_is_told(rank: int, world_size: int) -> None:
+@on_ranks(2, cases=BOTH_WAYS)
+def test_statistics_that_one_rank_alone_asks_for(rank: int, world_size: int) -> None:
+    """With micro-batches they are of all means, which ranks gather for it."""
+    model = two_layers()
+    optimizer = AdamW(model.parameters())
+    sync = fastsync.attach(model, micro_batches=2)
+    fastsync.shard_optimizer(sync, optimizer)
+    for _ in sync.micro_batches():
+        model(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match="another rank is not there"):
+        _ = sync.grad_stats() if rank == 1 else optimizer.step()
+
+
+@on_ranks(2, cases=BOTH_WAYS | {"micro_batches": [None, 2]})
+def test_inf_in_a_gradient_that_is_not_averaged_is_told(rank: int, world_size: int, micro_batches: int | None) -> None:
     model, own = two_layers(), nn.Parameter(torch.ones(3))
     optimizer = AdamW([*model.parameters(), own], fused=True)
-    fastsync.shard_optimizer(fastsync.attach(model), optimizer)
+    sync = fastsync.attach(model, micro_batches=micro_batches)
+    fastsync.shard_optimizer(sync, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for finds in (True, False):
         factor = torch.inf if finds and rank == 1 else 1.0
         optimizer.zero_grad()
-        scaler.scale(model(torch.full((1, 5), 1.0 + rank)).sum() + (own * factor).sum()).backward()
+        for _ in sync.micro_batches() if micro_batches else range(1):
+            scaler.scale(model(torch.full((1, 5), 1.0 + rank)).sum() + (own * factor).sum()).backward()
         if finds:
             refused(lambda: scaler.step(optimizer), "different finds of a GradScaler", kind=RuntimeError)
             assert not hasattr(optimizer, "grad_scale"), "the next step would multiply by it"
