@@ -85,6 +85,8 @@ def main(arguments: Sequence[str]) -> int:
         _say(str(error))
         return 1
     mode = "rgb_array" if options.video else "human" if options.render else None
+    if options.video:  # SDL would look for a screen, and complain that XDG_RUNTIME_DIR is invalid
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     with make_environment(
         checkpoint, path, env=options.env, env_kwargs=options.env_kwargs, seed=options.seed, render_mode=mode,
         video=None if options.video is None else str(here / Path(options.video).expanduser()),
