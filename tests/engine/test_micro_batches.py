@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from resource import RUSAGE_SELF, getpagesize, getrusage
 
@@ -131,15 +132,15 @@ def test_sums_in_parts_are_those_of_the_specification(monkeypatch: pytest.Monkey
 def test_memory_of_gradients_stays_from_step_to_step(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     sync = fastsync.attach(model, micro_batches=4)
-    before = 0
-    for step in range(6):
-        if step == 3:
-            before = getrusage(RUSAGE_SELF).ru_minflt
+    faults = [0]
+    for _ in range(9):
         model.zero_grad()
         for _ in sync.micro_batches():
             model(torch.ones(1, 1024)).sum().backward()
+        faults.append(getrusage(RUSAGE_SELF).ru_minflt)
     pages_of_gradients = 8 * 2**20 // getpagesize()
-    assert getrusage(RUSAGE_SELF).ru_minflt - before < pages_of_gradients / 4
+    # Other threads of the process may cause some in any of the steps.
+    assert min(after - before for before, after in pairwise(faults)) < pages_of_gradients / 8
 
 
 @pytest.mark.parametrize("kernels", ["auto", "aten"])
