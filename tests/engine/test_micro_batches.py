@@ -315,6 +315,37 @@ def test_what_would_break_the_promise_is_refused(call: Callable[[], object], sai
         call()
 
 
+def _with_a_scaler(rank: int, world_size: int) -> tuple[list[torch.Tensor], float]:
+    """Autocast, an inf in one micro-batch of one step, and a clip of what was unscaled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    sync = fastsync.attach(model, micro_batches=MICRO_BATCHES)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(4):
+        optimizer.zero_grad()
+        for index in sync.micro_batches(seed=1):
+            data = torch.randn(4, 16) * (torch.inf if (step, index) == (2, 5) else 1.0)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(data).square().mean()
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        fastsync.clip_grad_norm_(sync, 1.0, optimizer=optimizer, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [*(parameter.detach() for parameter in model.parameters()), *states], scaler.get_scale()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "fastsync"])
+def test_a_scaler_sees_the_same_on_any_number_of_ranks(backend: str) -> None:
+    ((expected, scale),) = run_ranks(_with_a_scaler, 1)
+    assert scale == 2.0**10  # twice as much after two steps, and half of it after the inf
+    for found, found_scale in run_ranks(_with_a_scaler, 3, backend=backend):
+        assert found_scale == scale
+        assert all(map(torch.equal, found, expected))
+
+
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
