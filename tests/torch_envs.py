@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gymnasium
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
+
+from tests import toy_envs
 
 
 class TorchCartPole(VectorEnv[Any, Any, Any]):
@@ -99,3 +102,21 @@ def elsewhere(num_envs: int) -> TorchCartPole:
     made = TorchCartPole(num_envs)
     made.single_observation_space = spaces.Box(-1, 1, (5,))
     return made
+
+
+class FlagsOfFloats(TorchCartPole):
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        observations, rewards, terminated, truncated, infos = super().step(actions)
+        return observations, rewards, terminated.float(), truncated.float(), infos
+
+
+def of_arrays(num_envs: int, kind: str) -> SyncVectorEnv:
+    """Environments of gymnasium or of the toys, which observe in numpy."""
+    make = getattr(toy_envs, kind, partial(gymnasium.make, kind))
+    return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+
+def on_gpus_only(num_envs: int, device: torch.device) -> TorchCartPole:
+    if device.type != "cuda":
+        raise RuntimeError(f"no simulator for {device}")
+    return TorchCartPole(num_envs)

@@ -16,6 +16,7 @@ from gymnasium import Space, spaces
 from torch import Tensor, nn
 
 from . import fused
+from .envs.spaces import Array
 from .settings import RunSettings
 
 
@@ -147,6 +148,24 @@ class DiagonalGaussian(ActionDistribution):
         return log_prob, entropy.expand(outputs.shape[:-1])
 
 
+class _Constants:
+    """Numbers that are copied to a device once, because the host waits for a copy."""
+
+    def __init__(self, *numbers: Array) -> None:
+        self._numbers = [torch.from_numpy(each) for each in numbers]
+        self._copies: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+
+    def like(self, tensor: Tensor) -> list[Tensor]:
+        """Returns them with the device and the dtype of a tensor."""
+        if tensor.device.type == "cpu":  # where exporters trace, whose tensors must not be kept
+            return [each.to(tensor) for each in self._numbers]
+        key = tensor.device, tensor.dtype
+        if key not in self._copies:
+            with torch.inference_mode(False):  # or no gradient would go through what uses them later
+                self._copies[key] = [each.to(tensor) for each in self._numbers]
+        return self._copies[key]
+
+
 class TanhNormal(DiagonalGaussian):
     """Normal distributions squashed by tanh: actions are in (-1, 1). The environment gets them scaled to its bounds.
 
@@ -166,18 +185,26 @@ class TanhNormal(DiagonalGaussian):
     def scaled(self, actions: Tensor) -> Tensor:
         return self._bounds.scaled((actions + 1) / 2)
 
+    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
+        return self._with_normal_entropy(outputs, actions)[0]
+
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        before = _inside(actions, -1.0).atanh()
-        log_prob, entropy = super().log_prob_and_entropy(outputs, before)
+        log_prob, entropy = self._with_normal_entropy(outputs, actions)
         # The entropy is that of the normal distribution plus the mean of log(slope), an integral in each dimension.
         # Gauss-Hermite quadrature estimates it: without random numbers, and with a gradient.
-        nodes, weights = (torch.from_numpy(each).to(outputs) for each in _QUADRATURE)
+        nodes, weights = _QUADRATURE.like(outputs)
         at = outputs.unsqueeze(-1) + self.log_std.exp().unsqueeze(-1) * nodes  # [..., size, nodes]
-        return log_prob - _log_slope(before).sum(-1), entropy + (_log_slope(at) @ weights).sum(-1)
+        return log_prob, entropy + (_log_slope(at) @ weights).sum(-1)
+
+    def _with_normal_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns log-probabilities of actions, and entropies of what they were before tanh."""
+        before = _inside(actions, -1.0).atanh()
+        log_prob, entropy = super().log_prob_and_entropy(outputs, before)
+        return log_prob - _log_slope(before).sum(-1), entropy
 
 
 _NODES, _WEIGHTS = np.polynomial.hermite.hermgauss(16)
-_QUADRATURE = math.sqrt(2) * _NODES, _WEIGHTS / math.sqrt(math.pi)
+_QUADRATURE = _Constants(math.sqrt(2) * _NODES, _WEIGHTS / math.sqrt(math.pi))
 """Nodes and weights of a mean over a standard normal distribution."""
 
 
@@ -230,25 +257,38 @@ class Beta(ActionDistribution):
     def scaled(self, actions: Tensor) -> Tensor:
         return self._bounds.scaled(actions)
 
+    def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
+        extra, _, log_beta = self._terms(outputs)
+        return _powers_of(actions, extra) - log_beta
+
     def log_prob_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        extra = nn.functional.softplus(outputs)  # concentrations - 1
-        both = extra.unflatten(-1, (2, -1)).sum(-2)  # the sum of the two, less 2
-        log_beta = (1 + extra).lgamma().sum(-1) - (2 + both).lgamma().sum(-1)
-        inside = _inside(actions, 0.0)
-        log_prob = (extra * torch.cat([inside.log(), (-inside).log1p()], dim=-1)).sum(-1) - log_beta
+        extra, both, log_beta = self._terms(outputs)
         entropy = log_beta - (extra * (1 + extra).digamma()).sum(-1) + (both * (2 + both).digamma()).sum(-1)
-        return log_prob, entropy
+        return _powers_of(actions, extra) - log_beta, entropy
+
+    def _terms(self, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the concentrations - 1, the sums of two of them - 2, and the logarithm of the beta function."""
+        extra = nn.functional.softplus(outputs)
+        both = extra.unflatten(-1, (2, -1)).sum(-2)
+        return extra, both, (1 + extra).lgamma().sum(-1) - (2 + both).lgamma().sum(-1)
+
+
+def _powers_of(actions: Tensor, extra: Tensor) -> Tensor:
+    """Returns the logarithm of a beta density [...] of actions, up to the beta function."""
+    inside = _inside(actions, 0.0)
+    return (extra * torch.cat([inside.log(), (-inside).log1p()], dim=-1)).sum(-1)
 
 
 class _Bounds:
     """Maps [0, 1] to the bounds of a Box."""
 
     def __init__(self, box: spaces.Box) -> None:
-        low, high = (torch.from_numpy(each.astype(np.float64)) for each in (box.low, box.high))
-        self._low, self._size = low, high - low
+        low, high = (each.astype(np.float64) for each in (box.low, box.high))
+        self._low_and_size = _Constants(low, high - low)
 
     def scaled(self, actions: Tensor) -> Tensor:
-        return self._low.to(actions) + self._size.to(actions) * actions
+        low, size = self._low_and_size.like(actions)
+        return low + size * actions
 
 
 def _inside(actions: Tensor, low: float) -> Tensor:

@@ -13,11 +13,13 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import Space
+from torch import Tensor
 
 from .envs.interface import UNSEEN, Environments, Episode, seed_from, seed_globals
 from .envs.lookup import Env, EnvSource, find_env, notes_on, refuse_running_statistics
+from .envs.make import chosen_gpu, make_own_vector
 from .envs.spaces import check_spaces
-from .envs.tensors import OnHost, resets_in_next_step
+from .envs.tensors import OnHost
 from .envs.vector import EpisodeRecorder, RecordedEnvironments, VectorizedEnvironments, join
 from .exchange import Exchange
 from .policies import Policy, in_eval_mode
@@ -72,13 +74,15 @@ def make_players(
 def _players_of_vector(
     source: EnvSource, *, seed: int, indices: Sequence[int], is_drawn: bool, device: torch.device | None
 ) -> Environments:
-    """Makes environments that step together. What they give is brought to the host."""
+    """Makes environments that step together. Tensors that they give are brought to the host."""
     if is_drawn:
         raise ValueError(f"env={source.name!r} makes environments that step together, which cannot be drawn")
-    made = source.make_vector(len(indices), device or torch.device("cpu"))
-    vector = OnHost(resets_in_next_step(made, made.reset(seed=0)[0]))
-    check_spaces(source.name, vector.single_observation_space, vector.single_action_space)
-    return VectorizedEnvironments(vector, seed=seed_from(seed, indices[0]), first_index=indices[0])
+    vector, observation = make_own_vector(source, len(indices), device or torch.device("cpu"))
+    if isinstance(observation, Tensor):
+        vector = OnHost(vector)
+    return VectorizedEnvironments(
+        vector, seed=seed_from(seed, indices[0]), first_index=indices[0], notes=notes_on(source.name, vector)
+    )
 
 
 @torch.no_grad()
@@ -162,6 +166,7 @@ class Evaluator:
         self._prefix = "" if settings.eval_env is None else "eval_"  # of "env" in messages
         self._spaces = training.single_observation_space, training.single_action_space
         self._critic_keys = settings.critic_keys
+        self._device = chosen_gpu(settings)
         self._indices = [UNSEEN + number for number in range(settings.eval_episodes)]
         self._is_one_by_one = settings.micro_batches is not None  # what a policy rounds may depend on its other rows
 
@@ -171,7 +176,7 @@ class Evaluator:
         Raises:
             ValueError: it does not.
         """
-        self._make([UNSEEN]).close()
+        self._make([UNSEEN], self._device).close()
 
     def evaluate(
         self, policy: Policy, exchange: Exchange, stop_requested: Callable[[], bool] = lambda: False
@@ -204,7 +209,7 @@ class Evaluator:
         columns = zip(gathered[::3], gathered[1::3], gathered[2::3], strict=True)
         return sorted(Episode(int(environment), value, int(length)) for environment, value, length in columns)
 
-    def _make(self, indices: Sequence[int], device: torch.device | None = None) -> Environments:
+    def _make(self, indices: Sequence[int], device: torch.device | None) -> Environments:
         def checked(env: Env) -> Env:
             refuse_running_statistics(self._env, env)
             return env

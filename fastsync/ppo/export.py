@@ -6,6 +6,7 @@ import importlib.util
 import io
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +23,13 @@ from torch import Tensor, nn
 from ..doctor import install_command
 from ..launch.options import read_options
 from .distributions import Categorical
-from .envs.interface import Environments
+from .envs.interface import EnvironmentFailedError, Environments
 from .envs.spaces import Array, tensor_translator
 from .evaluate import find_checkpoint, make_environment, restore_policy, runs_here
 from .evaluation import kept_generators
 from .files import write_whole
 from .names import kept_folder, look_in
-from .policies import Policy
+from .policies import FORBIDDEN, Policy
 from .whole_numbers import WHOLE_NUMBERS
 
 NUM_OBSERVATIONS = 1000
@@ -106,17 +107,28 @@ def main(arguments: Sequence[str]) -> int:
     look_in(Path.cwd())
     try:
         with kept_folder():
-            policy, environment = _load(Path(options.run).expanduser(), newest=options.newest)
+            policy, reference, environment = _load(Path(options.run).expanduser(), newest=options.newest)
     except RuntimeError as error:
-        print(f"fastsync export: {error}", file=sys.stderr)
+        _say(str(error))
         return 1
     with environment:
-        seen = seen_in(policy, environment)
+        for sentence in environment.notes:
+            _say(sentence)
+        try:
+            seen = seen_in(policy, environment)
+        except EnvironmentFailedError as error:
+            traceback.print_exception(error.__cause__)  # where in the user's code
+            _say(str(error))
+            return 1
         exported = Exported(policy, environment.single_action_space).eval().requires_grad_(False)
         for file, make in ((options.onnx, to_onnx), (options.torchscript, to_torchscript)):
-            if file is not None and not _export(exported, seen, Path(file).expanduser(), make):
+            if file is not None and not _export(exported, reference, seen, Path(file).expanduser(), make):
                 return 1
     return 0
+
+
+def _say(sentence: str) -> None:
+    print(f"fastsync export: {sentence}", file=sys.stderr)
 
 
 def _check_packages(file: str) -> None:
@@ -127,19 +139,23 @@ def _check_packages(file: str) -> None:
         )
 
 
-def _load(path: Path, *, newest: bool) -> tuple[Policy, Environments]:
-    """Makes the policy of a run in plain PyTorch, which exporters can read, and an environment to try it in."""
+def _load(path: Path, *, newest: bool) -> tuple[Policy, Policy, Environments]:
+    """Makes the policy of a run in plain PyTorch, which exporters can read, and as ``load_policy`` does.
+
+    The third is an environment to try them in.
+    """
     _, checkpoint = find_checkpoint(path, newest=newest)
     plain = replace(checkpoint, settings=checkpoint.settings | {"fused": False, "precision": "fp32"})
     with kept_generators(torch.device("cpu")):
         environment = make_environment(checkpoint, path, seed=0)
-        return restore_policy(plain, path, environment).eval(), environment
+        policy, reference = (restore_policy(each, path, environment).eval() for each in (plain, checkpoint))
+        return policy, reference, environment
 
 
 class Seen(NamedTuple):
     """What a policy has seen in an environment."""
 
-    observations: Tensor  # [n, *shape]
+    observations: Array  # [n, *shape], as the environment gives them
     begins: list[bool]  # whether each is the first of an episode
 
 
@@ -147,33 +163,36 @@ class Seen(NamedTuple):
 def seen_in(policy: Policy, environment: Environments) -> Seen:
     """Returns what the policy sees if it samples its actions."""
     torch.manual_seed(0)
-    seen, begins, begin, memory = list[Tensor](), list[bool](), True, policy.new_memory()
+    seen, begins, begin, memory = list[Array](), list[bool](), True, policy.new_memory()
     remembered = () if policy.recurrent is None else (memory,)
     observations = environment.reset()
     while len(seen) < NUM_OBSERVATIONS:
-        row = torch.from_numpy(np.array(observations)).to(policy.observation_dtype)
+        given = np.array(observations)
+        row = torch.from_numpy(given).to(policy.observation_dtype)
         if row.isfinite().all():  # the last one of an episode in which a simulation has failed is not
-            seen.append(row[0])
+            seen.append(given[0])
             begins.append(begin)
         step = environment.step(policy.sampled(row.nan_to_num(), *remembered).numpy())
         observations, begin = step.observations, not step.valid[0]
         memory.reset(~step.valid)
-    return Seen(torch.stack(seen)[:, policy._num_critic :], begins)
+    return Seen(np.stack(seen)[:, policy._num_critic :], begins)
 
 
 def _export(
-    exported: Exported, seen: Seen, file: Path, make: Callable[[Exported, tuple[Tensor, ...]], tuple[bytes, Runs]]
-) -> bool:
-    """Writes one file. Returns False, and writes none, if what it would hold acts otherwise than the policy."""
-    example = (seen.observations[:2], *([exported.policy.new_memory(2).states] * (len(exported.outputs) - 1)))
+    exported: Exported, reference: Policy, seen: Seen, file: Path,
+    make: Callable[[Exported, tuple[Tensor, ...]], tuple[bytes, Runs]],
+) -> bool:  # fmt: skip
+    """Writes one file. Returns False, and writes none, if what it would hold acts otherwise than ``reference``."""
+    inputs = torch.from_numpy(seen.observations).to(exported.policy.observation_dtype)
+    example = (inputs[:2], *([exported.policy.new_memory(2).states] * (len(exported.outputs) - 1)))
     try:
         content, run = make(exported, example)
     except Exception as error:  # any error of torch's exporters, or of the user's class
         kind, reason = type(exported.policy).__name__, error.__cause__ or error
         first = str(reason).strip().partition("\n")[0]
         raise ValueError(f"{kind} cannot be exported to {file}: {type(reason).__name__}: {first}") from error
-    actions = _played(exported, seen, run)
-    difference, allowed = differences(exported, seen, actions)
+    actions = _played(exported, inputs.numpy(), seen.begins, run)
+    difference, allowed = differences(exported, reference, seen, actions)
     told = f"over {len(actions):,} observations, actions differ from those of load_policy by at most"
     if not difference <= allowed:
         print(
@@ -186,9 +205,9 @@ def _export(
         write_whole(file, content)
     except OSError as error:
         raise ValueError(f"{file} cannot be written: {error.strerror}") from error
-    inputs = [f"{name} {_kind(each)}" for name, each in zip(("observations", "states"), example, strict=False)]
-    outputs = [f"actions {_kind(actions)}", *(f"next_states {_kind(each)}" for each in example[1:])]
-    print(f"{file}: {', '.join(inputs)} -> {', '.join(outputs)}\n  {told} {difference:.2g} ({allowed:.2g} is allowed)")
+    takes = [f"{name} {_kind(each)}" for name, each in zip(("observations", "states"), example, strict=False)]
+    gives = [f"actions {_kind(actions)}", *(f"next_states {_kind(each)}" for each in example[1:])]
+    print(f"{file}: {', '.join(takes)} -> {', '.join(gives)}\n  {told} {difference:.2g} ({allowed:.2g} is allowed)")
     return True
 
 
@@ -196,35 +215,33 @@ def _kind(rows: Any) -> str:
     return f"{str(rows.dtype).removeprefix('torch.')} [{', '.join(map(str, ['N', *rows.shape[1:]]))}]"
 
 
-def _played(exported: Exported, seen: Seen, run: Runs) -> Array:
+def _played(exported: Exported, observations: Array, all_begin: Sequence[bool], run: Runs) -> Array:
     """Returns the actions that what was exported takes: at once, or one after the other if it is recurrent."""
-    observations = seen.observations.numpy()
     if exported.policy.recurrent is None:
         return run(observations)[0]
     actions, nothing = list[Array](), exported.policy.new_memory().states.numpy()
     states = nothing
-    for row, begins in zip(observations, seen.begins, strict=True):
+    for row, begins in zip(observations, all_begin, strict=True):
         chosen, states = run(row[None], nothing if begins else states)
         actions.append(chosen)
     return np.concatenate(actions)
 
 
 @torch.no_grad()
-def differences(exported: Exported, seen: Seen, actions: Array) -> tuple[float, float]:
-    """Returns the largest difference of actions from those of ``Policy.act``, and how large it may be.
+def differences(exported: Exported, policy: Policy, seen: Seen, actions: Array) -> tuple[float, float]:
+    """Returns the largest difference of actions from those of ``policy.act``, and how large it may be.
 
     Where another choice was made, it is how much smaller its logit is: two that are nearly equal are both right.
     """
-    policy, distribution = exported.policy, exported.policy.distribution
-    memory, expected, outputs = policy.new_memory(), list[Array](), list[Tensor]()
+    distribution, memory, expected, outputs = policy.distribution, policy.new_memory(), list[Array](), list[Tensor]()
     rows = seen.observations[None] if policy.recurrent is None else seen.observations[:, None]  # at once, or one by one
     for row, begins in zip(rows, seen.begins, strict=False):
         if begins:
             memory.reset()
         before = memory.states
-        outputs.append(policy.decide(policy.padded(row), memory))
+        outputs.append(policy.decide(policy.padded(torch.from_numpy(row).to(policy.observation_dtype)), memory))
         memory.states = before
-        expected.append(policy.act(row.numpy(), memory=memory))
+        expected.append(policy.act(row, memory=memory))
     expects, all_outputs = np.concatenate(expected), torch.cat(outputs)
     if not isinstance(distribution, Categorical):
         return float(np.abs(actions - expects).max()), TOLERANCE * max(1.0, float(np.abs(expects).max()))
@@ -233,8 +250,9 @@ def differences(exported: Exported, seen: Seen, actions: Array) -> tuple[float, 
         each.amax(-1) - each.gather(-1, number.unsqueeze(-1)).squeeze(-1)
         for each, number in zip(distribution.choices(all_outputs), chosen.unbind(-1), strict=True)
     ]
+    largest = all_outputs[all_outputs > FORBIDDEN].abs().max()
     differ = torch.from_numpy(actions != expects).view(len(actions), -1)
-    return float((torch.stack(smaller, -1) * differ).max()), TOLERANCE * max(1.0, float(all_outputs.abs().max()))
+    return float((torch.stack(smaller, -1) * differ).max()), TOLERANCE * max(1.0, float(largest))
 
 
 def to_torchscript(exported: Exported, example: tuple[Tensor, ...]) -> tuple[bytes, Runs]:

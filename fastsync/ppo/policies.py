@@ -13,6 +13,7 @@ import torch
 from gymnasium import Space, spaces
 from torch import Tensor, nn
 
+from ..sync.micro_batches import check_no_batch_norm
 from . import fused
 from .distributions import make_distribution
 from .envs.parts import Parts, PartsSpace, forbids_all
@@ -57,6 +58,7 @@ class Policy(nn.Module):
         self._action_space = action_space
         self._observation_shape = observation_space.shape
         self._num_critic = 0 if self.parts is None else self.parts.num_critic
+        self._critic_keys = settings.critic_keys
         if self.parts is not None:  # the network's rows have no mask, and those of the environment do
             self._observation_shape = (observation_space.shape[0] + self.parts.mask_size,)
         self._sees_images = len(observation_space.shape) == 3
@@ -214,8 +216,8 @@ class Policy(nn.Module):
         if size and (seen.ndim not in (1, 2) or seen.shape[-1] not in widths):
             raise ValueError(
                 f"observations: expected one of shape {(self._observation_shape[0] - size,)}, or several, got "
-                f"{seen.shape}; wrap the environment as the training did, in fastsync.ppo.envs.parts.PartsInARow("
-                "env, masks_in_info=True), whose rows hold the mask already"
+                f"{seen.shape}; wrap the environment as the training did, in {self._wrapper()}, whose rows hold the "
+                "mask already"
             )
         if mask.shape != (*seen.shape[:-1], size):
             needs = f"expected shape {(*seen.shape[:-1], size)}" if size else "the training had none"
@@ -229,11 +231,17 @@ class Policy(nn.Module):
                 f"action_mask: expected that of the observations, of {self.parts.mask_size} choices, got none; give "
                 "info['action_mask']"
             )
-        wrapper = ", in fastsync.ppo.envs.parts.PartsInARow" if self.parts is not None else ""
+        wrapper = f", in {self._wrapper()}" if self.parts is not None else ""
         return (
             f"observations: expected one of shape {self._observation_shape}, or several, got {shape}; wrap the "
             f"environment as the training did{wrapper}"
         )
+
+    def _wrapper(self) -> str:
+        """Returns what makes the rows of the training out of observations of several parts."""
+        has_masks = self.parts is not None and self.parts.mask_size > 0
+        keys = f", critic_keys={self._critic_keys}" if self._num_critic else ""
+        return f"fastsync.ppo.envs.parts.PartsInARow(env, masks_in_info={has_masks}{keys})"
 
     @staticmethod
     def _in_full_precision(outputs: Tensor) -> Tensor:
@@ -381,10 +389,13 @@ def try_policy(
         The likeliest actions [1, ...].
 
     Raises:
-        ValueError: the policy cannot be made, raises an error, or has results of other shapes than it has to.
+        ValueError: the policy cannot be made, raises an error, or has results of other shapes than it has to. Or
+            it has a BatchNorm that does not go with micro_batches.
     """
     try:
         policy = make_policy(settings, observation_space, action_space)
+        if settings.micro_batches is not None:
+            check_no_batch_norm(policy.modules())
         observations = observations.to(policy.observation_dtype)
         with torch.no_grad():
             with in_eval_mode(policy):

@@ -76,7 +76,8 @@ class Settings(RunSettings):
     num_epochs: int = 4  # Passes over each rollout.
     num_minibatches: int = 4  # Minibatches per pass, one optimizer step each. It must divide num_envs * num_steps.
     num_micro_batches: int = 1
-    """Parts of a minibatch that go through the network in turn, to save memory. Each minibatch sends gradients once."""
+    """Parts of a minibatch that go through the network in turn, to save memory. Each minibatch sends gradients
+    once. For the same bits on any number of ranks take micro_batches."""
     learning_rate: float = 2.5e-4  # Learning rate of Adam at the start. --lr is the same.
     lr_schedule: Literal["constant", "linear", "adaptive"] = "linear"
     """linear lowers the learning rate to 0 over the run. adaptive divides it by 1.5 if a minibatch's KL divergence is

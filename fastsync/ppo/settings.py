@@ -43,7 +43,8 @@ class RunSettings:
     num_envs: int = 4  # Environments per rank. With micro_batches those of all ranks.
     micro_batches: int | None = None
     """Deal the environments of all ranks into so many equal parts, a power of two, and add up by part. Then any number
-    of ranks up to that gives the same figures and weights, to the bit. It costs time on few ranks: see the guide."""
+    of ranks up to that gives the same figures and weights, to the bit. It costs time on few ranks: see the guide.
+    To save memory take num_micro_batches."""
     vectorization: Literal["auto", "sync", "async", "vector_entry_point"] = "auto"
     """How environments step together: one after the other (sync), in processes (async), or by the environment's own
     vectorised implementation (vector_entry_point). auto uses the environment's own if there is one, else sync."""

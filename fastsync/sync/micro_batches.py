@@ -124,7 +124,7 @@ class MicroBatches:
         ``others`` tells which generators are seeded besides torch's.
         """
         modules = list(modules)
-        _check_no_batch_norm(modules)
+        check_no_batch_norm(modules)
         versions = _versions_of_buffers(modules)
         self._take_gradients()
         sums = _SumsByTree()
@@ -277,7 +277,7 @@ _generators = _Generators()
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def _check_no_batch_norm(modules: Iterable[nn.Module]) -> None:
+def check_no_batch_norm(modules: Iterable[nn.Module]) -> None:
     """Raises ValueError for BatchNorm in train mode. Without running statistics it depends on a micro-batch alone."""
     for module in modules:
         if not isinstance(module, _BATCH_NORMS) or not module.training:

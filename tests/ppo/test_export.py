@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers.utils import RunningMeanStd
 
 from fastsync.cli import main
 from fastsync.ppo.envs.make import make_one
@@ -21,6 +23,7 @@ from fastsync.ppo.ppo import Settings
 from fastsync.ppo.runs.checkpoints import CheckpointFolder, kinds_of
 from fastsync.ppo.runs.folder import CHECKPOINTS
 from tests.ppo.test_runs_checkpoints import make_checkpoint
+from tests.toy_envs import FaultyReset
 
 HAS_ONNX = all(find_spec(name) for name in ONNX_PACKAGES)
 KINDS: list[tuple[str, dict[str, Any]]] = [
@@ -63,7 +66,9 @@ def test_an_exported_policy_acts_as_the_one_that_was_trained(
     files = {"torchscript": tmp_path / "policy.pt"} | ({"onnx": tmp_path / "policy.onnx"} if HAS_ONNX else {})
     words = [word for kind, file in files.items() for word in (f"--{kind}", str(file))]
     assert main(["export", str(run), *words]) == 0
-    assert capsys.readouterr().out.count("over 1,000 observations") == len(files)
+    said = capsys.readouterr().out
+    assert said.count("over 1,000 observations") == len(files)
+    assert all(float(allowed) < 0.05 for allowed in re.findall(r"\((\S+) is allowed", said))  # also with masks
 
     policy = load_policy(run)
     with make_one(Settings(env=f"tests.toy_envs:{env}")) as environment:
@@ -98,6 +103,33 @@ def test_a_policy_that_would_act_otherwise_is_not_written(tmp_path: Path, capsys
         assert main(["export", str(run), "--torchscript", str(tmp_path / "policy.pt")]) == 1
     assert "is allowed" in capsys.readouterr().err
     assert not (tmp_path / "policy.pt").exists()
+
+
+class Subtracts(ActorCritic):
+    """Sees what is left of times after their start, which float32 cannot hold."""
+
+    def outputs(self, features: torch.Tensor) -> torch.Tensor:
+        return super().outputs(features - features[..., 1:2])
+
+
+def test_it_is_compared_with_the_policy_in_its_own_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = saved(tmp_path / "run", env="tests.toy_envs:late", policy=f"{__name__}:Subtracts", precision="fp64")
+    with mock.patch("fastsync.ppo.export.NUM_OBSERVATIONS", 50):
+        assert main(["export", str(run), "--torchscript", str(tmp_path / "policy.pt")]) == 1
+    assert "is allowed" in capsys.readouterr().err
+
+
+class Smoothed(FaultyReset):
+    def __init__(self) -> None:
+        self.statistics = RunningMeanStd()
+
+
+def test_notes_and_failures_of_the_environment_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = saved(tmp_path / "run", env=f"{__name__}:Smoothed")
+    assert main(["export", str(run), "--torchscript", str(tmp_path / "policy.pt")]) == 1
+    said = capsys.readouterr().err
+    assert "fastsync export: warning: Smoothed in env=" in said
+    assert "fastsync export: environment" in said
 
 
 def test_what_is_typed_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -99,6 +99,11 @@ def test_a_minibatch_of_one_row_is_too_few_for_batch_norm(given: dict[str, int])
         check_environment(replace(settings, policy=f"{__name__}:Normed"))
 
 
+def test_batch_norm_and_micro_batches_are_refused_before_ranks_start():
+    settings = replace(TINY, env="Acrobot-v1", num_envs=2, micro_batches=2, policy=f"{__name__}:Normed")
+    refused(lambda: check_environment(settings), "micro_batches: the model has a BatchNorm1d")
+
+
 @pytest.mark.parametrize(("layer", "num_rows"), [(nn.BatchNorm1d, 2), (nn.Dropout, 1)])
 def test_an_error_that_is_not_batch_norms_stays(layer: type[nn.Module], num_rows: int):
     said = ValueError("Expected more than 1 value per channel")

@@ -19,10 +19,11 @@ from fastsync.cli import main
 from fastsync.ppo.cli import check_environment
 from fastsync.ppo.envs import parts
 from fastsync.ppo.envs.make import make_environments
-from fastsync.ppo.envs.parts import forbids_all
+from fastsync.ppo.envs.parts import PartsInARow, forbids_all
 from fastsync.ppo.policies import Policy, hidden_layers, make_policy
 from fastsync.ppo.ppo import PPO, Settings, train
 from fastsync.ppo.runs.checkpoints import CheckpointFolder
+from tests import toy_envs
 from tests.models import group_of_one
 from tests.ppo.test_runs_checkpoints import assert_same
 from tests.ranks import run_ranks
@@ -268,6 +269,21 @@ def test_only_the_critic_sees_what_critic_keys_name(env: str, given: dict[str, A
         np.testing.assert_array_equal(policy.act(rows[:, 3:-size], rows[:, -size:]), expected)
 
 
+@pytest.mark.parametrize(("env", "mask"), [("Privileged", None), ("PrivilegedForbids", np.ones(3))])
+def test_a_policy_with_critic_keys_says_what_makes_its_rows(env: str, mask: Any):
+    """The key comes last in the Dict, and first in a row."""
+    settings = Settings(env=f"{TOY}:{env}", critic_keys=("state",), num_envs=1)
+    with make_environments(settings, rank=0) as environments:
+        policy = make_policy(settings, environments.single_observation_space, environments.single_action_space)
+    has_masks = mask is not None
+    told = f"PartsInARow(env, masks_in_info={has_masks}, critic_keys=('state',))"
+    refused(lambda: policy.act(np.zeros(1), mask), "observations:", told)
+    wrapped = PartsInARow(getattr(toy_envs, env)(), masks_in_info=has_masks, critic_keys=("state",))
+    assert wrapped.observation_space == environments.single_observation_space
+    seen, _ = wrapped.reset(seed=0)
+    assert (seen[2], wrapped.observation_space.parts) == (1 if has_masks else 7, policy.parts)
+
+
 def test_critic_keys_that_do_not_suit_are_refused():
     def make(env: str = f"{TOY}:Privileged", keys: tuple[str, ...] = ("state",), **given: Any) -> None:
         settings = Settings(env=env, critic_keys=keys, **given)
@@ -280,6 +296,7 @@ def test_critic_keys_that_do_not_suit_are_refused():
         lambda: make(f"{TOY}:Countdown"): "are of a Dict",
         lambda: make(f"{TOY}:PrivilegedForbids", ("camera",)): "'camera' has an image",
         lambda: make("CartPole-v1", vectorization="vector_entry_point"): "is taken as it is",
+        lambda: make("tests.torch_envs:cart_pole"): "give a function that makes one environment",
         lambda: make(network="shared"): "a critic of its own",
         lambda: make(recurrent="gru"): "recurrent='gru'",
         lambda: make(policy=f"{__name__}:Shares"): "has a trunk",

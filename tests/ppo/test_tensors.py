@@ -6,20 +6,27 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from gymnasium import spaces
 
 from fastsync.cli import main
+from fastsync.ppo import distributions
+from fastsync.ppo.cli import check_environment
+from fastsync.ppo.distributions import Beta, TanhNormal
+from fastsync.ppo.envs.interface import UNSEEN
 from fastsync.ppo.envs.make import make_environments
 from fastsync.ppo.envs.tensors import OnHost, TensorEnvironments
 from fastsync.ppo.envs.vector import VectorizedEnvironments
+from fastsync.ppo.evaluation import make_players, play
 from fastsync.ppo.policies import make_policy
 from fastsync.ppo.ppo import Collector, Rollout, Settings
 from fastsync.ppo.random_streams import RandomStreams
 from tests import fake_device
 from tests.refused import refused
-from tests.torch_envs import TorchCartPole
+from tests.torch_envs import FlagsOfFloats, TorchCartPole
 
 SETTINGS = Settings(
     env="tests.torch_envs:cart_pole", env_kwargs={"limit": 30}, num_envs=6, num_steps=64, hidden_sizes=(16,),
@@ -141,3 +148,56 @@ def test_a_run_on_two_ranks_is_evaluated_resumed_and_played(tmp_path: Path, capf
 def test_environments_that_do_not_suit_are_refused(env: str, given: dict[str, Any], told: str):
     settings = Settings(env=f"tests.torch_envs:{env}", **given)
     refused(lambda: make_environments(settings, rank=0), f"env='tests.torch_envs:{env}'", told)
+
+
+@pytest.mark.parametrize("kind", ["Privileged", "FrozenLake-v1"])
+def test_arrays_of_a_function_of_num_envs_are_flattened_in_evaluations_too(kind: str):
+    settings = Settings(env="tests.torch_envs:of_arrays", env_kwargs={"kind": kind}, eval_interval=1)
+    check_environment(settings)
+    with make_players(settings.env, settings.env_kwargs, seed=0, indices=range(UNSEEN, UNSEEN + 2)) as players:
+        policy = make_policy(settings, players.single_observation_space, players.single_action_space)
+        assert len(play(policy, players, 2)) == 2
+
+
+def test_players_that_step_together_have_flags_and_reset_in_the_next_step():
+    vector = OnHost(FlagsOfFloats(2))
+    vector.reset(seed=0)
+    assert [flags.dtype for flags in vector.step(torch.zeros(2, dtype=torch.int64))[2:4]] == [bool, bool]
+    refused(lambda: make_players("tests.torch_envs:disabled", seed=0), "env='tests.torch_envs:disabled'", "autoreset")
+
+
+def test_a_simulator_for_gpus_is_tried_there_before_ranks_start():
+    settings = Settings(env="tests.torch_envs:on_gpus_only", device="cuda", eval_interval=1)
+    assert check_environment(settings)[0].shape == (4,)
+    with pytest.raises(ValueError, match="no simulator for cpu"):
+        check_environment(replace(settings, device="cpu"))
+
+
+def _copies_its_constants_once(rank: int, world_size: int) -> None:
+    fake_device.load()
+    box = spaces.Box(-2.0, 3.0, (3,))
+    for distribution in (TanhNormal(box, log_std_init=0.0), Beta(box)):
+        distribution.to(fake_device.DEVICE)
+        outputs = torch.zeros(4, distribution.num_outputs).to(fake_device.DEVICE).requires_grad_()
+        actions = torch.full((4, 3), 0.5).to(fake_device.DEVICE)
+        with torch.inference_mode():
+            distribution.scaled(actions)
+            distribution.log_prob_and_entropy(outputs, actions)
+        with fake_device.unwaited():
+            distribution.scaled(actions)
+            _, entropies = distribution.log_prob_and_entropy(outputs, actions)
+        entropies.sum().backward()
+        assert outputs.grad is not None
+
+
+def test_no_action_within_bounds_waits_for_the_device():
+    fake_device.run_ranks(_copies_its_constants_once, 1)
+
+
+def test_a_rollout_computes_no_entropies():
+    box = spaces.Box(-2.0, 3.0, (3,))
+    for distribution in (TanhNormal(box, log_std_init=0.0), Beta(box)):
+        outputs, actions = torch.randn(4, distribution.num_outputs), torch.rand(4, 3)
+        expected = distribution.log_prob_and_entropy(outputs, actions)[0]
+        with mock.patch.object(torch.Tensor, "digamma", None), mock.patch.object(distributions, "_QUADRATURE", None):
+            assert torch.equal(distribution.log_prob(outputs, actions), expected)

@@ -50,12 +50,14 @@ def make_environments(
     if kind == "auto":
         # gymnasium registers a vectorised implementation of Atari games, which cannot be trained on; see below.
         own = source.spec is not None and source.spec.vector_entry_point is not None and not source.is_atari
-        own = own or source.makes_vector
-        kind = "vector_entry_point" if own and not settings.critic_keys else "sync"
+        own = own and not settings.critic_keys
+        kind = "vector_entry_point" if own or source.makes_vector else "sync"
     if kind == "vector_entry_point":
         seed = seed_from(settings.seed, first, restart)
         device = device or torch.device("cpu")
-        own_vector, observation = _make_own_vector(settings, source, device)
+        own_vector, observation = make_own_vector(
+            source, settings.num_envs, device, norm_observations=settings.norm_observations
+        )
         spaces = own_vector.single_observation_space, own_vector.single_action_space
         notes = notes_on(settings.env, own_vector) + notes_on_actions(settings, *spaces)
         if not isinstance(observation, Tensor):
@@ -91,12 +93,18 @@ def make_environments(
 
 
 def make_one(settings: RunSettings) -> Environments:
-    """Makes one environment in this process. It raises the same errors as for those of the run."""
+    """Makes one environment in this process, for a GPU if that is chosen. It raises the same errors as for those of the
+    run.
+    """
     kind = "sync" if settings.vectorization == "async" else settings.vectorization
     run_values = {field.name: getattr(settings, field.name) for field in fields(RunSettings)}
-    return make_environments(
-        RunSettings(**run_values | {"num_envs": 1, "micro_batches": None, "vectorization": kind}), rank=0
-    )
+    one = RunSettings(**run_values | {"num_envs": 1, "micro_batches": None, "vectorization": kind})
+    return make_environments(one, rank=0, device=chosen_gpu(settings))
+
+
+def chosen_gpu(settings: RunSettings) -> torch.device | None:
+    """Returns the device for environments that are tried before ranks start: a GPU, or None for the CPU."""
+    return torch.device("cuda") if settings.device == "cuda" else None
 
 
 def _make_recorder(
@@ -108,28 +116,43 @@ def _make_recorder(
     return EpisodeRecorder(env, seed=seed, index=index, first_episode=first_episode, log_info=log_info)
 
 
-def _make_own_vector(
-    settings: RunSettings, source: EnvSource, device: torch.device
+def make_own_vector(
+    source: EnvSource, num_envs: int, device: torch.device, *, norm_observations: bool = False
 ) -> tuple[VectorEnv[Any, Any, Any], Any]:
-    """Returns environments that step together, and what they observe first."""
-    refused = f"vectorization='vector_entry_point': env={settings.env!r}"
-    others = "choose vectorization='sync' or 'async'"
+    """Makes environments that step together by their own code, or by the user's function of ``num_envs``.
+
+    Args:
+        source: says what to make.
+        num_envs: the number of environments.
+        device: for a user's function that takes one.
+        norm_observations: the setting of that name.
+
+    Returns:
+        The environments, and what they observe first.
+
+    Raises:
+        ValueError: they cannot be made here, or do not suit the trainer.
+    """
+    if source.makes_vector:
+        refused = f"env={source.name!r}"
+        others = "give a function that makes one environment, and does not take num_envs"
+    else:
+        refused = f"vectorization='vector_entry_point': env={source.name!r}"
+        others = "choose vectorization='sync' or 'async'"
     if source.critic_keys:
         raise ValueError(f"{refused} is taken as it is, and critic_keys={list(source.critic_keys)} are not; {others}")
     if source.is_atari:
         raise ValueError(f"{refused} begins a new game whenever a life is lost, and reports no score; {others}")
     if source.makes_vector:
-        vector = source.make_vector(settings.num_envs, device)
+        vector = source.make_vector(num_envs, device)
     elif source.spec is None or source.spec.vector_entry_point is None:
         raise ValueError(f"{refused} has no vectorised implementation of its own; {others}")
     else:
         try:
-            vector = gymnasium.make_vec(
-                source.spec, settings.num_envs, vectorization_mode="vector_entry_point", **source.kwargs
-            )
+            vector = gymnasium.make_vec(source.spec, num_envs, vectorization_mode="vector_entry_point", **source.kwargs)
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             needed_for = str(source.spec.vector_entry_point)
-            raise cannot_be_made(settings.env, error, needed_for=needed_for, kwargs=source.kwargs) from error
+            raise cannot_be_made(source.name, error, needed_for=needed_for, kwargs=source.kwargs) from error
     observation, infos = vector.reset(seed=0)
     if has_parts(vector.single_observation_space) or MASK in infos:
         vector.close()
@@ -138,15 +161,15 @@ def _make_own_vector(
         vector = FlattenObservation(vector)
     vector = resets_in_next_step(vector, observation)
     try:
-        refuse_running_statistics(settings.env, vector)
+        refuse_running_statistics(source.name, vector)
         spaces = vector.single_observation_space, vector.single_action_space
-        check_spaces(settings.env, *spaces, norm_observations=settings.norm_observations)
+        check_spaces(source.name, *spaces, norm_observations=norm_observations)
         if (mode := vector.metadata.get("autoreset_mode")) != AutoresetMode.NEXT_STEP:
             raise ValueError(
                 f"{refused} has metadata['autoreset_mode']={mode!r}; it must be {AutoresetMode.NEXT_STEP}, because "
                 f"other modes end episodes in another way: {others}"
             )
-        expected = (settings.num_envs, *(spaces[0].shape or ()))
+        expected = (num_envs, *(spaces[0].shape or ()))
         if isinstance(observation, Tensor) and observation.shape != expected:
             raise ValueError(
                 f"{refused} observes a tensor of shape {tuple(observation.shape)}, and the shape by num_envs and "

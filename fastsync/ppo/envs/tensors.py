@@ -130,14 +130,15 @@ class OnHost(VectorWrapper):
         observations, infos = self.env.reset(seed=seed, options=options)
         if isinstance(observations, Tensor):
             self._device = observations.device
-        return _array(observations), infos
+        return on_host(observations), infos
 
     def step(self, actions: Any) -> Any:
-        *results, infos = self.env.step(torch.as_tensor(actions, device=self._device))
-        return *map(_array, results), infos
+        observations, rewards, *flags, infos = self.env.step(torch.as_tensor(actions, device=self._device))
+        return on_host(observations), on_host(rewards), *(on_host(flag.bool()) for flag in flags), infos
 
 
-def _array(values: Any) -> Any:
+def on_host(values: Any) -> Any:
+    """Returns an array of what a tensor has; other values as they are."""
     return values.cpu().numpy() if isinstance(values, Tensor) else values
 
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 from ...errors import SyncError
 from ...sync.stats import SyncStats
 from ..envs.interface import Episode, Step
+from ..envs.tensors import on_host
 from ..exchange import Exchange
 from .usage import NO_USAGE, Usage
 
@@ -84,11 +84,6 @@ class RankReport:
 def _hash_of(names: Iterable[str]) -> int:
     """Returns a hash of the names and their order."""
     return crc32("\n".join(names).encode())
-
-
-def on_host(values: Any) -> Any:
-    """Returns an array of what a tensor has; other values as they are."""
-    return values.cpu().numpy() if isinstance(values, Tensor) else values
 
 
 def add_infos(values: Mapping[str, list[float]], step: Step) -> None:
