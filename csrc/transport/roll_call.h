@@ -60,6 +60,7 @@ struct RollCall {
   template <class Connection>
   std::optional<std::vector<RankState>> summary(const Connection& connection, int64_t number) const {
     constexpr Duration kPause(100);
+    const std::string kNone = "none";
     const std::string place = key_of("summary", number);
     std::this_thread::sleep_for(listen_for - tolerance);
     if (tolerance < listen_for && connection.store()->check({place})) {
@@ -67,8 +68,9 @@ struct RollCall {
     }
     std::this_thread::sleep_for(tolerance);
     for (const auto end = Clock::now() + patience; Clock::now() < end; std::this_thread::sleep_for(kPause)) {
-      if (connection.store()->check({place})) {
-        return rank_states_from(connection.store()->get_to_str(place));
+      // Of a key that is not there it returns what was expected, where get would wait.
+      if (const std::string text = connection.store()->compareSet(place, kNone, kNone); text != kNone) {
+        return rank_states_from(text);
       }
     }
     return std::nullopt;

@@ -29,10 +29,6 @@ struct Store {
     const auto lock = asked();
     return values.contains(keys.front());
   }
-  std::string get_to_str(const std::string& key) {
-    const auto lock = asked();
-    return values.at(key);
-  }
   void set(const std::string& key, const std::string& value) {
     const auto lock = asked();
     values[key] = value;
