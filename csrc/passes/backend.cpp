@@ -152,7 +152,7 @@ const Passes* passes_on(c10::Device device, bool by_tree = false) {
 template <class Args>
 Scratch scratch_for(const Args& args, const Passes& passes, Workspace& workspace, void* stream) {
   const c10::ArrayRef<Segment> segments(args.segments, static_cast<size_t>(args.num_segments));
-  const bool have_factors = std::is_same_v<Args, UnpackArgs> && !segments.empty() && segments[0].residual != nullptr;
+  const bool have_factors = std::is_same_v<Args, UnpackArgs> && !segments.empty() && segments[0].factor() != nullptr;
   return workspace.prepare(passes, segments, args.grad_dtype, args.wire_dtype, have_factors, stream);
 }
 

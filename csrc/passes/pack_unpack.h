@@ -18,11 +18,13 @@ struct alignas(16) Segment {
   void* data;
   int64_t numel;
   int64_t offset;  // where it begins on the wire, in values
-  // In packing: for each value, what the wire has not carried yet, as Compute<G>. In unpacking: the factor. All
-  // segments of a call have it, or none has.
-  void* residual = nullptr;
+  // What a pass computes with besides: packing with residuals, unpacking with a factor. All segments of a call have it,
+  // or none has.
+  void* operand = nullptr;
 
-  FASTSYNC_HOST_DEVICE const double* factor() const { return static_cast<const double*>(residual); }
+  // For each value, what the wire has not carried yet, as Compute<G>.
+  FASTSYNC_HOST_DEVICE void* residuals() const { return operand; }
+  FASTSYNC_HOST_DEVICE const double* factor() const { return static_cast<const double*>(operand); }
 };
 
 // Returns the number of values from the segment's end to the next multiple of the alignment.

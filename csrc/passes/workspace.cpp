@@ -19,7 +19,7 @@ constexpr size_t kMaxTables = 6;
 
 bool is_same(const Segment& one, const Segment& other) {
   return one.data == other.data && one.numel == other.numel && one.offset == other.offset &&
-         one.residual == other.residual;
+         one.operand == other.operand;
 }
 
 }  // namespace

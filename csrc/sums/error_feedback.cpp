@@ -32,7 +32,7 @@ void ErrorFeedback::apply_to(FlatGradients& gradients, const std::vector<bool>& 
     alignment_ = gradients.alignment;
   }
   for (size_t i = 0; i < gradients.segments.size(); ++i) {
-    gradients.segments[i].residual = newest_.of_gradients[i].data_ptr();
+    gradients.segments[i].operand = newest_.of_gradients[i].data_ptr();
     if (i < stand_in.size() && stand_in[i]) {
       before_.emplace(i, newest_.of_gradients[i].clone());
     }

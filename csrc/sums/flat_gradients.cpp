@@ -27,7 +27,7 @@ std::vector<Segment> cut(const std::vector<Segment>& segments, const std::vector
       if (numel > 0) {
         const int64_t skipped = first - segment->offset;
         parts.push_back({advance(segment->data, skipped * grad_size), numel, range.offset + first - range.begin,
-                         segment->residual ? advance(segment->residual, skipped * residual_size) : nullptr});
+                         segment->operand ? advance(segment->operand, skipped * residual_size) : nullptr});
       }
     }
   }
@@ -115,7 +115,7 @@ void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, i
     return;
   }
   for (Segment& segment : to) {
-    segment.residual = nullptr;
+    segment.operand = nullptr;
   }
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
               stats.data_ptr<double>(), num_counted(num_wires), stride, factor, position, 1.0 / mean_factor,
@@ -130,7 +130,7 @@ void FlatGradients::multiply(const at::Tensor& factors) const {
   const auto* const wire = static_cast<const std::byte*>(all.front().data);
   for (size_t i = 0; i < all.size(); ++i) {
     all[i].offset = values_in(static_cast<const std::byte*>(all[i].data) - wire, grad_dtype);
-    all[i].residual = factors.defined() ? factors.data_ptr<double>() + i : nullptr;
+    all[i].operand = factors.defined() ? factors.data_ptr<double>() + i : nullptr;
   }
   run_unpack({all.data(), static_cast<int64_t>(all.size()), grad_dtype, grad_dtype, wire, /*bucket_scale=*/nullptr,
               stats.data_ptr<double>()},

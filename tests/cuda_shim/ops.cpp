@@ -78,7 +78,7 @@ std::vector<int64_t> described(const std::vector<Segment>& tiles, int64_t grad_b
   for (const Segment& tile : tiles) {
     TORCH_CHECK(reinterpret_cast<intptr_t>(tile.data) == 1 + tile.offset * grad_bytes, "the tile at ", tile.offset,
                 " has other memory");
-    TORCH_CHECK(tile.residual == nullptr, "the tile at ", tile.offset, " has a residual");
+    TORCH_CHECK(tile.operand == nullptr, "the tile at ", tile.offset, " has an operand");
     rows.insert(rows.end(), {tile.offset, tile.numel});
   }
   return rows;

@@ -88,7 +88,7 @@ void pack(const PackArgs& given, const Scratch& scratch, void* /*stream*/) {
   for (int64_t i = 0; i < args.num_segments; ++i) {
     const Segment& segment = args.segments[i];
     touches.wire(args.wire, segment, args.wire_dtype, /*is_written=*/true);
-    touches.writes(segment.residual, bytes_of(segment.numel, compute_dtype(args.grad_dtype)));
+    touches.writes(segment.residuals(), bytes_of(segment.numel, compute_dtype(args.grad_dtype)));
   }
   touches.reads(args.bucket_scale, sizeof(float));
   touches.reads(args.weight, sizeof(double));

@@ -95,7 +95,7 @@ void unpack(const at::Tensor& wires, at::TensorList grads, const at::Tensor& sta
   const c10::Device device = wires.device();
   auto segments = segments_of(grads, wire_of(wires), {}, device);
   for (size_t i = 0; factors && i < segments.size(); ++i) {
-    segments[i].residual = data_of<double>(factors, device) + i;
+    segments[i].operand = data_of<double>(factors, device) + i;
   }
   run_unpack({.segments = segments.data(),
               .num_segments = static_cast<int64_t>(segments.size()),

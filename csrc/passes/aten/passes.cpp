@@ -290,9 +290,9 @@ void pack(const PackArgs& args, c10::Device device) {
   }
   at::Tensor factor = number(args.multiplier, compute).mul(scale_or_one(args.bucket_scale, compute, device));
   at::Tensor residual;
-  if (segments.have(&Segment::residual)) {
+  if (segments.have(&Segment::operand)) {
     values = weight.defined() ? values.mul(weight) : values;
-    residual = segments.gather(&Segment::residual, compute);
+    residual = segments.gather(&Segment::operand, compute);
     values = values.add(residual);
   } else if (weight.defined()) {
     factor = factor.mul(weight);
@@ -309,7 +309,7 @@ void pack(const PackArgs& args, c10::Device device) {
     const at::Tensor sent = decode(encoded, args.wire_dtype, compute);
     const double largest = largest_of(compute == at::kDouble ? DType::kFloat64 : DType::kFloat32);
     const at::Tensor lost = values.sub(clamped(sent.mul(factor.reciprocal()), sent, largest));
-    segments.scatter(at::where(sent.isfinite(), lost, residual), &Segment::residual, compute, args.residual_shift);
+    segments.scatter(at::where(sent.isfinite(), lost, residual), &Segment::operand, compute, args.residual_shift);
   }
 }
 
@@ -329,7 +329,7 @@ void unpack(const UnpackArgs& args, c10::Device device) {
     if (args.bucket_scale != nullptr) {
       factor = scale_or_one(args.bucket_scale, compute, device).reciprocal();
     }
-    if (segments.have(&Segment::residual)) {
+    if (segments.have(&Segment::operand)) {
       const at::Tensor own = segments.factors(compute);
       factor = factor.defined() ? factor.mul(own) : own;
     }

@@ -38,7 +38,7 @@ struct Tile {
   template <class C>
   C* residual(int64_t shift = 0) const {
     const int64_t index = begin + shift / static_cast<int64_t>(sizeof(C));
-    return segment.residual == nullptr ? nullptr : static_cast<C*>(segment.residual) + index;
+    return segment.residuals() == nullptr ? nullptr : static_cast<C*>(segment.residuals()) + index;
   }
   template <class C>
   C factor() const {

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
   Total total{};
   const Pass scaled = pass.with_scale();
   for (int64_t index = blockIdx.x; index < table.num_tiles; index += gridDim.x) {
-    const Segment tile = table.at(index, kTile<Pass>, sizeof(typename Pass::Gradient), Pass::kResidualBytes);
+    const Segment tile = table.at(index, kTile<Pass>, sizeof(typename Pass::Gradient), Pass::kOperandBytes);
     const Pass own = scaled.with_factor(tile);
     if (tile.numel == kTile<Pass> && pass.is_aligned(tile)) {
       convert_tile<true>(own, tile, total);

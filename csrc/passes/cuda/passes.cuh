@@ -36,10 +36,10 @@ __device__ C weight_or_one(const double* weight) {
 
 template <class C, int kWidth>
 __device__ void add_residual(const Slice& at, C scale, C (&values)[kWidth]) {
-  if (at.tile.residual == nullptr) {
+  if (at.tile.residuals() == nullptr) {
     return;
   }
-  const auto kept = Encoded<C, kWidth>::load(static_cast<const C*>(at.tile.residual), at.index, at.num_valid);
+  const auto kept = Encoded<C, kWidth>::load(static_cast<const C*>(at.tile.residuals()), at.index, at.num_valid);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     values[i] += kept.vector.values[i] * scale;
@@ -50,7 +50,7 @@ __device__ void add_residual(const Slice& at, C scale, C (&values)[kWidth]) {
 template <class W, class C, int kWidth>
 __device__ void keep_loss(const Slice& at, const C (&values)[kWidth], const Encoded<W, kWidth>& sent, C multiplier,
                           C factor) {
-  C* const kept = static_cast<C*>(at.tile.residual);
+  C* const kept = static_cast<C*>(at.tile.residuals());
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     const C decoded = sent.template decoded<C>(i);
@@ -114,7 +114,7 @@ struct Pack {
   static constexpr const char* kName = "pack";
   static constexpr int kWidth = vector_width<G, W>();
   static constexpr int kUnit = kUnitValues<W>;
-  static constexpr int kResidualBytes = sizeof(C);
+  static constexpr int kOperandBytes = sizeof(C);
   using Loaded = Encoded<G, kWidth>;
 
   W* wire;
@@ -144,7 +144,7 @@ struct Pack {
   }
 
   __device__ void decode(const Slice& at, const Loaded& loaded, C (&values)[kWidth]) const {
-    const C factor = at.tile.residual != nullptr ? own_weight : C(1);  // else encode multiplies with the weight
+    const C factor = at.tile.residuals() != nullptr ? own_weight : C(1);  // else encode multiplies with the weight
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       values[i] = own_weight == C(0) ? C(0) : loaded.template decoded<C>(i) * factor;
@@ -153,7 +153,7 @@ struct Pack {
   }
 
   __device__ void encode(const Slice& at, const C (&values)[kWidth], Total& total) const {
-    const C factor = at.tile.residual != nullptr ? multiplier : multiplier * own_weight;
+    const C factor = at.tile.residuals() != nullptr ? multiplier : multiplier * own_weight;
     C scaled[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -163,7 +163,7 @@ struct Pack {
     }
     const auto sent = Encoded<W, kWidth>::from(scaled);
     sent.store(wire, at.tile.offset + at.index, at.num_valid, at.is_whole);
-    if (at.tile.residual != nullptr) {
+    if (at.tile.residuals() != nullptr) {
       keep_loss(at, values, sent, C(1) / factor, C(1));
     }
   }
@@ -189,7 +189,7 @@ struct Unpack {
   static constexpr const char* kName = "unpack";
   static constexpr int kWidth = vector_width<W, G>();
   static constexpr int kUnit = kUnitValues<W>;
-  static constexpr int kResidualBytes = 0;  // there are none, and the tiles of a segment share its factor
+  static constexpr int kOperandBytes = 0;  // the tiles of a segment share its factor
   using Loaded = Encoded<W, kWidth>;
 
   Sum<C, W, kWidth> sum;
@@ -257,7 +257,7 @@ struct Reduce {
   static constexpr const char* kName = "reduce";
   static constexpr int kWidth = vector_width<W, Out>();
   static constexpr int kUnit = std::max<int>(kUnitValues<W>, kUnitValues<Out>);
-  static constexpr int kResidualBytes = sizeof(C);
+  static constexpr int kOperandBytes = sizeof(C);
   using Loaded = Encoded<W, kWidth>;
 
   Sum<C, W, kWidth> sum;
@@ -296,7 +296,7 @@ struct Reduce {
     }
     const auto sent = Encoded<Out, kWidth>::from(within);
     sent.store(out, at.tile.offset + at.index, at.num_valid, at.is_whole);
-    if (at.tile.residual != nullptr) {
+    if (at.tile.residuals() != nullptr) {
       keep_loss(at, values, sent, C(1), C(1) / scale);
     }
   }

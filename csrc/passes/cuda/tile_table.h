@@ -12,24 +12,24 @@ namespace fastsync::cuda {
 
 // Returns the tile that begins with this value of the segment.
 FASTSYNC_HOST_DEVICE Segment tile_at(const Segment& segment, int64_t begin, int64_t tile_size, int64_t grad_bytes,
-                                     int64_t residual_bytes) {
+                                     int64_t operand_bytes) {
   const auto from_begin = [begin](void* memory, int64_t bytes) -> void* {
     return memory == nullptr ? nullptr : static_cast<char*>(memory) + begin * bytes;
   };
   const int64_t left = segment.numel - begin;
   return {from_begin(segment.data, grad_bytes), left < tile_size ? left : tile_size, segment.offset + begin,
-          from_begin(segment.residual, residual_bytes)};
+          from_begin(segment.operand, operand_bytes)};
 }
 
 // The tiles of a segment share its factor.
 inline std::vector<Segment> cut_into_tiles(const Segment* segments, int64_t num_segments, int64_t tile_size, DType grad,
                                            bool have_factors) {
   const int64_t grad_bytes = unit_of(grad).bytes;
-  const int64_t residual_bytes = have_factors ? 0 : grad == DType::kFloat64 ? sizeof(double) : sizeof(float);
+  const int64_t operand_bytes = have_factors ? 0 : grad == DType::kFloat64 ? sizeof(double) : sizeof(float);
   std::vector<Segment> tiles;
   for (const Segment* segment = segments; segment < segments + num_segments; ++segment) {
     for (int64_t begin = 0; begin < segment->numel; begin += tile_size) {
-      tiles.push_back(tile_at(*segment, begin, tile_size, grad_bytes, residual_bytes));
+      tiles.push_back(tile_at(*segment, begin, tile_size, grad_bytes, operand_bytes));
     }
   }
   return tiles;
@@ -62,7 +62,7 @@ struct TileTable {
 
   // Returns the tile at an index. If there are few segments, its segment is the last one whose first tile is not
   // beyond the index. All are compared, because a search would wait for one after the other.
-  FASTSYNC_HOST_DEVICE Segment at(int64_t index, int64_t tile_size, int64_t grad_bytes, int64_t residual_bytes) const {
+  FASTSYNC_HOST_DEVICE Segment at(int64_t index, int64_t tile_size, int64_t grad_bytes, int64_t operand_bytes) const {
     if (on_device != nullptr) {
       return on_device[index];
     }
@@ -70,7 +70,7 @@ struct TileTable {
     for (int i = 1; i < kFewSegments; ++i) {
       segment += first_tile[i] <= index ? 1 : 0;
     }
-    return tile_at(few[segment], (index - first_tile[segment]) * tile_size, tile_size, grad_bytes, residual_bytes);
+    return tile_at(few[segment], (index - first_tile[segment]) * tile_size, tile_size, grad_bytes, operand_bytes);
   }
 };
 
