@@ -56,12 +56,7 @@ std::unique_ptr<SumWork> Bucket::make_sum(std::vector<at::Tensor> grads, const S
   }
   FlatGradients gradients = sums_.flatten(std::move(grads), options, side_values);
   if (options.may_be_rolled_back) {
-    if (before_ && before_->step == options.step) {  // it is sent again
-      feedback_.roll_back();
-    }
-    const at::Tensor scale = scale_.value();
-    before_ = Before{options.step, scale.defined() ? scale.clone() : scale, factors()};
-    feedback_.forget_old();
+    keep_before(options.step);
   }
   std::unique_ptr<SumWork> sum;
   guard(failure_, *liveness_, [&] {
@@ -91,14 +86,38 @@ void Bucket::keep_error(FlatGradients& gradients, const SendOptions& options, co
                                                  : Keep::kCopy);
 }
 
+void Bucket::set_saved(const at::Tensor& scale, const std::vector<at::Tensor>& residuals,
+                       std::vector<at::Tensor> factors) {
+  before_.reset();
+  set_scale(scale);
+  feedback_.set_residuals(residuals);
+  set_factors(std::move(factors));
+}
+
+// If sending has failed, the bucket is sent again in the same step. Then what was before the first time stays kept. The
+// scale goes on from the first time, because the ranks may have agreed on it.
+void Bucket::keep_before(int64_t step) {
+  if (before_ && before_->step == step) {
+    put_residuals_back();
+  } else {
+    const at::Tensor scale = scale_.value();
+    before_ = Before{step, scale.defined() ? scale.clone() : scale, factors()};
+  }
+  feedback_.forget_old();
+}
+
+void Bucket::put_residuals_back() {
+  if (before_->feedback) {
+    feedback_ = std::move(*std::exchange(before_->feedback, std::nullopt));
+  } else {
+    feedback_.roll_back();
+  }
+}
+
 void Bucket::roll_back(int64_t step) {
   if (before_ && before_->step == step) {
     scale_.set(before_->scale);
-    if (before_->feedback) {
-      feedback_ = std::move(*before_->feedback);
-    } else {
-      feedback_.roll_back();
-    }
+    put_residuals_back();
     set_factors(before_->factors);
     before_.reset();
   }

@@ -114,7 +114,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
 
   // The newest right factor of each gradient, which is undefined if there is none; see LowRankSum. Equal on all ranks.
   const std::vector<at::Tensor>& factors() const { return sums_.factors(); }
-  void set_factors(std::vector<at::Tensor> factors) { sums_.factors() = std::move(factors); }
+
+  // Begins anew with a scale, with residuals and factors by gradient.
+  void set_saved(const at::Tensor& scale, const std::vector<at::Tensor>& residuals, std::vector<at::Tensor> factors);
 
   // Forgets the scale and the factors, which have to be equal on all ranks.
   void forget_equal_state() {
@@ -159,6 +161,9 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
     std::optional<ErrorFeedback> feedback = {};  // if the step has dropped it
   };
 
+  void set_factors(std::vector<at::Tensor> factors) { sums_.factors() = std::move(factors); }
+  void keep_before(int64_t step);
+  void put_residuals_back();
   void keep_error(FlatGradients& gradients, const SendOptions& options, const std::vector<bool>& stand_in);
   std::unique_ptr<SumWork> make_sum(std::vector<at::Tensor> grads, const SendOptions& options, Stopwatch& stopwatch,
                                     const at::Tensor& side_values, const std::vector<bool>& stand_in);

@@ -90,9 +90,9 @@ void BucketRegistry::forget_equal_state(const Agreement& agreement) {
 }
 
 void BucketRegistry::begin_with_saved(Bucket& bucket) {
-  bucket.set_scale(saved_.smallest_scale(bucket.parameters, bucket.device()));
-  bucket.feedback().set_residuals(saved_.take_residuals(bucket.parameters, bucket.device()));
-  bucket.set_factors(saved_.take_factors(bucket.parameters, bucket.device()));
+  bucket.set_saved(saved_.smallest_scale(bucket.parameters, bucket.device()),
+                   saved_.take_residuals(bucket.parameters, bucket.device()),
+                   saved_.take_factors(bucket.parameters, bucket.device()));
 }
 
 at::Tensor BucketRegistry::grad_stats() const {

@@ -21,7 +21,7 @@ constexpr size_t kRemembered = 6;  // so many times kEvery steps
 // Numbers that did not change need no copy. So between two times that ranks tell each other, the old ones travel.
 void Lateness::add_numbers(std::vector<float>& numbers, const StepInfo& step) {
   if (step.num_ranks == 1 || step.is_weighted || !step.device.is_cpu()) {
-    tells_ = false;
+    begin_anew();
     return;
   }
   tells_ = step.number % kEvery == 0;
@@ -36,6 +36,14 @@ void Lateness::add_numbers(std::vector<float>& numbers, const StepInfo& step) {
   }
   told_.resize(step.num_ranks);
   numbers.insert(numbers.end(), told_.begin(), told_.end());
+}
+
+// The next time that ranks tell each other begins the time after. What they tell then is about steps before it, too.
+void Lateness::begin_anew() {
+  tells_ = false;
+  newest_.clear();
+  last_.reset();
+  late_rank_ = -1;
 }
 
 void Lateness::take(const Sums& sums, const StepInfo& step) {

@@ -4,8 +4,9 @@
 // All ranks end a step's sync at nearly the same time, since each of them needs the last one's gradients. So what the
 // sync takes after backward is longer on a rank that came early. Once in a while each rank tells the others how long
 // that was. The mean of the others' times, less a rank's own, is how long they waited for it. Ranks that are late in
-// turns cancel out. With weights a step waits for the latest rank before it sends the last bucket, so nothing is told.
-// On a device other than a CPU the times come late, and to read the sums would wait: there nothing is told.
+// turns cancel out. With weights a step waits for the latest rank before it sends the last bucket, so nothing is told,
+// and what was told before is over. On a device other than a CPU the times come late, and to read the sums would wait:
+// there nothing is told.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -40,6 +41,7 @@ class Lateness final : public Passenger {
   void take(const Sums& sums, const StepInfo& step) override;
 
  private:
+  void begin_anew();
   void warn(const std::vector<double>& waited, double step_seconds);
 
   const SyncTimes& times_;
