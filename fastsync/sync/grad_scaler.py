@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import threading
 from collections.abc import Iterable
-from types import FrameType
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from .._torch_compat import scale_of_scaler, states_of_scaler
-from .optimizer_steps import innermost
+from .optimizer_steps import innermost, register_when_watched
 
 
 def loss_scale(scaler: GradScaler) -> Tensor:
@@ -54,20 +55,44 @@ def skip_unless_finite(scaler: GradScaler, optimizer: Optimizer, norm: Tensor) -
             found.copy_(torch.maximum(found, is_bad))  # fused optimizers skip where it is exactly 1
 
 
+class _Steps(threading.local):
+    """The calls of ``GradScaler.step`` that a thread is inside, from outside in: the scaler, and what it was given."""
+
+    def __init__(self) -> None:
+        self.under_way: list[tuple[GradScaler, Any]] = []
+
+
+_steps = _Steps()
+
+
+def _note_steps() -> None:
+    """Lets ``GradScaler.step`` note its calls. A scaler leaves no trace on an optimizer that is not fused."""
+    step = GradScaler.step
+
+    @wraps(step)
+    def noted(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        _steps.under_way.append((self, optimizer))
+        try:
+            return step(self, optimizer, *args, **kwargs)
+        finally:
+            _steps.under_way.pop()
+
+    GradScaler.step = noted  # type: ignore[method-assign]
+
+
+register_when_watched(_note_steps)  # see Note [Hooks of all optimizers]
+
+
 def scaler_of_step(optimizer: Optimizer) -> tuple[GradScaler, Optimizer] | None:
     """Returns the enabled GradScaler that takes this optimizer's step, and what it was given; None without one.
 
     Call it inside the step. The optimizer itself, or a wrapper around it, was given.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is GradScaler.step.__code__:
-            scaler, given = frame.f_locals["self"], frame.f_locals["optimizer"]
-            if not scaler.is_enabled():
-                return None
-            if given is optimizer or (isinstance(given, Optimizer) and innermost(given) is innermost(optimizer)):
-                return scaler, given
-        frame = frame.f_back
+    for scaler, given in reversed(_steps.under_way):
+        if not scaler.is_enabled():
+            return None
+        if given is optimizer or (isinstance(given, Optimizer) and innermost(given) is innermost(optimizer)):
+            return scaler, given
     return None
 
 
