@@ -51,7 +51,8 @@ else:
     from . import data as data
     from . import distributed
     from .backend import register as _register_backend
-    from .elastic.elastic import Elastic, RankLostError
+    from .elastic.elastic import Elastic
+    from .errors import RankLostError
     from .integrations.accelerate import register_prepared
     from .optimizer.shard_optimizer import shard_optimizer
     from .outer.diloco import DiLoCo, LocalSGD

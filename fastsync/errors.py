@@ -43,3 +43,10 @@ class RanksDifferError(SyncError):
 
     Every rank raises it, and none is lost. The text tells ranks and step.
     """
+
+
+class RankLostError(SyncError):
+    """A rank was lost in this step, or its backward has failed. ``Elastic`` catches it, and the step runs again.
+
+    ``fastsync.ppo.train`` raises it if a rank is lost before the training has begun.
+    """

@@ -2,64 +2,43 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from itertools import chain, repeat
-from math import isnan, nan
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from .. import _C
-from .._torch_compat import own_buffers
 from ..distributed import every_rank_calls
-from ..errors import RanksDifferError, SyncError
+from ..errors import RankLostError, RanksDifferError
 from ..messages import check_at_least
 from ..sync.attach import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
 from ..sync.handles_in_use import handles_of
 from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.outer_in_use import check_no_outer
-from ..sync.sync_weights import replace_inference_buffers
 from ..sync.training_state import TrainingState
-from .kept_states import KeptStates, copy_of_tensor
+from .elastic_in_use import begin_elastic_use
+from .kept_states import KeptStates
 from .loop import MOST_FAILURES, MembershipLoop
-from .membership import Membership, another_connection
-from .peer_watch import host_and_port
+from .members_store import JOINS, STORE, members_store
+from .membership import Membership
+from .step import Step
 
-STORE, JOINS = "FASTSYNC_STORE", "FASTSYNC_JOINS"
-"""Environment variables: HOST:PORT of a store outside of all ranks, and whether this process joins a running training.
-``fastsync launch local`` sets them."""
 _NO_STORE = (
     "store: the ranks that are left agree in a store that no rank holds, and there is none. Start the ranks with "
     "`fastsync launch local -n 4 train.py`, with one torchrun for each rank, or pass a store of your own, such as "
     "torch.distributed.FileStore on a disk that all hosts share"
 )
-STORE_LIMIT = timedelta(seconds=60)
-"""How long the store is waited for, and at the start the other ranks."""
-_KEYS = "fastsync/elastic{}/{}"
-KEYS_OF_FIRST = _KEYS.format(1, 0)
-"""Begins that store's keys for the first Elastic or DiLoCo of a training that was never started again."""
-_num_made = 0
-
-
-class RankLostError(SyncError):
-    """A rank was lost in this step, or its backward has failed. ``Elastic`` catches it, and the step runs again.
-
-    ``fastsync.ppo.train`` raises it if a rank is lost before the training has begun.
-    """
 
 
 @dataclass(frozen=True)
@@ -133,7 +112,7 @@ class Elastic:
         self.min_ranks, self.max_ranks = min_ranks, max_ranks
         check_at_least(self, min_ranks=1, max_ranks=max(1, min_ranks))
         self._model, self._sync = model, sync
-        self._step = Step(self)
+        self._step = Step(sync._engine, model, own=lambda: self._members.own, fail=self._fail)
         self._on_change = on_change
         store = members_store(dist.get_process_group_ranks(sync._group), store)
         if store is None:
@@ -153,7 +132,7 @@ class Elastic:
         self._failed_at: tuple[int, ...] = ()  # the step, and the members
         self._kept = KeptStates(self._optimizers, self._state.others(self._optimizers))
         self._step.watch([*dict.fromkeys(map(innermost, self._optimizers))])
-        _made.add(self)
+        begin_elastic_use(self, sync._ids)
         _warn_of_agent()
         sync._elastic = weakref.ref(self)
         if not self._joins:
@@ -476,152 +455,6 @@ class Elastic:
                 self._step.wants_change = self._members.wants_to_change(store)
 
 
-_made: weakref.WeakSet[Elastic] = weakref.WeakSet()
-
-
-def check_no_elastic(weights: Iterable[Tensor], argument: str, kind: str) -> None:
-    """Raises ValueError if an ``Elastic`` whose steps have not ended trains one of these weights."""
-    ids = frozenset(map(id, weights))
-
-    def found() -> bool:
-        return any(not each._has_ended and not ids.isdisjoint(each._sync._ids) for each in list(_made))
-
-    if not found():
-        return
-    gc.collect()  # it is in reference cycles, so it may be garbage that was not collected yet
-    if found():
-        raise ValueError(
-            f"{argument}: an Elastic trains these weights, and its steps have not ended. A lost or new rank would "
-            f"be one of Elastic's and none of the {kind}'s. Leave Elastic out, as {kind} goes on without lost sites"
-        )
-
-
-class Step:
-    """One step of a training, as a context. See ``Elastic``. ``index`` is its number, from 0."""
-
-    index = 0
-
-    def __init__(self, elastic: Elastic) -> None:
-        self._elastic = elastic
-        self.engine = elastic._sync._engine
-        self.engine_step = 0  # the engine's number of this step
-        self.num_finished = 0
-        self.is_in_loop = self.was_entered = self.is_inside = False
-        self.has_stepped = False  # whether the optimizer has
-        self.has_idled = False  # whether the newest step has ended without an error, and without the optimizer's step
-        self.must_agree = False  # whether the ranks agree on the members before the next step
-        self.wants_change = False  # whether a new rank waits; this rank's signal tells it to the others
-        self._random = _C.RandomState()
-        self._with_buffers = [module for module in elastic._model.modules() if own_buffers(module)]
-        self._buffers: list[dict[str, Tensor | None]] = []  # by module, as they were before the step
-        self._copies: list[Tensor] = []  # of their values
-        self._optimizers: list[Optimizer] = []
-        self._idle: set[Optimizer] = set()  # those that have not stepped in the newest step in which another has
-
-    def goes_on(self, num_steps: int) -> bool:
-        """Whether there is another step. If so, ``index`` is its number."""
-        if self.num_finished >= num_steps:
-            return False
-        self.index, self.was_entered = self.num_finished, False
-        return True
-
-    def __enter__(self) -> Step:
-        self.was_entered = self.is_inside = True
-        self.has_stepped = self.has_idled = False
-        self._random.keep()
-        if self._with_buffers:
-            self._keep_buffers()
-        self.engine_step = self.engine.set_signal(float(self.wants_change))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        wishes = (self.engine.signals() or 0.0) if error is None else nan
-        if isnan(wishes):
-            return self._elastic._fail(error)
-        self.is_inside = False
-        self.has_idled = not self.has_stepped
-        self.must_agree = wishes > 0
-        self.num_finished += 1
-        return True
-
-    def watch(self, optimizers: list[Optimizer]) -> None:
-        """Lets these optimizers step in each block, each of them once."""
-        self._optimizers = optimizers
-        for each in optimizers:
-            each.register_step_pre_hook(self.before_optimizer if len(optimizers) == 1 else self._before_one)
-            each.register_step_post_hook(self.after_optimizer if len(optimizers) == 1 else self._after_one)
-
-    def before_optimizer(self, *arguments: object) -> None:
-        """Refuses the optimizer's step where it could not be taken back, or has no averages."""
-        wishes = self.engine.signals() if self.is_inside and not self.has_stepped else None
-        if (wishes is None or isnan(wishes)) and (self.is_inside or self.is_in_loop):
-            self._refuse_optimizer(wishes)
-
-    def after_optimizer(self, *arguments: object) -> None:
-        self.has_stepped = self.is_inside  # one outside of a block is not ours
-
-    def _before_one(self, optimizer: Optimizer, *arguments: Any) -> None:
-        if not (self.is_inside and self.has_stepped):
-            self.before_optimizer()
-        elif optimizer not in self._idle:
-            self._refuse_optimizer(None)
-
-    def _after_one(self, optimizer: Optimizer, *arguments: Any) -> None:
-        if not self.has_stepped:
-            self._idle = {*self._optimizers}
-        self._idle.discard(optimizer)
-        self.after_optimizer()
-
-    @property
-    def is_half_done(self) -> bool:
-        """Whether some of several optimizers have stepped, and others have not."""
-        return self.has_stepped and bool(self._idle)
-
-    def _keep_buffers(self) -> None:
-        replace_inference_buffers(self._with_buffers)
-        self._buffers = [own_buffers(module).copy() for module in self._with_buffers]
-        with torch.no_grad():
-            self._copies = [*map(copy_of_tensor, self._tensors(), chain(self._copies, repeat(None)))]
-
-    def _tensors(self) -> list[Tensor]:
-        return [buffer for each in self._buffers for buffer in each.values() if buffer is not None]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Puts back buffers, and the random state."""
-        self._random.put_back()
-        for buffer, kept in zip(self._tensors(), self._copies, strict=True):
-            buffer.copy_(kept)
-        for module, buffers in zip(self._with_buffers, self._buffers, strict=False):  # none before the first step
-            own_buffers(module).update(buffers)  # a forward may have put others there
-
-    def _refuse_optimizer(self, wishes: float | None) -> None:
-        if not self.is_inside:
-            raise ValueError(
-                "fastsync.Elastic: the optimizer stepped outside the block of a step, where a step that has failed "
-                "would step, too; put it into the block, behind the backward"
-            )
-        if self.has_stepped:
-            raise ValueError(
-                "fastsync.Elastic: the optimizer steps twice in one step, which could not be taken back; give each of "
-                "its steps a block of its own"
-            )
-        if wishes is None:
-            raise ValueError(
-                "fastsync.Elastic: the optimizer was about to step, and no backward of this block has averaged "
-                "gradients; put the backward into the block, and let its errors leave the block"
-            )
-        reason = "this rank's backward has failed"
-        raise RankLostError(
-            f"fastsync.Elastic: {reason}, so the step runs again",
-            ranks=[self._elastic._members.own],
-            step=self.num_finished,
-            reason=reason,
-        )
-
-
 def _warn_of_agent() -> None:
     """Warns where an agent of torchrun has started several ranks. It ends all of them when one is lost."""
     is_agent_s = "TORCHELASTIC_RUN_ID" in os.environ and STORE not in os.environ
@@ -632,43 +465,3 @@ def _warn_of_agent() -> None:
             f"lost. Start them by `fastsync launch local -n {num_ranks}`, or by an agent for each rank",
             stacklevel=3,  # where the Elastic is made
         )
-
-
-def members_store(ranks: Sequence[int], given: Store | None = None) -> Store | None:
-    """Returns the part of a store in which the ranks of one training agree. The store outlives every rank.
-
-    All of them have to call it in the same order. If no store is given, it is the launcher's; None if there is none
-    either. Groups that train apart have a part each. A process that joins gets the part of the group with rank 0.
-
-    Args:
-        ranks: the ranks that begin together, by their numbers in the default group.
-        given: the user's store.
-
-    Raises:
-        ValueError: FASTSYNC_STORE is no address.
-        RuntimeError: no store answers there.
-    """
-    global _num_made
-    attempt = "0"
-    if given is None:
-        if place := os.environ.get(STORE):
-            if not place.rpartition(":")[2].isdigit():
-                raise ValueError(f"{STORE}={place!r}: expected HOST:PORT, the address of a TCPStore")
-            host, port = host_and_port(place)
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]  # torchrun keeps the store when it starts all anew
-        else:
-            return None
-        try:
-            given = TCPStore(host, port, is_master=False, timeout=STORE_LIMIT)
-        except dist.DistNetworkError as error:
-            raise RuntimeError(
-                f"fastsync: no store answers at {host}:{port} within {STORE_LIMIT.total_seconds():g} s, where the "
-                f"ranks agree; {STORE} has to be the address of a TCPStore, which under torchrun is "
-                "MASTER_ADDR:MASTER_PORT of the ranks that train"
-            ) from error
-    _num_made += 1
-    store = PrefixStore(_KEYS.format(_num_made, attempt), another_connection(given))
-    is_apart = ranks[0] != 0 and os.environ.get(JOINS) != "1"
-    return PrefixStore(f"from rank {ranks[0]}", store) if is_apart else store

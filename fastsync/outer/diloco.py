@@ -30,7 +30,7 @@ from torch.optim import SGD, Optimizer
 from .. import _C
 from .._checks import resolve_group, without_compiler
 from .._torch_compat import known_ranks
-from ..elastic.elastic import check_no_elastic
+from ..elastic.elastic_in_use import check_no_elastic
 from ..elastic.loop import MOST_FAILURES
 from ..sync.attach import GradientSynchronizer, is_in_join
 from ..sync.compression import AnyCompression, Compression, as_compression

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..distributed import close_connections, resolve_group
-from ..elastic.elastic import JOINS, RankLostError, members_store
+from ..elastic.members_store import JOINS, members_store
+from ..errors import RankLostError
 from ..elastic.loop import MOST_FAILURES, MembershipLoop
 from ..elastic.membership import Membership
 from .exchange import MissingRankError

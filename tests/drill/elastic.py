@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 import fastsync
 from benchmarks.network.namespaces import Network
-from fastsync.elastic.elastic import JOINS, STORE
+from fastsync.elastic.members_store import JOINS, STORE
 from tests.engine import elastic
 from tests.engine.elastic import NUM_STEPS, Changes, Moment, Result, Training, check, go_on
 from tests.engine.hosts import entered

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from fastsync.elastic.elastic import STORE
+from fastsync.elastic.members_store import STORE
 from tests.engine.elastic import Training
 
 

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 
 import fastsync
-from fastsync.elastic.elastic import JOINS, STORE, Elastic, RankLostError
+from fastsync.elastic.elastic import Elastic
+from fastsync.elastic.members_store import JOINS, STORE
+from fastsync.errors import RankLostError
 from fastsync.sync.training_state import TrainingState
 from tests import reference
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 
 import fastsync
-from fastsync.elastic.elastic import JOINS, STORE
+from fastsync.elastic.members_store import JOINS, STORE
 from tests.engine import elastic
 from tests.engine.elastic import NUM_STEPS, Moment, Training, begun, check, end_now, go_on
 from tests.ranks import on_ranks, run_ranks

@@ -17,7 +17,9 @@ from torch.distributed import TCPStore
 from torch.optim import SGD, AdamW, Optimizer
 
 import fastsync
-from fastsync.elastic.elastic import STORE, Elastic, RankLostError
+from fastsync.elastic.elastic import Elastic
+from fastsync.elastic.members_store import STORE
+from fastsync.errors import RankLostError
 from tests.engine.elastic import Training, as_if_lost
 from tests.engine.wrappers import OptimizerWrapper
 from tests.ranks import on_ranks
@@ -54,7 +56,7 @@ def test_arguments_that_are_refused(alone: Training, monkeypatch: pytest.MonkeyP
 
 
 def test_a_store_that_does_not_answer_is_named(alone: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastsync.elastic.elastic.STORE_LIMIT", timedelta(seconds=1))
+    monkeypatch.setattr("fastsync.elastic.members_store.STORE_LIMIT", timedelta(seconds=1))
     for place, error in (("localhost", ValueError), ("127.0.0.1:1", RuntimeError)):
         monkeypatch.setenv(STORE, place)
         with pytest.raises(error) as raised:

@@ -15,7 +15,9 @@ from torch import nn
 
 import fastsync
 from fastsync.distributed import every_rank_calls, gloo_group
-from fastsync.elastic.elastic import STORE, Elastic, RankLostError
+from fastsync.elastic.elastic import Elastic
+from fastsync.elastic.members_store import STORE
+from fastsync.errors import RankLostError
 from fastsync.elastic.membership import TooFewRanksError
 from fastsync.errors import SyncError
 from fastsync.ppo.exchange import Exchange, MissingRankError

@@ -16,7 +16,8 @@ import pytest
 from torch.distributed import PrefixStore
 
 from fastsync.cli import main
-from fastsync.elastic.elastic import KEYS_OF_FIRST, STORE, _warn_of_agent
+from fastsync.elastic.elastic import _warn_of_agent
+from fastsync.elastic.members_store import KEYS_OF_FIRST, STORE
 from fastsync.elastic.membership import Membership
 from fastsync.launch.supervisor import Supervisor
 

@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 from fastsync import DiLoCo, TopK
 from fastsync._checks import resolve_group
-from fastsync.elastic.elastic import JOINS, STORE
+from fastsync.elastic.members_store import JOINS, STORE
 from fastsync.outer import surviving_group
 from fastsync.outer.surviving_group import SurvivingGroup
 from tests.engine.sites import assert_sites_are_equal, make_model, make_optimizer, make_site, train_step, weights

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import fastsync
-from fastsync.elastic.elastic import JOINS
+from fastsync.elastic.members_store import JOINS
 from fastsync.sync.micro_batches import seed_of
 from tests import reference
 

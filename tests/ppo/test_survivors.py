@@ -19,7 +19,8 @@ from torch.distributed import TCPStore
 from torch.utils._pytree import tree_leaves
 
 from fastsync.cli import main
-from fastsync.elastic.elastic import JOINS, STORE, RankLostError
+from fastsync.elastic.members_store import JOINS, STORE
+from fastsync.errors import RankLostError
 from fastsync.launch import supervisor
 from fastsync.ppo import evaluation, ppo, session
 from fastsync.ppo.cli import Launch, option_words
