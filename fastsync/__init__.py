@@ -55,7 +55,8 @@ else:
     from .errors import RankLostError
     from .integrations.accelerate import register_prepared
     from .optimizer.shard_optimizer import shard_optimizer
-    from .outer.diloco import DiLoCo, LocalSGD
+    from .outer.diloco import DiLoCo
+    from .outer.local_sgd import LocalSGD
     from .outer.topk import TopK
     from .sync.all_reduce import all_reduce_gradients
     from .sync.attach import attach

@@ -1,5 +1,4 @@
-"""``DiLoCo`` and ``LocalSGD``: they synchronise weights every ``sync_every`` steps, if links are too slow for
-gradients.
+"""``DiLoCo``: it synchronises weights every ``sync_every`` steps, if links are too slow for gradients.
 
 Each site trains by itself for ``sync_every`` steps. Then the mean of what the sites have changed, the outer gradient,
 goes through an outer optimizer: A. Douillard and others, DiLoCo, arXiv 2311.08105, 2023; in fragments and in the
@@ -13,7 +12,7 @@ import copy
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,8 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
-from .. import _C
-from .._checks import resolve_group, without_compiler
+from .._checks import resolve_group
 from .._torch_compat import known_ranks
 from ..elastic.elastic_in_use import check_no_elastic
 from ..elastic.loop import MOST_FAILURES
@@ -40,11 +38,13 @@ from ..sync.optimizer_watch import check_has_no_shards
 from ..sync.outer_in_use import NO_JOIN, begin_outer_use, name_of_outer, set_in_block
 from ..sync.stats import SyncStats
 from .background import BackgroundCalls
-from .fragment import Fragment, Mean, OuterOptimizer, SiteChange, UnderWay, gather
+from .fragment import Fragment, Mean, OuterOptimizer, SiteChange, UnderWay, gather, split
 from .model_tensors import ModelTensors
+from .outer_state import OuterState, shapes_of, with_plain_names
+from .schedule import Schedule
 from .steps import BlockSteps
-from .surviving_group import Progress, SurvivingGroup
-from .topk import TopK, TopKAverager
+from .surviving_group import SurvivingGroup
+from .topk import TopK
 
 Result = TypeVar("Result")
 DEFAULT_COMPRESSION = Compression("int8", error_feedback=True)
@@ -141,14 +141,9 @@ class DiLoCo:
         self._tensors = tensors
         self._delay = fragment_sync_delay
         self._alpha = fragment_update_alpha
-        self._sync_every = sync_every
-        self._step = self._num_skipped = 0  # at the end of a block steps are skipped, up to the last means
-        self._averaged_step = 0  # the step that sent the fragment that was averaged last
+        self._schedule = Schedule(sync_every)
         # Blocks that have begun and fragments that were sent, which gives each a number that is equal on all ranks.
         self._num_sent = 0
-        self._averaged_sites: list[int] = []  # those of the newest mean, each by its first rank
-        self._num_averaged = 0  # the number of the newest one that all ranks have come to
-        self._num_final = 0  # how many fragments were averaged in a row after all loops had ended
         self._is_resumed = False
         self._knows_masters = on_merge is not None
         self._unchecked_ranks = frozenset(known_ranks(group))  # until the first mean
@@ -157,44 +152,44 @@ class DiLoCo:
         atexit.register(_end_background_calls, weakref.ref(self))
         self._compression = compression if isinstance(compression, TopK) else as_compression(compression)
         make = outer_optimizer or (partial(SGD, lr=1.0) if isinstance(compression, TopK) else DEFAULT_OPTIMIZER)
-        parts = _split(named, fragments)
+        parts = split(named, fragments)
         settings = f"{sync_every=}, {fragments=}, {fragment_sync_delay=}, {fragment_update_alpha=}"
         with _on_the_host():
             self._sites = SurvivingGroup(group, timedelta(seconds=timeout))
             trial = make([torch.zeros(1, requires_grad=True)])
             lines = [f"{settings}, {self._compression}", f"outer_optimizer {type(trial).__name__} {trial.defaults}"]
             lines += [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.plain().items()]
-            self._agreed = "\n".join(lines)
-            self._fragments: list[Fragment] = []
             sent_as = self._compression
-            self._make_fragments: Callable[[dist.ProcessGroup], list[Fragment]] = lambda group: [
-                Fragment(
-                    tensors, list(part), make, sent_as, group,
-                    offset=(index + 1) * sync_every // fragments % sync_every, is_first=index == 0,
-                )
-                for index, part in enumerate(parts)
-            ]  # fmt: skip
+
+            def make_fragments(group: dist.ProcessGroup) -> list[Fragment]:
+                return [
+                    Fragment(
+                        tensors, list(part), make, sent_as, group,
+                        offset=(index + 1) * sync_every // fragments % sync_every, is_first=index == 0,
+                    )
+                    for index, part in enumerate(parts)
+                ]  # fmt: skip
+
+            self._state = OuterState(tensors, self._schedule, "\n".join(lines), make_fragments)
             self._joins = self._sites.joins
             if self._joins:
                 self._join()
             else:
-                _C.check_agreement(self._sites.group, self._agreed, torch.device("cpu"))
-                tensors.broadcast(self._sites.group)
-                self._fragments = self._make_fragments(self._sites.group)
+                self._state.begin(self._sites.group)
         begin_outer_use(self, named.values())
         self._tell_of_merge(list(named.values()))
 
     def __repr__(self) -> str:
         numel = sum(weight.numel() for weight in self._tensors.weights.values())
         return (
-            f"{type(self).__name__}({numel:,} values, sync_every: {self._sync_every}, "
-            f"compression: {self._compression}, step {self._step}, ranks {self._sites.ranks})"
+            f"{type(self).__name__}({numel:,} values, sync_every: {self._schedule.sync_every}, "
+            f"compression: {self._compression}, step {self._schedule.step}, ranks {self._sites.ranks})"
         )
 
     @property
     def num_steps(self) -> int:
         """The steps so far. A site that joins begins with those of the others, and one that resumes with the saved."""
-        return self._step - self._num_skipped
+        return self._schedule.num_taken
 
     @property
     def rank(self) -> int:
@@ -216,7 +211,7 @@ class DiLoCo:
                 "it would undo its means; leave one of the two out"
             )
         self._block = BlockSteps(
-            self._optimizers, self._tensors, begin=self._begin, step=self.step, patience=self._sync_every,
+            self._optimizers, self._tensors, begin=self._begin, step=self.step, patience=self._schedule.sync_every,
             owner=type(self).__name__,
         )  # fmt: skip
         self._block.has_begun, self._joins = self._joins, False  # who joins is in the others' block
@@ -256,26 +251,22 @@ class DiLoCo:
 
     def _take_part_until_all_have_ended(self) -> None:
         num_steps = self.num_steps
-        for fragment in sorted(self._fragments, key=lambda fragment: fragment.due or 0):
+        for fragment in sorted(self._state.fragments, key=lambda fragment: fragment.due or 0):
             if fragment.due is not None:
                 self._receive(fragment)
-        while self._num_final < len(self._fragments):
-            fragment = min(self._fragments, key=self._next_step_of)
-            self._step = self._next_step_of(fragment)
-            self._num_skipped = self._step - num_steps
+        while self._state.num_final < len(self._state.fragments):
+            fragment = self._schedule.skip_to_next(self._state.fragments)
+            self._schedule.num_skipped = self._schedule.step - num_steps
             self._send(fragment, has_ended=True)
 
     def _note_unsent_steps(self, error: BaseException) -> None:
-        number = max(fragment.num_unsent_steps for fragment in self._fragments)
+        number = max(fragment.num_unsent_steps for fragment in self._state.fragments)
         if number > 0 and sys.version_info >= (3, 11):
             steps = "step" if number == 1 else f"{number} steps"
             error.add_note(
                 f"fastsync: this error has ended a block of {type(self).__name__}. The other sites have not got what "
                 f"this site has learned in its last {steps}. If every site begins another block, it goes on from there"
             )
-
-    def _next_step_of(self, fragment: Fragment) -> int:
-        return self._step + 1 + (fragment.offset - self._step - 1) % self._sync_every
 
     def _begin(self) -> None:
         """Checks before the first step of a block whether loaded weights differ from the common ones."""
@@ -287,19 +278,20 @@ class DiLoCo:
         number = self._num_sent = self._num_sent + 1
 
         def compare() -> None:
-            if number > self._num_averaged:  # else another rank has compared, and its outer weights came
+            if number > self._state.num_averaged:  # else another rank has compared, and its outer weights came
                 self._take_over_loaded_weights()
 
         with _on_the_host():
             self._with_all_sites(compare)
-        self._num_sent = self._num_averaged = max(self._num_sent, self._num_averaged)
-        self._num_final, self._is_resumed = 0, False
+        self._num_sent = self._state.num_averaged = max(self._num_sent, self._state.num_averaged)
+        self._state.num_final, self._is_resumed = 0, False
 
     def _take_over_loaded_weights(self) -> None:
         have_moved = not self._is_resumed and any(
-            bool(difference.any()) for fragment in self._fragments for difference in fragment.differences()
+            bool(difference.any()) for fragment in self._state.fragments for difference in fragment.differences()
         )
-        own_report = [self._is_resumed, have_moved, self._num_sent, self._next_step, self._tensors.fingerprint()]
+        next_step = self._schedule.next_step(self._state.fragments)
+        own_report = [self._is_resumed, have_moved, self._num_sent, next_step, self._tensors.fingerprint()]
         reports = gather(self._sites, own_report, begins_block=True)
         resumed = [rank for rank, (is_resumed, *_) in zip(self._sites.ranks, reports, strict=True) if is_resumed]
         if len(resumed) not in (0, len(reports)):
@@ -309,7 +301,7 @@ class DiLoCo:
             )
         moved = [rank for rank, (_, has_moved, *_) in zip(self._sites.ranks, reports, strict=True) if has_moved]
         if moved and len({fingerprint for *_, fingerprint in reports}) == 1:
-            for fragment in self._fragments:
+            for fragment in self._state.fragments:
                 fragment.take_over()
         elif moved:
             warnings.warn(
@@ -320,22 +312,7 @@ class DiLoCo:
             )
         # Where an error has ended a block, ranks may have come to other numbers and steps.
         self._num_sent = max(number for _, _, number, _, _ in reports)
-        self._go_to(max(next_step for _, _, _, next_step, _ in reports))
-
-    @property
-    def _next_step(self) -> int:
-        """The step that sends next."""
-        return min(map(self._next_step_of, self._fragments))
-
-    def _go_to(self, next_step: int) -> None:
-        """Skips steps until ``next_step`` sends next, if an error has ended this site's block earlier than others'."""
-        if self._next_step < next_step:
-            step = max(next_step - 1 - (next_step - 1 - each.offset) % self._sync_every for each in self._fragments)
-            self._num_skipped += step - self._step
-            self._step = step
-            for fragment in self._fragments:
-                if fragment.under_way is not None and fragment.under_way.due <= step:
-                    fragment.under_way = replace(fragment.under_way, due=step + 1)
+        self._schedule.go_to(max(next_step for _, _, _, next_step, _ in reports), self._state.fragments)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -346,17 +323,17 @@ class DiLoCo:
         """
         if self._block is None:
             self._check_not_in_join()
-        self._step += 1
-        for fragment in self._fragments:
+        self._schedule.step += 1
+        for fragment in self._state.fragments:
             fragment.num_unsent_steps += 1
         if not self._knows_masters:
             self._tensors.check_masters_are_known()
             self._knows_masters = True
-        for fragment in self._fragments:
-            if fragment.due == self._step:
+        for fragment in self._state.fragments:
+            if fragment.due == self._schedule.step:
                 self._receive(fragment)
-        for fragment in self._fragments:
-            if self._step % self._sync_every == fragment.offset:
+        for fragment in self._state.fragments:
+            if self._schedule.sends(fragment):
                 self._send(fragment)
 
     def _send(self, fragment: Fragment, *, has_ended: bool = False) -> None:
@@ -365,11 +342,11 @@ class DiLoCo:
             change = fragment.take_change(has_ended=has_ended)
         self._num_sent += 1
         if self._delay == 0 or has_ended:
-            self._average(fragment, change, self._num_sent, self._step)
+            self._average(fragment, change, self._num_sent, self._schedule.step)
             self._merge(fragment, alpha=0.0 if has_ended else self._alpha)
         else:
-            arrival = self._background.start(partial(self._average, fragment, change, self._num_sent, self._step))
-            fragment.under_way = UnderWay(self._step + self._delay, arrival)
+            arrival = self._background.start(partial(self._average, fragment, change, self._num_sent, self._schedule.step))
+            fragment.under_way = UnderWay(self._schedule.step + self._delay, arrival)
 
     def _warn_of_one_site(self) -> None:
         ranks, self._unchecked_ranks = self._unchecked_ranks, frozenset()
@@ -400,7 +377,7 @@ class DiLoCo:
             else:
                 self._background.result(arrival)
         finally:
-            for fragment in self._fragments:
+            for fragment in self._state.fragments:
                 if fragment.under_way is not None and fragment.under_way.has_failed:
                     fragment.under_way = None
 
@@ -417,7 +394,7 @@ class DiLoCo:
         """Moves the fragment's outer weights by the mean difference. All ranks give it the same number."""
 
         def average() -> Mean | None:
-            if number <= self._num_averaged:  # the mean came with another rank's outer state
+            if number <= self._state.num_averaged:  # the mean came with another rank's outer state
                 return None
             self._sites.let_in()
             return fragment.average(self._sites, change, min(self._site))
@@ -425,13 +402,13 @@ class DiLoCo:
         with _on_the_host():
             mean = self._with_all_sites(average, fragment)
             if mean is not None:
-                self._averaged_sites = mean.sites
+                self._state.averaged_sites = mean.sites
             if len(self._site) > 1:
-                self._sites.check_same_sites(number, self._averaged_sites, sorted(self._site))
+                self._sites.check_same_sites(number, self._state.averaged_sites, sorted(self._site))
             if mean is not None:
                 fragment.step(mean)
-                self._num_averaged, self._averaged_step = number, step
-                self._num_final = self._num_final + 1 if mean.have_all_ended else 0
+                self._state.num_averaged, self._state.averaged_step = number, step
+                self._state.num_final = self._state.num_final + 1 if mean.have_all_ended else 0
 
     @cached_property
     def _site(self) -> set[int]:
@@ -446,7 +423,7 @@ class DiLoCo:
 
     def stats(self) -> list[SyncStats]:
         """Returns statistics of each fragment's synchronisations since the newest loss of a site. ``TopK`` has none."""
-        handles = (fragment.averager for fragment in self._fragments)
+        handles = (fragment.averager for fragment in self._state.fragments)
         return [handle.stats() for handle in handles if isinstance(handle, GradientSynchronizer)]
 
     # ---- sites that are lost, and that join -------------------------------------------------------------------------
@@ -469,8 +446,8 @@ class DiLoCo:
     def _go_on(self, fragment: Fragment | None, error: RuntimeError) -> None:
         """Goes on with the ranks that are left, and with new ones."""
         before = self._sites.ranks
-        share = partial(self._share, fragment)
-        self._sites.go_on(lambda: self._num_averaged, share, error, takes_new=fragment is not None)
+        share = partial(self._state.share, self._sites, fragment)
+        self._sites.go_on(lambda: self._state.num_averaged, share, error, takes_new=fragment is not None)
         if lost := sorted({*before} - {*self._sites.ranks}):
             warnings.warn(
                 f"fastsync: ranks {lost} were lost, or did not come within the time-out ({error}); ranks "
@@ -483,68 +460,18 @@ class DiLoCo:
 
         This rank has changed nothing yet, so it does not count in that mean. Afterwards it is where the others are.
         """
-        self._num_averaged = -1
-        self._sites.go_on(lambda: self._num_averaged, partial(self._share, None))
+        self._state.num_averaged = -1
+        self._sites.go_on(lambda: self._state.num_averaged, partial(self._state.share, self._sites, None))
         self._begin_with_outer_weights()
-        fragment = min(self._fragments, key=self._next_step_of)
-        self._step = self._next_step_of(fragment)
-        self._num_sent = self._num_averaged + 1
+        fragment = self._schedule.skip_to_next(self._state.fragments)
+        self._num_sent = self._state.num_averaged + 1
         nothing = replace(fragment.take_change(has_ended=True), has_ended=False)
-        self._average(fragment, nothing, self._num_sent, self._step)
+        self._average(fragment, nothing, self._num_sent, self._schedule.step)
         self._begin_with_outer_weights()
 
     def _begin_with_outer_weights(self) -> None:
-        for fragment in self._fragments:
+        for fragment in self._state.fragments:
             fragment.merge(alpha=0.0)
-
-    def _share(self, fragment: Fragment | None, progress: Progress) -> None:
-        """Makes the outer weights of all ranks equal in a new group.
-
-        Some of them may have got the last mean before an error, and some not, and some may be new. So all take the
-        outer weights of a rank that has come furthest. ``fragment`` is the one whose mean has failed, if one has.
-        """
-        group, is_new = self._sites.group, self._num_averaged < 0
-        furthest = max(progress, key=lambda rank: (progress[rank], -rank))
-        have_new = min(progress.values()) < 0
-        if have_new:
-            _C.check_agreement(group, self._agreed, torch.device("cpu"))
-        state: dict[str, Any] | None = None
-        if len({*progress.values()}) > 1:
-            mine = self._common_state(have_new) if self._sites.own == furthest else None
-            state = self._sites.broadcast_object(mine, furthest)
-        failed = None if fragment is None else fragment.averager
-        if self._num_averaged < progress[furthest] and isinstance(failed, TopKAverager):
-            failed.settle()  # the other ranks have received what this rank sent
-        if is_new:
-            assert state is not None
-            self._tensors.load_beside_weights(state["beside"])
-            self._fragments = self._make_fragments(group)
-            for each in self._fragments:
-                each.begin_anew(each.averager.state_dict())  # as all ranks do in use_group()
-        else:
-            for each in self._fragments:
-                each.use_group(group)
-        if state is not None:
-            if fragment is None and not is_new:
-                self._go_to(state["next_step"])
-            self._load_outer_state(state["outer"])
-            self._num_final, self._averaged_step = state["num_final"], state["averaged_step"]
-            self._averaged_sites = state["averaged_sites"]
-            self._num_averaged = progress[furthest]
-            if is_new:
-                self._step, self._num_skipped = self._averaged_step, state["num_skipped"]
-
-    def _common_state(self, have_new: bool) -> dict[str, Any]:
-        """Returns the state that all ranks take over. New ones get frozen parameters and buffers, too."""
-        return {
-            "outer": self._outer_state(),
-            "num_final": self._num_final,
-            "averaged_step": self._averaged_step,
-            "averaged_sites": self._averaged_sites,
-            "next_step": self._next_step,
-            "num_skipped": self._num_skipped,
-            "beside": self._tensors.beside_weights() if have_new else {},
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on bit for bit, beside the model's and the optimizer's own states.
@@ -554,11 +481,11 @@ class DiLoCo:
         """
         self._wait_for_means()
         return {
-            "step": self._step,
-            "num_skipped": self._num_skipped,
-            "due": [fragment.due for fragment in self._fragments],
-            "outer": self._outer_state(),
-            "unsent": [fragment.averager.state_dict() for fragment in self._fragments],
+            "step": self._schedule.step,
+            "num_skipped": self._schedule.num_skipped,
+            "due": [fragment.due for fragment in self._state.fragments],
+            "outer": self._state.of_fragments(),
+            "unsent": [fragment.averager.state_dict() for fragment in self._state.fragments],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -570,13 +497,13 @@ class DiLoCo:
         """
         if self._joins:
             raise RuntimeError(
-                f"fastsync: this process joined others at step {self._step}, and has their state, so load_state_dict() "
+                f"fastsync: this process joined others at step {self._schedule.step}, and has their state, so load_state_dict() "
                 f"of the {type(self).__name__} would take it back; load a checkpoint only if num_steps is 0, and then "
                 "also that of the model"
             )
-        state_dict = _with_plain_names(state_dict)
+        state_dict = with_plain_names(state_dict)
         before = copy.deepcopy(self.state_dict())
-        if not isinstance(state_dict, dict) or _shapes(state_dict) != _shapes(before):
+        if not isinstance(state_dict, dict) or shapes_of(state_dict) != shapes_of(before):
             raise ValueError("state_dict: expected the state of a DiLoCo with the same parameters and fragments")
         try:
             self._load(state_dict)
@@ -585,59 +512,16 @@ class DiLoCo:
             raise
 
     def _load(self, state: dict[str, Any]) -> None:
-        for fragment, due, unsent in zip(self._fragments, state["due"], state["unsent"], strict=True):
+        for fragment, due, unsent in zip(self._state.fragments, state["due"], state["unsent"], strict=True):
             fragment.averager.load_state_dict(unsent)
             fragment.under_way = None if due is None else UnderWay(due)
             fragment.num_unsent_steps = 0
-        self._step = self._averaged_step = state["step"]  # all that was sent is averaged
-        self._num_skipped = state["num_skipped"]
-        self._load_outer_state(state["outer"])
-        self._num_final, self._is_resumed = 0, True
+        self._schedule.step = self._state.averaged_step = state["step"]  # all that was sent is averaged
+        self._schedule.num_skipped = state["num_skipped"]
+        self._state.load_fragments(state["outer"])
+        self._state.num_final, self._is_resumed = 0, True
         if self._block is not None:
             self._block.has_begun = True
-
-    def _outer_state(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "weights": {name: weight.detach() for name, weight in fragment.outer.items()},
-                "optimizer": fragment.optimizer.state_dict(),
-                "buffers": fragment.buffers_mean,
-                "others": dict(fragment.means_of_others),
-            }
-            for fragment in self._fragments
-        ]
-
-    @torch.no_grad()
-    def _load_outer_state(self, state: list[dict[str, Any]]) -> None:
-        for fragment, each in zip(self._fragments, state, strict=True):
-            for name, weight in fragment.outer.items():
-                weight.copy_(each["weights"][name])
-            fragment.optimizer.load_state_dict(each["optimizer"])
-            fragment.buffers_mean = each["buffers"].clone()
-            fragment.means_of_others = {name: mean.clone() for name, mean in each["others"].items()}
-
-
-class LocalSGD(DiLoCo):
-    """Lets sites train by themselves, and every ``sync_every`` steps of the optimizer takes the mean of their weights.
-
-    It is ``DiLoCo`` with an outer SGD of lr 1: S. U. Stich, Local SGD Converges Fast, arXiv 1805.09767, 2018.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
-        *,
-        sync_every: int = 100,
-        compression: AnyCompression = "none",
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        timeout: float = 600.0,
-        on_merge: OnMerge | None = None,
-    ) -> None:
-        super().__init__(
-            model, optimizer, sync_every=sync_every, outer_optimizer=partial(SGD, lr=1.0), compression=compression,
-            process_group=process_group, timeout=timeout, on_merge=on_merge,
-        )  # fmt: skip
 
 
 @contextmanager
@@ -664,37 +548,6 @@ def _check_number(name: str, number: object, least: int, most: int) -> None:
     if not isinstance(number, int) or not least <= number <= most:
         up_to = "" if most == sys.maxsize else f" to {most}"
         raise ValueError(f"{name}: expected a whole number from {least}{up_to}, got {number!r}")
-
-
-def _with_plain_names(state: Any) -> Any:
-    """Returns a state without what torch.compile's wrapper adds to names, as states of earlier versions have it."""
-    if isinstance(state, dict):
-        return {
-            without_compiler(key) if isinstance(key, str) else key: _with_plain_names(each)
-            for key, each in state.items()
-        }
-    return [_with_plain_names(each) for each in state] if isinstance(state, list) else state
-
-
-def _shapes(state: Mapping[str, Any]) -> list[object]:
-    """Returns the keys and shapes that a state must have in common with this one."""
-    outer = state.get("outer", [])
-    weights = [{name: weight.shape for name, weight in each["weights"].items()} for each in outer]
-    return [sorted(state), weights, [each["buffers"].shape for each in outer]]
-
-
-def _split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:
-    """Splits the weights into fragments of about equal size, none empty, in the model's order: equal on all ranks."""
-    total, before = sum(weight.numel() for weight in named.values()), 0
-    parts: list[dict[str, Tensor]] = [{}]
-    for index, (name, weight) in enumerate(named.items()):
-        is_full = before >= total * len(parts) / fragments
-        must_begin = len(named) - index == fragments - len(parts)  # else a later fragment would be empty
-        if parts[-1] and len(parts) < fragments and (is_full or must_begin):
-            parts.append({})
-        parts[-1][name] = weight
-        before += weight.numel()
-    return parts
 
 
 def _end_background_calls(known: weakref.ref[DiLoCo]) -> None:

@@ -316,3 +316,17 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
     """Joins tensors in one vector on the host, in float64, because sums of a whole run are kept in it."""
     flat = [tensor.detach().to("cpu", torch.float64).reshape(-1) for tensor in tensors]
     return torch.cat([torch.empty(0, dtype=torch.float64), *flat])
+
+
+def split(named: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:
+    """Splits the weights into fragments of about equal size, none empty, in the model's order: equal on all ranks."""
+    total, before = sum(weight.numel() for weight in named.values()), 0
+    parts: list[dict[str, Tensor]] = [{}]
+    for index, (name, weight) in enumerate(named.items()):
+        is_full = before >= total * len(parts) / fragments
+        must_begin = len(named) - index == fragments - len(parts)  # else a later fragment would be empty
+        if parts[-1] and len(parts) < fragments and (is_full or must_begin):
+            parts.append({})
+        parts[-1][name] = weight
+        before += weight.numel()
+    return parts

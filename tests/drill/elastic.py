@@ -177,7 +177,7 @@ def train_site(
         for step in range(sync.num_steps, SITE_STEPS):
             train_step(model, optimizer, rank, step)
             time.sleep(0.002)
-    return [weight.detach() for fragment in sync._fragments for weight in fragment.outer.values()]
+    return [weight.detach() for fragment in sync._state.fragments for weight in fragment.outer.values()]
 
 
 @pytest.mark.filterwarnings("ignore:fastsync. ranks")

@@ -24,7 +24,7 @@ from torch.optim import SGD
 import fastsync
 from fastsync import Compression, DiLoCo, LocalSGD, TopK
 from fastsync._checks import resolve_group
-from fastsync.outer.diloco import _split
+from fastsync.outer.fragment import split
 from fastsync.outer.surviving_group import SurvivingGroup
 from fastsync.outer.topk import BLOCK, decode, encode
 from fastsync.sync.optimizer_steps import innermost, unwrapped
@@ -54,7 +54,7 @@ def play(
     models = [make_model() for _ in range(sites)]
     optimizers = [make_inner(model) for model in models]
     parts = [
-        [name for name, _ in part] for part in map(dict.items, _split(dict(models[0].named_parameters()), fragments))
+        [name for name, _ in part] for part in map(dict.items, split(dict(models[0].named_parameters()), fragments))
     ]
     outer = [[models[0].get_parameter(name).detach().clone() for name in part] for part in parts]
     outer_optimizers = [make(part) for part in outer]
@@ -207,7 +207,7 @@ def test_local_sgd_takes_the_mean_of_the_weights_and_of_floating_buffers(rank: i
                 parameter.fill_(2.0**rank)
             bn.running_mean.fill_(float(rank))
             bn.num_batches_tracked.fill_(rank)
-        for outer in sync._fragments[0].outer.values():
+        for outer in sync._state.fragments[0].outer.values():
             outer.data.zero_()
         with pytest.warns(UserWarning, match="were changed before the first step"):  # it is meant here
             optimizer.step()
@@ -223,7 +223,7 @@ def test_factors_begin_anew_where_sites_are_left(rank: int, world_size: int) -> 
     optimizer = make_optimizer(model)
     alone = [torch.distributed.new_group([each]) for each in range(2)]
     with DiLoCo(model, optimizer, sync_every=1, compression="lowrank:2") as sync:
-        fragment = sync._fragments[0]
+        fragment = sync._state.fragments[0]
 
         def factors() -> list[Tensor]:
             return list(fragment.averager.state_dict()["factors"].values())
@@ -240,7 +240,7 @@ def test_factors_begin_anew_where_sites_are_left(rank: int, world_size: int) -> 
 def test_what_is_not_sent_adds_as_much_where_sites_are_left(rank: int, world_size: int, compression: Any) -> None:
     model, optimizer, sync = make_site(DiLoCo, sync_every=1, compression=compression)
     with sync:
-        fragment = sync._fragments[0]
+        fragment = sync._state.fragments[0]
 
         def unsent() -> Tensor:
             state = fragment.averager.state_dict()
@@ -332,7 +332,7 @@ def trained_until_one_is_lost(rank: int, world_size: int, delay: int, compressio
         assert sync._sites.ranks == [0, 1]
     gc.collect()
     assert of_three() is None, "the group of before still has its connections"
-    return [outer.detach() for fragment in sync._fragments for outer in fragment.outer.values()]
+    return [outer.detach() for fragment in sync._state.fragments for outer in fragment.outer.values()]
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_who_has_come_further_tells_the_others(
     """Rank 1 takes a mean for lost that rank 0 has got."""
     model, optimizer, sync = make_site(kind, sync_every=2, timeout=2.0, compression=compression)
     with sync:
-        averager = sync._fragments[0].averager
+        averager = sync._state.fragments[0].averager
         arrive = averager.synchronize
 
         def fail() -> None:
@@ -516,7 +516,7 @@ def test_rounding_of_narrow_weights_is_no_movement(rank: int, world_size: int) -
     model = make_model().bfloat16()
     optimizer = SGD(model.parameters(), lr=0.0)
     with DiLoCo(model, optimizer, sync_every=1, compression="none") as sync:
-        outer = list(sync._fragments[0].outer.values())
+        outer = list(sync._state.fragments[0].outer.values())
         with torch.no_grad():
             for weight in outer:
                 weight.mul_(1 + 2.0**-12)  # which bfloat16 does not hold

@@ -224,7 +224,7 @@ def test_several_optimizers_may_step_parts_of_the_model(rank: int, world_size: i
             model(inputs).square().sum().backward()
             first.step()
             second.step()
-        assert sync._step == 6
+        assert sync._schedule.step == 6
         assert_sites_are_equal(model, world_size)
 
 
@@ -236,7 +236,7 @@ def test_a_step_of_several_counts_when_each_has_stepped(rank: int, world_size: i
     with LocalSGD(model, [often, seldom, seldom], sync_every=2) as sync:
         for step in range(1, 9):
             train_step(model, [often, seldom] if step % 2 == 0 else often, rank, step)
-            assert sync._step == step // 2
+            assert sync._schedule.step == step // 2
             if step % 4 == 0:
                 assert_sites_are_equal(model, world_size)
 
@@ -273,10 +273,10 @@ def test_a_step_that_is_tried_again_counts_once(rank: int, world_size: int, when
         try:
             train_step(model, optimizer, rank, 0)
         except ArithmeticError:  # its traceback keeps the frames of the step
-            assert (sync._step, _C.optimizer_calls()) == (0, [])
+            assert (sync._schedule.step, _C.optimizer_calls()) == (0, [])
             optimizer.is_to_fail = ""
             train_step(model, optimizer, rank, 0)
-        assert sync._step == 1
+        assert sync._schedule.step == 1
     del others
 
 
@@ -286,12 +286,12 @@ def test_a_first_step_without_rate_and_gradient_counts_unless_a_checkpoint_takes
     optimizer = AdamW(model.parameters(), lr=0.0)
     with LocalSGD(model, optimizer, sync_every=4) as sync:
         get_optimizer_state_dict(model, optimizer)
-        assert (sync._step, bool(optimizer.state)) == (0, True)
+        assert (sync._schedule.step, bool(optimizer.state)) == (0, True)
         optimizer.state.clear()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        assert sync._step == 1
+        assert sync._schedule.step == 1
 
 
 @on_ranks(1)
@@ -403,7 +403,7 @@ def test_a_site_that_alone_begins_another_block_is_an_error_on_all(
         train(3)  # which all begin
         assert_sites_are_equal(model, world_size)
     assert sync.num_steps == num_steps + 6
-    assert len(set(everyones_number(sync._num_averaged, world_size))) == 1
+    assert len(set(everyones_number(sync._state.num_averaged, world_size))) == 1
 
 
 def everyones_number(mine: int, world_size: int) -> list[int]:
@@ -446,7 +446,7 @@ def test_a_block_inside_a_block_is_refused() -> None:
     with sync:
         refused(sync.__enter__, "a with block of this LocalSGD has begun already", kind=RuntimeError)
         train_step(model, optimizer, 0, 0)
-        assert sync._step == 1
+        assert sync._schedule.step == 1
 
 
 @on_ranks(2)

@@ -72,9 +72,9 @@ def let_in(sync: DiLoCo, port: int, step: int) -> None:
 
 def outer_state(sync: DiLoCo) -> list[Tensor]:
     """The common weights, and what the outer optimizer keeps for them."""
-    weights = [each.detach() for fragment in sync._fragments for each in fragment.outer.values()]
+    weights = [each.detach() for fragment in sync._state.fragments for each in fragment.outer.values()]
     moments = [
-        each for fragment in sync._fragments for state in fragment.optimizer.state.values() for each in state.values()
+        each for fragment in sync._state.fragments for state in fragment.optimizer.state.values() for each in state.values()
     ]
     return [*weights, *moments]
 
