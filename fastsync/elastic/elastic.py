@@ -21,7 +21,7 @@ from .. import _C
 from ..distributed import every_rank_calls
 from ..errors import RankLostError, RanksDifferError
 from ..messages import check_at_least
-from ..sync.attach import GradientSynchronizer
+from ..sync.synchronizer import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
 from ..sync.handles_in_use import handles_of
 from ..sync.optimizer_steps import innermost, unwrapped

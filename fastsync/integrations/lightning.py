@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from ..sync.attach import GradientSynchronizer
+from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import AnyCompression
 from ..sync.handle import Handle
 from .accelerate import register_prepared

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..sync.attach import GradientSynchronizer
+from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import LOW_RANK, Auto, Compression
 from ..sync.optimizer_steps import innermost
 from .registry import kind_of

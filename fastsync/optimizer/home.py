@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..sync.attach import GradientSynchronizer
+from ..sync.synchronizer import GradientSynchronizer
 from .owners import deal
 from .piece import Piece
 

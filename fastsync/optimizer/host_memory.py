@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _C
 from .._torch_compat import foreach_copy_
-from ..sync.attach import GradientSynchronizer
+from ..sync.synchronizer import GradientSynchronizer
 from .home import ShardHome, StatePart
 from .masters import MASTER
 from .piece import Piece, values_at

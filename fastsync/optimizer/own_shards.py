@@ -16,7 +16,7 @@ from .._torch_compat import foreach_copy_
 from ..autotune.choose import Candidate, in_engine
 from ..distributed import every_rank_calls
 from ..errors import SyncError
-from ..sync.attach import GradientSynchronizer
+from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import Compression
 from .home import ShardHome, StatePart
 from .owners import in_turns

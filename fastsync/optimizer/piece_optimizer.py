@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .._torch_compat import foreach_mul_, takes_grad_scale
 from ..distributed import every_rank_calls
-from ..sync.attach import GradientSynchronizer
+from ..sync.synchronizer import GradientSynchronizer
 from .groups import ShardedGroups
 from .home import ShardHome
 from .masters import MASTER

@@ -7,7 +7,8 @@ from weakref import WeakSet
 from torch.optim import Optimizer
 
 from .._checks import check_bool
-from ..sync.attach import GradientSynchronizer, is_in_join
+from ..sync.join import is_in_join
+from ..sync.synchronizer import GradientSynchronizer
 from ..sync.optimizer_steps import from_outside_in
 from ..sync.outer_in_use import check_no_outer
 from .checks import WAY_OUT, check_attached, check_compression, check_dense, check_optimizer

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
-from ..sync.attach import GradientSynchronizer
+from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import Auto, Compression
 from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
 from ..sync.optimizer_steps import innermost, is_training_step

@@ -30,7 +30,8 @@ from .._checks import resolve_group
 from .._torch_compat import known_ranks
 from ..elastic.elastic_in_use import check_no_elastic
 from ..elastic.loop import MOST_FAILURES
-from ..sync.attach import GradientSynchronizer, is_in_join
+from ..sync.join import is_in_join
+from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import AnyCompression, Compression, as_compression
 from ..sync.handles_in_use import check_not_left_to_each_rank, groups_of
 from ..sync.optimizer_steps import innermost, unwrapped

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
-from ..sync.attach import GradientSynchronizer
+from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import Auto, Compression
 from .background import has_failed
 from .master_weights import local

@@ -17,10 +17,10 @@ from .._torch_compat import foreach_mul_, known_ranks, states_of_scaler, takes_g
 from ..distributed import every_rank_calls
 from .grad_scaler import has_unscaled, loss_scale, scale_of_step, skip_unless_finite
 from .handle import GradientHandle
-from .micro_batches import stats_in_order
 from .optimizer_steps import from_outside_in, unwrapped
 from .optimizer_watch import WatchedHandle
 from .stats import GradStats
+from .stats_in_order import stats_in_order
 
 
 def clip_grad_norm_(

@@ -40,7 +40,6 @@ from .freed_memory import keep_freed
 from .machine import describe_machine
 
 MOST_MICRO_BATCHES = 2**15
-NUM_STATS = 4
 CACHED_BYTES = 2**20
 """How many gradients are added up at a time."""
 
@@ -212,12 +211,6 @@ def _added(left: Gradients, right: Gradients) -> Gradients:
             assert alone is not None
             alone.add_(0.0)  # the other counts as zeros, which make 0 of -0
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
-
-
-def stats_in_order(means: Iterable[Tensor]) -> Tensor:
-    """Returns the statistics of the parameters' means, float64, in an order that depends on the parameters alone."""
-    listed = list(means)
-    return _C.stats_in_order(listed) if listed else torch.zeros(NUM_STATS, dtype=torch.float64)
 
 
 def seed_of(seed: int, step: int, index: int) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.models import SMALL_BUCKETS, Fails, Given, Mlp, assert_all_bitwise_equal, batch, grads_of
 
 

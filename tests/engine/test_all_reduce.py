@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.sync.all_reduce import MAX_ENGINES
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from fastsync.sync.ddp import CommHook
 from fastsync.sync.fsdp import ShardedHandle
 from tests.bitwise import assert_bitwise_equal

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fastsync
 from fastsync import Compression
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests import fake_device
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import Averaged, average

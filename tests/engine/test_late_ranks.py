@@ -16,7 +16,7 @@ from tests.ranks import on_ranks
 LATE, SECONDS = 1, 0.02
 
 
-def _train(num_steps: int, late: int | None) -> fastsync.sync.attach.GradientSynchronizer:
+def _train(num_steps: int, late: int | None) -> fastsync.sync.synchronizer.GradientSynchronizer:
     model = nn.Linear(8, 2)
     sync = fastsync.attach(model)
     sync._engine.warn_of_late_ranks(share=0.2, seconds=0.0)

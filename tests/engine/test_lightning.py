@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.models import assert_all_bitwise_equal, assert_same_on_all_ranks
 from tests.ranks import on_ranks, run_ranks
 

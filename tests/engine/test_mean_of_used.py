@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync import Compression
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests import reference
 from tests.bitwise import assert_bitwise_equal
 from tests.engine.entry_points import average, whole_numbers

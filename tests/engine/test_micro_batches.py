@@ -276,7 +276,7 @@ def _of(**options: object) -> Callable[[], object]:
     return lambda: fastsync.attach(nn.Linear(2, 2), **{"micro_batches": 2, **options})
 
 
-def _then(call: Callable[[fastsync.sync.attach.GradientSynchronizer], object]) -> Callable[[], object]:
+def _then(call: Callable[[fastsync.sync.synchronizer.GradientSynchronizer], object]) -> Callable[[], object]:
     return lambda: call(fastsync.attach(nn.Linear(2, 2), micro_batches=2))
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import AdamW, Optimizer
 
 import fastsync
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.engine.same_data import same_data_is_meant
 from tests.engine.test_optimizer_shards import BOTH_WAYS, same, values
 from tests.ranks import on_ranks

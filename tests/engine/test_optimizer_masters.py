@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 import fastsync
 from fastsync.optimizer.masters import PARAMETER_WIRES
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.engine.optimizer_shards import FURTHER, OF_WHOLE, OPTIMIZERS, SHAPES, WIRES, Weights
 from tests.engine.test_hosts import PAIRS, UNEQUAL, Nodes, run_on_hosts
 from tests.engine.test_optimizer_shards import BOTH_WAYS, loss_of, step, two_layers, values

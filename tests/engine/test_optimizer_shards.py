@@ -27,7 +27,7 @@ from fastsync import _C
 from fastsync.errors import SyncError
 from fastsync.optimizer import register_elementwise, register_tensorwise
 from fastsync.optimizer.owners import deal
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.engine.optimizer_shards import FURTHER, OF_WHOLE, OPTIMIZERS, train_both
 from tests.engine.test_hosts import ALTERNATING, PAIRS, THREE, UNEQUAL, Nodes, run_on_hosts
 from tests.models import assert_same_on_all_ranks

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.engine.entry_points import whole
 from tests.ranks import on_ranks
 from tests.refused import refused

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 import fastsync
 from fastsync import _C, Compression
 from fastsync.distributed import gloo_group
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from fastsync.sync.compression import Wire
 from fastsync.sync.ddp import CommHook
 from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at, refuse

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fastsync
-from fastsync.sync.attach import GradientSynchronizer
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.engine.entry_points import ALL, average
 from tests.models import Given, assert_all_bitwise_equal, random_grads
 from tests.ranks import on_ranks
