@@ -39,8 +39,8 @@ def time_collective(collective: str, numel: int, ranks: int, warmup: int, repeti
     program = Path(__file__).with_name("mpi_collectives.py")
     call = {"collective": collective, "numel": numel, "warmup": warmup, "repetitions": repetitions}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "calls.json"
-        file.write_text(json.dumps([call]), encoding="utf-8")
+        file = Path(folder) / "call.json"
+        file.write_text(json.dumps(call), encoding="utf-8")
         command = [BINARIES / "mpirun", "--oversubscribe", "-n", str(ranks), BINARIES / "python", program, file]
         try:
             ended = subprocess.run(command, env=_variables(), capture_output=True, text=True, timeout=timeout)
@@ -48,7 +48,7 @@ def time_collective(collective: str, numel: int, ranks: int, warmup: int, repeti
             raise TrainingError(f"mpirun: {collective} of {numel} values took more than {timeout:g} s") from None
         if ended.returncode:
             raise TrainingError(f"mpirun ended with status {ended.returncode}: {ended.stderr.strip()[-500:]}")
-        measured = json.loads(file.read_text(encoding="utf-8"))[0]
+        measured = json.loads(file.read_text(encoding="utf-8"))
     return Times(measured["samples"], measured["correct"], measured["library"])
 
 

@@ -1,8 +1,8 @@
-"""A rank of MPI that times collectives, for ``python -m benchmarks collectives --methods mpi``.
+"""A rank of MPI that times a collective, for ``python -m benchmarks collectives --methods mpi``.
 
     mpirun -n N python mpi_collectives.py FILE
 
-FILE is a JSON list of calls: collective, number of values, and number of untimed and timed repetitions. Rank 0 adds
+FILE is JSON: collective, number of values, and number of untimed and timed repetitions. Rank 0 adds
 ``samples``, seconds as ``collectives`` takes them, ``correct`` and ``library``. It needs mpi4py and NumPy alone, so it
 has no torch, whose threads would be in its way.
 """
@@ -86,13 +86,12 @@ def measure(collective: str, numel: int, warmup: int, repetitions: int) -> tuple
 
 
 def main(file: Path) -> None:
-    calls = json.loads(file.read_text(encoding="utf-8"))
-    for call in calls:
-        names = ("collective", "numel", "warmup", "repetitions")
-        call["samples"], call["correct"] = measure(*(call[name] for name in names))
-        call["library"] = MPI.Get_library_version().split(",")[0].strip("\0 ")
+    call = json.loads(file.read_text(encoding="utf-8"))
+    samples, correct = measure(**call)
+    library = MPI.Get_library_version().split(",")[0].strip("\0 ")
     if RANK == 0:
-        file.write_text(json.dumps(calls), encoding="utf-8")
+        measured = call | {"samples": samples, "correct": correct, "library": library}
+        file.write_text(json.dumps(measured), encoding="utf-8")
 
 
 if __name__ == "__main__":
