@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,30 +18,30 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from .. import all_reduce_gradients, attach
-from ..distributed import device_of, process_group
+from ..distributed import process_group
 from ..doctor import built_for, num_usable_cores, print_section, version
 from ..elastic.peer_watch import own_address
 from ..messages import format_bytes
 from ..sync.machine import describe_machine
-from .environment import Rank, this_rank
+from .environment import this_rank
 from .torchrun import launch_ranks
 
+Gathered = TypeVar("Gathered")
 TIMEOUT = 30.0
 """Seconds that ranks wait for each other."""
 SIZES = {16: 50, 2**20: 8}
 """How many steps are timed with so many float32 values."""
 HAVE_TO_AGREE = ("fastsync", "torch")
-"""What has to be the same on all ranks."""
+"""What has to be the same on all ranks. Ranks that differ in it average nothing, because attach may refuse them."""
+
+Facts: TypeAlias = Mapping[str, str]
+"""What may differ between ranks, by name."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a rank has found."""
+class Measured:
+    """What a rank has measured."""
 
-    host: str
-    address: str
-    facts: Mapping[str, str]
-    """What may differ between ranks, by name."""
     transport: str
     seconds: Mapping[int, float] = field(default_factory=dict)
     """The median of a step, by the number of values."""
@@ -80,31 +80,37 @@ def check(num_ranks: int | None, timeout: float = TIMEOUT) -> int:
 def _as_rank(timeout: float) -> int:
     begin, this = time.monotonic(), this_rank()
     try:
-        with process_group(timeout=timeout):
-            found = _gathered(_find(this))
+        with process_group(timeout=timeout) as device:
+            places, facts, measured = _meet(device)
     except RuntimeError as error:
         print(f"fastsync doctor: {error}", file=sys.stderr)
         return 1
-    obstacles = _obstacles(found)
+    obstacles = _obstacles(facts, measured)
     if this.rank == 0:
-        _print(found, obstacles, timeout, time.monotonic() - begin)
+        print_section("ranks", [("number", str(len(places))), *_by_value(places), ("time-out", f"{timeout:g} s")])
+        _print(facts, measured, obstacles, time.monotonic() - begin)
     return 1 if obstacles else 0
 
 
-def _find(this: Rank) -> Found:
-    group = dist.group.WORLD
-    assert group is not None
-    device = device_of(group)
+def _meet(device: torch.device) -> tuple[list[str], list[Facts], list[Measured]]:
+    """Returns where the ranks are, what may differ, and what they measure if they may average."""
+    address = own_address(os.environ.get("MASTER_ADDR") or "localhost")
+    places = _gathered(f"{socket.gethostname()} ({address})")
+    facts = _gathered(_facts(device))
+    return places, facts, [] if _obstacles(facts) else _gathered(_measure(device))
+
+
+def _measure(device: torch.device) -> Measured:
+    rank = dist.get_rank()
     parameters = {numel: nn.Parameter(torch.zeros(numel, device=device)) for numel in SIZES}
-    transport = _transport(list(parameters.values()), this.rank)
-    seconds = {numel: _seconds(parameter, this.rank, SIZES[numel]) for numel, parameter in parameters.items()}
-    mean, wrong = (group.size() + 1) / 2, ""  # exact in float32
+    transport = _transport(list(parameters.values()), rank)
+    seconds = {numel: _seconds(parameter, rank, SIZES[numel]) for numel, parameter in parameters.items()}
+    mean, wrong = (dist.get_world_size() + 1) / 2, ""  # exact in float32
     for parameter in parameters.values():
         assert parameter.grad is not None
         if not torch.all(parameter.grad == mean):
-            wrong = f"rank {this.rank} has {parameter.grad[0].item()} where the mean is {mean}"
-    address = own_address(os.environ.get("MASTER_ADDR") or "localhost")
-    return Found(socket.gethostname(), address, _facts(device), transport, seconds, wrong)
+            wrong = f"rank {rank} has {parameter.grad[0].item()} where the mean is {mean}"
+    return Measured(transport, seconds, wrong)
 
 
 def _transport(parameters: list[nn.Parameter], rank: int) -> str:
@@ -148,10 +154,10 @@ def _facts(device: torch.device) -> dict[str, str]:
     }
 
 
-def _gathered(found: Found) -> list[Found]:
-    all_found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_found, found)
-    return all_found
+def _gathered(own: Gathered) -> list[Gathered]:
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, own)
+    return of_all
 
 
 def _by_value(values: Sequence[str]) -> list[tuple[str, str]]:
@@ -167,31 +173,30 @@ def _span(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} to {ranks[-1]}" if is_whole else ", ".join(map(str, ranks))
 
 
-def _differences(found: Sequence[Found]) -> dict[str, list[tuple[str, str]]]:
-    by_name = {name: _by_value([each.facts[name] for each in found]) for name in found[0].facts}
+def _differences(facts: Sequence[Facts]) -> dict[str, list[tuple[str, str]]]:
+    by_name = {name: _by_value([each.get(name, "unknown") for each in facts]) for name in facts[0]}
     return {name: values for name, values in by_name.items() if len(values) > 1}
 
 
-def _obstacles(found: Sequence[Found]) -> list[str]:
-    wrong = [each.wrong for each in found if each.wrong]
-    different = [name for name in _differences(found) if name in HAVE_TO_AGREE]
+def _obstacles(facts: Sequence[Facts], measured: Sequence[Measured] = ()) -> list[str]:
+    wrong = [each.wrong for each in measured if each.wrong]
+    different = [name for name in _differences(facts) if name in HAVE_TO_AGREE]
     return wrong + [f"{name}: install the same version on every rank" for name in different]
 
 
-def _print(found: Sequence[Found], obstacles: Sequence[str], timeout: float, seconds: float) -> None:
-    hosts = [(ranks, host) for ranks, host in _by_value([f"{each.host} ({each.address})" for each in found])]
-    print_section("ranks", [("number", str(len(found))), *hosts, ("time-out", f"{timeout:g} s")])
-    times = [(f"a mean of {format_bytes(4 * numel)}", _in_words(found, numel)) for numel in SIZES]
-    print_section("gradients", [("way", "; ".join(dict.fromkeys(each.transport for each in found))), *times])
-    for name, values in _differences(found).items():
+def _print(facts: Sequence[Facts], measured: Sequence[Measured], obstacles: Sequence[str], seconds: float) -> None:
+    if measured:
+        times = [(f"a mean of {format_bytes(4 * numel)}", _in_words(measured, numel)) for numel in SIZES]
+        print_section("gradients", [("way", "; ".join(dict.fromkeys(each.transport for each in measured))), *times])
+    for name, values in _differences(facts).items():
         print_section(f"{name} differs", values)
     print("\n".join(["will not work here", *(f"  {line}" for line in obstacles), ""]) if obstacles else "", end="")
-    ends = "the ranks do not work together" if obstacles else f"the {len(found)} ranks average gradients"
+    ends = "the ranks do not work together" if obstacles else f"the {len(facts)} ranks average gradients"
     print(f"{ends} (checked in {seconds:.1f} s)", flush=True)
 
 
-def _in_words(found: Sequence[Found], numel: int) -> str:
-    seconds = [each.seconds[numel] for each in found]
+def _in_words(measured: Sequence[Measured], numel: int) -> str:
+    seconds = [each.seconds[numel] for each in measured]
     slowest = seconds.index(max(seconds))
     per_second = f", {format_bytes(4 * numel / max(seconds))}/s" if numel > 2**10 else ""
     return f"{max(seconds) * 1e6:,.0f} µs{per_second}, on rank {slowest}, the slowest"

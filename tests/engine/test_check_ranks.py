@@ -2,14 +2,15 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
+import torch
 
 from fastsync.launch import check_ranks
-from fastsync.launch.check_ranks import Found, check
+from fastsync.launch.check_ranks import Measured, check
+from tests.ranks import on_ranks
 
-FOUND = Found("first", "10.0.0.1", {"torch": "2.13.0", "cores": "4"}, "process group", {16: 1e-4, 2**20: 2e-3})
+FACTS = {"torch": "2.13.0", "cores": "4"}
 
 
 @pytest.mark.end_to_end
@@ -30,13 +31,22 @@ def test_a_launcher_has_started_another_number(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("other", "obstacles"),
+    ("other", "wrong", "obstacles"),
     [
-        (FOUND, []),
-        (replace(FOUND, host="second", facts={**FOUND.facts, "cores": "8"}), []),
-        (replace(FOUND, facts={**FOUND.facts, "torch": "2.12.0"}), ["torch: install the same version on every rank"]),
-        (replace(FOUND, wrong="rank 1 has 1.0 where the mean is 1.5"), ["rank 1 has 1.0 where the mean is 1.5"]),
+        ({}, "", []),
+        ({"cores": "8"}, "", []),
+        ({}, "rank 1 has 1.0 where the mean is 1.5", ["rank 1 has 1.0 where the mean is 1.5"]),
     ],
 )
-def test_what_differs(other: Found, obstacles: list[str]) -> None:
-    assert check_ranks._obstacles([FOUND, other, FOUND]) == obstacles
+def test_what_differs(other: dict[str, str], wrong: str, obstacles: list[str]) -> None:
+    measured = [Measured("process group"), Measured("process group", wrong=wrong)]
+    assert check_ranks._obstacles([FACTS, FACTS | other], measured) == obstacles
+
+
+@on_ranks(2)
+def test_ranks_of_unlike_versions_are_told_so_and_average_nothing(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(check_ranks, "version", lambda: f"0.{rank}")
+        _, facts, measured = check_ranks._meet(torch.device("cpu"))
+    assert check_ranks._obstacles(facts) == ["fastsync: install the same version on every rank"]
+    assert measured == []
