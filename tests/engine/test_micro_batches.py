@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from resource import RUSAGE_SELF, getpagesize, getrusage
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastsync
 from fastsync.ppo.envs.interface import seed_globals
+from fastsync.sync import freed_memory
 from fastsync.sync.micro_batches import _SumsByTree, block_of, seed_of
 from tests import passes, reference
 from tests.engine.test_hosts import ALTERNATING, Nodes, run_on_hosts
@@ -141,6 +144,22 @@ def test_memory_of_gradients_stays_from_step_to_step(rank: int, world_size: int)
     pages_of_gradients = 8 * 2**20 // getpagesize()
     # Other threads of the process may cause some in any of the steps.
     assert min(after - before for before, after in pairwise(faults)) < pages_of_gradients / 8
+
+
+@on_ranks(1)
+def test_memory_stays_for_as_long_as_its_handle(rank: int, world_size: int) -> None:
+    set_to: dict[int, int] = {}
+    with pytest.MonkeyPatch.context() as patches:
+        libc = SimpleNamespace(mallopt=set_to.__setitem__)
+        patches.setattr(freed_memory, "ctypes", SimpleNamespace(CDLL=lambda name: libc))
+        model = nn.Linear(512, 512)
+        sync = fastsync.attach(model, micro_batches=4)
+        kept = set_to[freed_memory._M_TRIM_THRESHOLD]
+        sync.detach()
+        del model, sync
+        gc.collect()
+    assert kept >= 4 * 512 * 512 * 4
+    assert set_to[freed_memory._M_TRIM_THRESHOLD] == freed_memory._USUAL_TRIM_THRESHOLD
 
 
 @pytest.mark.parametrize("kernels", ["auto", "aten"])
