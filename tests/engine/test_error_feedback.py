@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import fastsync
 from fastsync import Compression
 from tests.bitwise import assert_bitwise_equal
+from tests.engine.failing_passes import no_memory_to
 from tests.ranks import on_ranks
 
 FEEDBACK = Compression("bf16", reduce="fp32", error_feedback=True)
@@ -76,3 +78,26 @@ def test_statistics_of_what_no_rank_uses_are_the_same_on_all_ranks(rank: int, wo
             if not (kept == "None here, the newest there" and step > 0):
                 expected = nn.utils.get_total_norm([p.grad.double() for p in (always, once) if p.grad is not None])
                 torch.testing.assert_close(sync.grad_stats().grad_norm.double(), expected, rtol=1e-6, atol=0.0)
+
+
+@on_ranks(1, cases={"wires": [("int8+ef", "bf16"), ("fp16", "bf16"), ("bf16", "fp16")]})
+def test_a_bucket_that_is_sent_again_rolls_back_to_before_the_first_time(
+    rank: int, world_size: int, wires: tuple[str, str]
+) -> None:
+    """The compression changes before a step that fails twice: with the gradients, and with what replaces them."""
+    parameter = nn.Parameter(torch.zeros(300))
+    sync = fastsync.attach([parameter], wires[0], overlap=False)
+    sync.make_revocable()
+    given_gradients(rank, 0, parameter)
+    sync.synchronize()
+    before = sync.state_dict()
+    sync.compression = wires[1]
+    given_gradients(rank, 1, parameter)
+    with no_memory_to("pack"), pytest.raises(torch.OutOfMemoryError):
+        sync.synchronize()
+    sync._engine.roll_back_step()
+    after = sync.state_dict()
+    assert after["scales"] == before["scales"]
+    assert after["residuals"].keys() == before["residuals"].keys()
+    for name, residual in after["residuals"].items():
+        assert_bitwise_equal(residual, before["residuals"][name])
