@@ -24,7 +24,7 @@ import hashlib
 import random
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -77,6 +77,8 @@ class MicroBatches:
                 "micro-batches are a binary tree, and ranks take whole parts of it"
             )
         self.number = number
+        self._loop: weakref.ref[Iterator[int]] | None = None  # the newest one
+        self._knows_machines = False  # whether the ranks of this group have been compared
         self._check(named)
         self._parameters = list(named.values())
         if self._parameters[0].is_cpu:
@@ -108,6 +110,11 @@ class MicroBatches:
                 "of ranks"
             )
 
+    def begin(self, engine: _C.Synchronizer) -> None:
+        """Has a new engine average sums over micro-batches."""
+        engine.set_micro_batches(self.number)
+        self._knows_machines = False
+
     def run(
         self,
         modules: Iterable[nn.Module],
@@ -120,9 +127,24 @@ class MicroBatches:
         """Yields the indices of this rank's micro-batches, and averages behind the last one.
 
         See Note [The same bits]. ``modules`` have the parameters, ``average`` makes the means of all ranks, and
-        ``others`` tells which generators are seeded besides torch's.
+        ``others`` tells which generators are seeded besides torch's. A loop that was left before has ended.
         """
-        modules = list(modules)
+        before = None if self._loop is None else self._loop()
+        if isinstance(before, Generator):
+            before.close()  # first, because it puts back generators
+        loop = self._run(list(modules), group, seed, step, average, others)
+        self._loop = weakref.ref(loop)
+        return loop
+
+    def _run(
+        self,
+        modules: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+        seed: int,
+        step: int,
+        average: Callable[[], None],
+        others: Others,
+    ) -> Iterator[int]:
         check_no_batch_norm(modules)
         versions = _versions_of_buffers(modules)
         self._take_gradients()
@@ -136,6 +158,7 @@ class MicroBatches:
         for parameter, gradient in zip(self._parameters, sums.root() or self._take_gradients(), strict=True):
             parameter.grad = gradient
         average()
+        self._warn_of_unlike_machines(group)
 
     def _take_gradients(self) -> Gradients:
         gradients = [parameter.grad for parameter in self._parameters]
@@ -143,12 +166,13 @@ class MicroBatches:
             parameter.grad = None
         return gradients
 
-    def warn_of_unlike_machines(self, group: dist.ProcessGroup) -> None:
-        """Warns if ranks may round differently. Every rank has to call it."""
-        if group.size() == 1:
+    def _warn_of_unlike_machines(self, group: dist.ProcessGroup) -> None:
+        """Warns once if ranks may round differently. Every rank has to call it."""
+        if self._knows_machines or group.size() == 1:
             return
         machines = [""] * group.size()
         dist.all_gather_object(machines, describe_machine(self._parameters), group=group)
+        self._knows_machines = True
         other = next((rank for rank, each in enumerate(machines) if each != machines[0]), None)
         if other is not None:
             warnings.warn(

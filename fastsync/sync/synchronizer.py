@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -68,7 +68,6 @@ class GradientSynchronizer(WatchedHandle):
     ) -> None:
         self._checks_weights = check_weights
         self._micro_batches = micro_batches
-        self._loop: weakref.ref[Iterator[int]] | None = None  # the newest one over micro_batches()
         self._stats_in_order = StatsInOrder()
         self._named = dict(named)
         self._sparse = frozenset(name for name, parameter in named.items() if id(parameter) in sparse)
@@ -102,9 +101,8 @@ class GradientSynchronizer(WatchedHandle):
             self._engine.compare_weights(
                 list(self._named.values()), list(self._named), describe_machine(self._named.values())
             )
-        self._knows_machines = self._micro_batches is None
         if self._micro_batches is not None:
-            self._engine.set_micro_batches(self._micro_batches.number)
+            self._micro_batches.begin(self._engine)
         self._accumulated_step = -1  # the newest step after which no_sync() let gradients accumulate
         self._deferred_clip_step = -1
         self._steps_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -185,23 +183,14 @@ class GradientSynchronizer(WatchedHandle):
             raise ValueError(
                 "micro_batches: this handle averages in each backward; use fastsync.attach(model, micro_batches=8)"
             )
-        before = None if self._loop is None else self._loop()
-        if isinstance(before, Generator):
-            before.close()  # first, because it puts back generators
         modules = (module for each in self._searched if (module := each()) is not None)
         others = Others(python, numpy)
-        loop = known.run(modules, self._group, seed, self._engine.step(), self._average_micro_batches, others)
-        self._loop = weakref.ref(loop)
-        return loop
+        return known.run(modules, self._group, seed, self._engine.step(), self._average_micro_batches, others)
 
     def _average_micro_batches(self) -> None:
         self._engine.synchronize()
         # With shards, reading all means is a collective, and nothing changes them.
         self._stats_in_order.begin(None if self._optimizer_shards is not None else self._means())
-        if not self._knows_machines:
-            assert self._micro_batches is not None
-            self._micro_batches.warn_of_unlike_machines(self._group)
-            self._knows_machines = True
 
     def _means(self) -> list[Tensor]:
         """Returns the means, in the order of the parameters. Every rank has to call it with ``shard_optimizer``."""
