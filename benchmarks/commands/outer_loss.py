@@ -36,8 +36,8 @@ from benchmarks.report.pictures import DPI, SOFT, STYLE, WIDTH
 from benchmarks.report.table import Columns, number, print_tables
 from benchmarks.units import format_rate
 from fastsync.distributed import dist_mean, process_group
-from fastsync.sync.synchronizer import GradientSynchronizer
 from fastsync.sync.compression import parse_compression
+from fastsync.sync.synchronizer import GradientSynchronizer
 
 CONTEXT, VALIDATED_BATCHES = 64, 16
 TIMEOUT = 600.0

@@ -21,11 +21,11 @@ from .. import _C
 from ..distributed import every_rank_calls
 from ..errors import RankLostError, RanksDifferError
 from ..messages import check_at_least
-from ..sync.synchronizer import GradientSynchronizer
 from ..sync.grad_scaler import forget_step
 from ..sync.handles_in_use import handles_of
 from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.outer_in_use import check_no_outer
+from ..sync.synchronizer import GradientSynchronizer
 from ..sync.training_state import TrainingState
 from .elastic_in_use import begin_elastic_use
 from .kept_states import KeptStates

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import AnyCompression
 from ..sync.handle import Handle
+from ..sync.synchronizer import GradientSynchronizer
 from .accelerate import register_prepared
 
 

@@ -17,8 +17,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
 from ..elastic.members_store import JOINS, KEYS_OF_FIRST, STORE
-from ..errors import RankLostError
 from ..elastic.membership import PROCESS, Membership, newest_membership, rank_of_process
+from ..errors import RankLostError
 from .environment import threads_of_rank
 from .main_file import check_found_by_processes, missing_main_left_out
 from .torchrun import LAUNCHERS, handled, run_rank, signals_passed_on

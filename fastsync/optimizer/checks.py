@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import LOW_RANK, Auto, Compression
 from ..sync.optimizer_steps import innermost
+from ..sync.synchronizer import GradientSynchronizer
 from .registry import kind_of
 
 _WITHOUT = "shard_optimizer out, on every rank: then each rank steps all parameters"

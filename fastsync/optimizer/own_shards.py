@@ -16,8 +16,8 @@ from .._torch_compat import foreach_copy_
 from ..autotune.choose import Candidate, in_engine
 from ..distributed import every_rank_calls
 from ..errors import SyncError
-from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import Compression
+from ..sync.synchronizer import GradientSynchronizer
 from .home import ShardHome, StatePart
 from .owners import in_turns
 from .piece import Piece, values_at

@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 
 from .._checks import check_bool
 from ..sync.join import is_in_join
-from ..sync.synchronizer import GradientSynchronizer
 from ..sync.optimizer_steps import from_outside_in
 from ..sync.outer_in_use import check_no_outer
+from ..sync.synchronizer import GradientSynchronizer
 from .checks import WAY_OUT, check_attached, check_compression, check_dense, check_optimizer
 from .masters import PARAMETER_WIRES, check_masters
 from .shards import OptimizerShards

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
-from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import Auto, Compression
 from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
 from ..sync.optimizer_steps import innermost, is_training_step
 from ..sync.stats import GradStats
+from ..sync.synchronizer import GradientSynchronizer
 from .agreement import agree_on_step, comparable
 from .checks import OR_ELSE, WAY_OUT, check_compression
 from .groups import ShardedGroups

@@ -30,14 +30,14 @@ from .._checks import resolve_group
 from .._torch_compat import known_ranks
 from ..elastic.elastic_in_use import check_no_elastic
 from ..elastic.loop import MOST_FAILURES
-from ..sync.join import is_in_join
-from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import AnyCompression, Compression, as_compression
 from ..sync.handles_in_use import check_not_left_to_each_rank, groups_of
+from ..sync.join import is_in_join
 from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.optimizer_watch import check_has_no_shards
 from ..sync.outer_in_use import NO_JOIN, begin_outer_use, name_of_outer, set_in_block
 from ..sync.stats import SyncStats
+from ..sync.synchronizer import GradientSynchronizer
 from .background import BackgroundCalls
 from .fragment import Fragment, Mean, OuterOptimizer, SiteChange, UnderWay, gather, split
 from .model_tensors import ModelTensors
@@ -346,7 +346,9 @@ class DiLoCo:
             self._average(fragment, change, self._num_sent, self._schedule.step)
             self._merge(fragment, alpha=0.0 if has_ended else self._alpha)
         else:
-            arrival = self._background.start(partial(self._average, fragment, change, self._num_sent, self._schedule.step))
+            arrival = self._background.start(
+                partial(self._average, fragment, change, self._num_sent, self._schedule.step)
+            )
             fragment.under_way = UnderWay(self._schedule.step + self._delay, arrival)
 
     def _warn_of_one_site(self) -> None:
@@ -498,9 +500,9 @@ class DiLoCo:
         """
         if self._joins:
             raise RuntimeError(
-                f"fastsync: this process joined others at step {self._schedule.step}, and has their state, so load_state_dict() "
-                f"of the {type(self).__name__} would take it back; load a checkpoint only if num_steps is 0, and then "
-                "also that of the model"
+                f"fastsync: this process joined others at step {self._schedule.step}, and has their state, so "
+                f"load_state_dict() of the {type(self).__name__} would take it back; load a checkpoint only if "
+                "num_steps is 0, and then also that of the model"
             )
         state_dict = with_plain_names(state_dict)
         before = copy.deepcopy(self.state_dict())

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
-from ..sync.synchronizer import GradientSynchronizer
 from ..sync.compression import Auto, Compression
+from ..sync.synchronizer import GradientSynchronizer
 from .background import has_failed
 from .master_weights import local
 from .model_tensors import ModelTensors, fingerprint, marks, write

@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from .. import _C
 from .._torch_compat import default_store
-from ..elastic.members_store import JOINS, STORE, members_store
 from ..elastic.loop import MembershipLoop
+from ..elastic.members_store import JOINS, STORE, members_store
 from ..elastic.membership import Membership, another_connection
 from ..errors import SyncError
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..distributed import close_connections, resolve_group
-from ..elastic.members_store import JOINS, members_store
-from ..errors import RankLostError
 from ..elastic.loop import MOST_FAILURES, MembershipLoop
+from ..elastic.members_store import JOINS, members_store
 from ..elastic.membership import Membership
+from ..errors import RankLostError
 from .exchange import MissingRankError
 from .settings import RunSettings
 

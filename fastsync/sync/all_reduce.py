@@ -15,10 +15,10 @@ from .. import _C
 from .._checks import listed, resolve_group, sparse_weights, trainable_parameters
 from ..autotune.choose import in_engine
 from ..autotune.measure import candidates_of
-from .synchronizer import GradientSynchronizer
 from .compression import AnyCompression, Auto, Compression, as_compression
 from .late_parameters import note_averaged_in_calls
 from .stats import GradStats
+from .synchronizer import GradientSynchronizer
 
 
 def all_reduce_gradients(

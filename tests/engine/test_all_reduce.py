@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.sync.all_reduce import MAX_ENGINES
-from fastsync.sync.synchronizer import GradientSynchronizer
 from fastsync.sync.ddp import CommHook
 from fastsync.sync.fsdp import ShardedHandle
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.bitwise import assert_bitwise_equal
 from tests.models import Mlp, batch
 from tests.ranks import on_ranks

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastsync
-from fastsync.sync.synchronizer import GradientSynchronizer
 from fastsync.sync.compression import AnyCompression
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests import reference
 from tests.engine.attached import assert_flags_pair_up_after_failures, assert_soon_none
 from tests.engine.captured import CHANGES, Change

@@ -17,9 +17,8 @@ import fastsync
 from fastsync.distributed import every_rank_calls, gloo_group
 from fastsync.elastic.elastic import Elastic
 from fastsync.elastic.members_store import STORE
-from fastsync.errors import RankLostError
 from fastsync.elastic.membership import TooFewRanksError
-from fastsync.errors import SyncError
+from fastsync.errors import RankLostError, SyncError
 from fastsync.ppo.exchange import Exchange, MissingRankError
 from tests.ranks import on_ranks
 

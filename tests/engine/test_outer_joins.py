@@ -74,7 +74,10 @@ def outer_state(sync: DiLoCo) -> list[Tensor]:
     """The common weights, and what the outer optimizer keeps for them."""
     weights = [each.detach() for fragment in sync._state.fragments for each in fragment.outer.values()]
     moments = [
-        each for fragment in sync._state.fragments for state in fragment.optimizer.state.values() for each in state.values()
+        each
+        for fragment in sync._state.fragments
+        for state in fragment.optimizer.state.values()
+        for each in state.values()
     ]
     return [*weights, *moments]
 

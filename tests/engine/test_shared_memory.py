@@ -26,9 +26,9 @@ from torch.profiler import ProfilerActivity, profile
 import fastsync
 from fastsync import _C, Compression
 from fastsync.distributed import gloo_group
-from fastsync.sync.synchronizer import GradientSynchronizer
 from fastsync.sync.compression import Wire
 from fastsync.sync.ddp import CommHook
+from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.engine.system_calls import OPENS_MEMORY, Call, claims_above, end_at, refuse
 from tests.ranks import RankError, on_ranks, run_ranks
 from tests.refused import refused
