@@ -141,7 +141,7 @@ def _timed(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def _facts(device: torch.device) -> dict[str, str]:
+def _facts(device: torch.device) -> Facts:
     return {
         "fastsync": version() or "not installed",
         "torch": torch.__version__,
