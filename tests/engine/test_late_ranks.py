@@ -27,7 +27,7 @@ def _attach(**options: Any) -> tuple[nn.Module, GradientSynchronizer]:
 
 def _step(model: nn.Module, late: int | None = None) -> None:
     time.sleep(SECONDS if late is not None and dist.get_rank() == late else 0.0)
-    model(torch.ones(4, 8)).sum().backward()
+    model(torch.full((4, 8), 1.0 + dist.get_rank())).sum().backward()
 
 
 def _train(num_steps: int, late: int | None) -> GradientSynchronizer:
