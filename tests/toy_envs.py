@@ -496,11 +496,11 @@ class NoSize(Countdown):
 
 
 def read_from(file: str) -> gymnasium.Env[Any, Any]:
-    """An environment whose size, number of actions and reward are in a file, and so may change between two runs."""
+    """An environment whose size, actions (a number, or bounds) and reward are in a file, which may change meanwhile."""
     size, actions, reward = json.loads(Path(file).read_text(encoding="utf-8"))
     env: Any = Countdown()
     env.observation_space = spaces.Box(-1, 1, (size,), np.float32)
-    env.action_space = spaces.Discrete(actions)
+    env.action_space = spaces.Discrete(actions) if isinstance(actions, int) else spaces.Box(*actions, (1,))
     env.look = lambda: np.zeros(size, np.float32)
     return gymnasium.wrappers.TransformReward(env, lambda _: reward)
 

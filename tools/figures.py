@@ -55,6 +55,11 @@ class Measured:
         return found
 
     @property
+    def other(self) -> Summary:
+        (found,) = summaries(self.against)
+        return found
+
+    @property
     def sb3(self) -> Summary:
         found = fastest_of_sb3(summaries(self.file))
         assert found is not None
@@ -118,6 +123,10 @@ QUANTITIES: dict[str, Callable[[Measured, str], str]] = {
     "sooner": lambda of, form: in_brackets(of.training.sooner(of.sb3), form),
     "logrank": lambda of, form: in_words(of.training.log_rank(of.sb3), form),
     "steps": lambda of, form: number(of.training.steps.value, form),
+    "steps_interval": lambda of, form: in_brackets(of.training.steps, form),
+    # Beside the other trainings, by environment steps, which do not depend on what else the machine did:
+    "fewer_steps": lambda of, form: in_brackets(of.training.after_fewer_steps(of.other), form),
+    "logrank_steps": lambda of, form: in_words(of.training.log_rank_of_steps(of.other), form),
     "speed": lambda of, form: number(of.training.speed, form),
     "alone": lambda of, form: number(of.training.alone or math.nan, form),
 }

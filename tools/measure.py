@@ -23,6 +23,7 @@ METHODS = (
 )  # fmt: skip
 COLLECTIVES = "all_reduce broadcast all_gather reduce_scatter all_to_all"
 UNTIL = "ppo --until --threads 1 --resume --env"
+UNTIL_BY = "--nproc 1 --trainers sb3 cleanrl sbx fastsync"
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ PLAN = (
     Measurement("ppo", "ppo --hyperparameters cleanrl zoo --total-steps 60000 --repetitions 4", 10),
     Measurement("ppo-1024-environments", "ppo --num-envs 1024 --total-steps 500000 --repetitions 3", 2),
     Measurement("recovery", "recovery --repetitions 8 --oversubscribe", 15),
-    Measurement("ppo-until-cartpole", f"{UNTIL} CartPole-v1 --nproc 1 2 4 --oversubscribe", 30),
-    Measurement("ppo-until-acrobot", f"{UNTIL} Acrobot-v1", 30),
-    Measurement("ppo-until-pendulum", f"{UNTIL} Pendulum-v1", 35),
+    Measurement("ppo-until-cartpole", f"{UNTIL} CartPole-v1 {UNTIL_BY}", 10),
+    Measurement("ppo-until-acrobot", f"{UNTIL} Acrobot-v1 {UNTIL_BY}", 10),
+    Measurement("ppo-until-pendulum", f"{UNTIL} Pendulum-v1 {UNTIL_BY}", 10),
     Measurement(
         "ppo-until-lunarlander-scopes",
         f"{UNTIL} LunarLander-v3 --nproc 1 --trainers sb3 fastsync --norm-advantages minibatch rollout "

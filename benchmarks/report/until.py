@@ -56,7 +56,8 @@ class Summary:
     """The method, and of how many cores if its ranks are more than these."""
     times: Mapping[int, Time]
     """Seconds until it was reached, by the seed."""
-    steps: Interval
+    step_times: Mapping[int, Time]
+    """The same in environment steps."""
     speed: float
     alone: float | None
     """Steps a second of its environments without a training."""
@@ -70,6 +71,10 @@ class Summary:
     def seconds(self) -> Interval:
         return median_time([*self.times.values()])
 
+    @property
+    def steps(self) -> Interval:
+        return median_time([*self.step_times.values()])
+
     def paired(self, other: "Summary") -> Interval:
         """The seconds of the other over these, by seeds that both have."""
         seeds = sorted(self.times.keys() & other.times.keys())
@@ -80,6 +85,12 @@ class Summary:
 
     def log_rank(self, other: "Summary") -> float:
         return log_rank([*self.times.values()], [*other.times.values()])
+
+    def after_fewer_steps(self, other: "Summary") -> Interval:
+        return probability_of_sooner([*self.step_times.values()], [*other.step_times.values()])
+
+    def log_rank_of_steps(self, other: "Summary") -> float:
+        return log_rank([*self.step_times.values()], [*other.step_times.values()])
 
 
 def summaries(records: Sequence[Record]) -> list[Summary]:
@@ -95,19 +106,23 @@ def summaries(records: Sequence[Record]) -> list[Summary]:
 
 
 def _summary(records: Sequence[Record], alone: dict[str, float]) -> Summary:
-    first, hits = records[0], [bool(record.figures["reached"]) for record in records]
+    first = records[0]
     compiling = [record.figures["compile_seconds"] for record in records]
     known = [seconds for seconds in compiling if seconds is not None]
-    steps = [Time(record.figures["steps"] or 0.0, hit) for record, hit in zip(records, hits, strict=True)]
+
+    def times(ends: Iterable[float]) -> dict[int, Time]:
+        return {
+            record.settings["seed"]: Time(end, bool(record.figures["reached"]))
+            for record, end in zip(records, ends, strict=True)
+        }
+
     crowded = f" on {first.environment['cores']} cores" if first.settings.get(OVERSUBSCRIBED) else ""
     return Summary(
         method=first.method,
         trainer=first.settings["trainer"],
         name=f"{first.method}{crowded}",
-        times={
-            record.settings["seed"]: Time(record.samples[0], hit) for record, hit in zip(records, hits, strict=True)
-        },
-        steps=median_time(steps),
+        times=times(record.samples[0] for record in records),
+        step_times=times(record.figures["steps"] or 0.0 for record in records),
         speed=median(record.figures["steps_per_second"] or 0.0 for record in records),
         alone=alone.get(first.settings["trainer"] + ALONE),
         compiling=median(known) if known else None,

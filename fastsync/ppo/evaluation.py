@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from gymnasium import Space
+from gymnasium import Space, spaces
 from torch import Tensor
 
 from .envs.interface import UNSEEN, Environments, Episode, seed_from, seed_globals
@@ -257,18 +257,23 @@ def check_same_spaces(environments: Environments, needed: tuple[Space[Any], Spac
     """Checks that a policy that was made for the ``needed`` spaces can play in environments called ``name``.
 
     Raises:
-        ValueError: observations or actions are of another kind.
+        ValueError: observations or actions are of another kind, or actions have other bounds.
     """
-    spaces = environments.single_observation_space, environments.single_action_space
-    for what, has, needs in zip(("observations", "actions"), spaces, needed, strict=True):
-        if _kind(has) != _kind(needs):
+    own = environments.single_observation_space, environments.single_action_space
+    for what, has, needs in zip(("observations", "actions"), own, needed, strict=True):
+        if _kind(has) != _kind(needs) or (what == "actions" and _bounds(has) != _bounds(needs)):
             raise ValueError(f"{name} has {what} {has}, and the training's environment has {needs}")
 
 
 def _kind(space: Space[Any]) -> Any:
-    """Returns what the policy's layers depend on. Bounds may differ."""
+    """Returns what the policy's layers depend on."""
     choices = getattr(space, "n", getattr(space, "nvec", None))
     return type(space), space.shape, space.dtype, np.array(choices).tolist(), getattr(space, "parts", None)
+
+
+def _bounds(space: Space[Any]) -> Any:
+    """Returns the bounds of continuous actions, to which the policy's are scaled or clipped."""
+    return (space.low.tolist(), space.high.tolist()) if isinstance(space, spaces.Box) else None
 
 
 @contextmanager

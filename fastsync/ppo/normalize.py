@@ -1,14 +1,12 @@
-"""Running means and variances of observations and returns, over all steps of all ranks."""
+"""Running means and variances over all steps of all ranks, and observations normalised by them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-Sums = Callable[[Tensor, Tensor], Tensor]
 Moments = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 LIMIT = 10.0
@@ -32,16 +30,6 @@ def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     divisor = count.clamp(min=1)
     mean = total / divisor
     return count, mean, (squares / divisor - mean.square()).clamp(min=0)
-
-
-def explained_variance(moments: Tensor) -> float:
-    """Returns which share of the variance of the returns the critic's values explain, from ``moments`` [5].
-
-    ``moments`` are those of advantages and returns. An advantage is what a return differs from its value by. 1 is
-    perfect, 0 is as good as a constant. NaN means that all returns are equal, or that there are none.
-    """
-    unexplained, variance = mean_and_variance(moments)[2].tolist()
-    return 1 - unexplained / variance if variance > 0 else math.nan
 
 
 class RunningMoments(nn.Module):
@@ -104,35 +92,3 @@ class ObservationNormalizer(RunningMoments):
         if self.count == 0:
             _, origin, _ = mean_and_variance(moments_over_ranks(observations, valid))
         self.update(moments_over_ranks([each - origin for each in observations], valid), origin)
-
-
-class RewardNormalizer(RunningMoments):
-    """Divides rewards by the standard deviation of the discounted return, and clips them to [-10, 10].
-
-    The return at a step is that of the episode so far: ``R[t] = gamma * R[t - 1] + r[t]`` (Engstrom et al.,
-    "Implementation Matters in Deep RL", ICLR 2020, B).
-    """
-
-    def __init__(self, gamma: float, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        super().__init__(1)
-        self._gamma = gamma
-        self.register_buffer("carried", torch.zeros(shape, dtype=dtype, device="cpu"), persistent=False)
-
-    carried: Tensor
-    """[rollouts, N]: R of the previous step; 0 at the beginning of an episode."""
-
-    def forward(self, rewards: Tensor) -> Tensor:
-        deviation = (self.variance + 1e-8).sqrt().to(rewards.dtype)
-        return (rewards / deviation).clamp(-LIMIT, LIMIT)
-
-    def discounted_returns(self, rewards: Tensor, done: Tensor, discounted_sums: Sums, rollout: int) -> Tensor:
-        """Returns R at each step [T, N], from rewards [T, N] and ends of episodes [T, N] of one of a rank's rollouts.
-
-        ``discounted_sums`` of ppo.py sums over later rows, so the rows are reversed here.
-        """
-        goes_on = (~done).to(rewards.dtype)
-        summands = torch.cat([torch.add(rewards[:1], self.carried[rollout], alpha=self._gamma), rewards[1:]])
-        decays = torch.cat([torch.zeros_like(summands[:1]), self._gamma * goes_on[:-1]])
-        returns = discounted_sums(summands.flip(0), decays.flip(0)).flip(0)
-        self.carried[rollout].copy_(returns[-1] * goes_on[-1])
-        return returns

@@ -1,8 +1,11 @@
-"""PPO on one rank or on many, from top to bottom: settings, rollout, advantages, minibatches, loss, learning rate,
-update, loop.
+"""PPO on one rank or on many, from top to bottom: settings, rollout, rewards, advantages, minibatches, loss, learning
+rate, update, loop.
 
 The algorithm: Schulman et al., "Proximal policy optimization algorithms", 2017, https://arxiv.org/abs/1707.06347
 Comments give shapes of tensors: T steps of a rollout, N environments of this rank, B rows of a minibatch.
+
+Two parts are elsewhere, because playing and exporting need them without a training: networks, which also normalise
+observations (policies.py, normalize.py), and distributions of actions (distributions.py).
 
 Your edits here take effect. On CPUs fused operators of csrc/ppo replace ``ppo_loss`` and, with that loss,
 ``minibatch_loss``, but only while you have changed neither. The run prints which operators it uses. With ``--no-fused``
@@ -32,7 +35,7 @@ from .batches import Rows, as_tensor, blank_unused, check_rewards
 from .envs.interface import Environments, Episode, seed_from
 from .exchange import Exchange
 from .names import check_not_importing, resolve
-from .normalize import RewardNormalizer, explained_variance, moments
+from .normalize import LIMIT, RunningMoments, mean_and_variance, moments
 from .policies import ActorCritic, Policy, autocast, explain_batch_norm, in_eval_mode, make_policy, own_buffers
 from .random_streams import RandomStreams
 from .runs.metrics import TrainResult, add_infos, mean, mean_of_steps, table_of_steps
@@ -185,7 +188,7 @@ class Collector:
         noises = distribution.noise(self.streams.uniform(num_steps, distribution.num_noise, policy.dtype)).unbind()
         for t in range(num_steps):
             observations = self.observations.write(t, self.next_observation)  # [N, *observation_shape], on the device
-            features = policy.features(observations)
+            features = policy.features(observations)  # normalised, with norm_observations
             if policy.recurrent is not None:
                 self.states[t].copy_(self.memory.states)
                 features = self.memory.step(features)
@@ -238,7 +241,7 @@ class Collector:
         )
 
 
-# --- Advantages -------------------------------------------------------------------------------------------------------
+# --- Rewards ----------------------------------------------------------------------------------------------------------
 def discounted_sums(summands: Tensor, decays: Tensor) -> Tensor:
     """Returns sums [T, N]: ``sums[t] = summands[t] + decays[t] * sums[t + 1]``; the last row equals its summand."""
     sums = summands.clone()
@@ -248,6 +251,36 @@ def discounted_sums(summands: Tensor, decays: Tensor) -> Tensor:
     return sums
 
 
+class RewardNormalizer(RunningMoments):
+    """Divides rewards by the standard deviation of the discounted return, and clips them to [-10, 10].
+
+    The return at a step is that of the episode so far: ``R[t] = gamma * R[t - 1] + r[t]`` (Engstrom et al.,
+    "Implementation Matters in Deep RL", ICLR 2020, B).
+    """
+
+    carried: Tensor
+    """[rollouts, N]: R of the previous step; 0 at the beginning of an episode."""
+
+    def __init__(self, gamma: float, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        super().__init__(1)
+        self._gamma = gamma
+        self.register_buffer("carried", torch.zeros(shape, dtype=dtype, device="cpu"), persistent=False)
+
+    def forward(self, rewards: Tensor) -> Tensor:
+        deviation = (self.variance + 1e-8).sqrt().to(rewards.dtype)
+        return (rewards / deviation).clamp(-LIMIT, LIMIT)
+
+    def discounted_returns(self, rewards: Tensor, done: Tensor, rollout: int) -> Tensor:
+        """Returns R at each step [T, N], from rewards [T, N] and ends of episodes [T, N] of one of the rollouts."""
+        goes_on = (~done).to(rewards.dtype)
+        summands = torch.cat([torch.add(rewards[:1], self.carried[rollout], alpha=self._gamma), rewards[1:]])
+        decays = torch.cat([torch.zeros_like(summands[:1]), self._gamma * goes_on[:-1]])
+        returns = discounted_sums(summands.flip(0), decays.flip(0)).flip(0)  # over earlier rows, so they are reversed
+        self.carried[rollout].copy_(returns[-1] * goes_on[-1])
+        return returns
+
+
+# --- Advantages -------------------------------------------------------------------------------------------------------
 def estimate_advantages(
     rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, settings: Settings
 ) -> Tensor:
@@ -283,6 +316,16 @@ def row_weights(valid: Tensor, num_valid: Tensor, *, world_size: int, num_miniba
     counts the same, even if a minibatch or a rank has more restarts than others. Without valid rows all are 0.
     """
     return valid * (world_size * num_minibatches / num_valid.clamp(min=1))
+
+
+def explained_variance(moments: Tensor) -> float:
+    """Returns which share of the variance of the returns the critic's values explain, from ``moments`` [5].
+
+    ``moments`` are those of advantages and returns. An advantage is what a return differs from its value by. 1 is
+    perfect, 0 is as good as a constant. NaN means that all returns are equal, or that there are none.
+    """
+    unexplained, variance = mean_and_variance(moments)[2].tolist()
+    return 1 - unexplained / variance if variance > 0 else math.nan
 
 
 # --- Minibatches ------------------------------------------------------------------------------------------------------
@@ -551,7 +594,7 @@ class PPO:
         self.exchange = Exchange(device, settings.micro_batches, names_missing=settings.on_lost_rank == "stop")
         lr = torch.tensor(settings.learning_rate, dtype=torch.float32, device=device)
         self.parameters = list(self.policy.parameters())
-        self.optimizer = Adam(self.parameters, lr=lr, eps=1e-5)
+        self.optimizer = Adam(self.parameters, lr=lr, eps=1e-5)  # torch.optim.Adam(fused=True), with less overhead
         self.outer: DiLoCo | None = None  # averages weights, if gradients are not averaged
         # From here on all ranks have the weights of rank 0, and backward() averages gradients over the group of
         # self.sync. With micro_batches the end of the loop over them does.
@@ -594,7 +637,7 @@ class PPO:
         rewards = [rollout.rewards for rollout in rollouts]
         if self.reward_normalizer is not None:
             discounted = [
-                self.reward_normalizer.discounted_returns(rollout.rewards, rollout.done, discounted_sums, index)
+                self.reward_normalizer.discounted_returns(rollout.rewards, rollout.done, index)
                 for index, rollout in enumerate(rollouts)
             ]
             self.reward_normalizer.update(self._moments([each.unsqueeze(-1) for each in discounted], valid))

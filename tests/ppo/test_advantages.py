@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsync.ppo.envs.make import make_environments
-from fastsync.ppo.normalize import ObservationNormalizer, RewardNormalizer, RunningMoments, explained_variance, moments
+from fastsync.ppo.normalize import ObservationNormalizer, RunningMoments, moments
 from fastsync.ppo.ppo import (
     PPO,
     Batch,
+    RewardNormalizer,
     Settings,
-    discounted_sums,
     estimate_advantages,
+    explained_variance,
     normalize_advantages,
 )
 from tests.models import group_of_one
@@ -179,10 +180,10 @@ def test_discounted_returns_go_on_over_rollouts_and_begin_anew_with_episodes():
     normalizer = RewardNormalizer(0.5, (1, 2), torch.float32)
     rewards = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]])
     done = torch.tensor([[False, False], [True, False], [False, False]])
-    first = normalizer.discounted_returns(rewards, done, discounted_sums, 0)
+    first = normalizer.discounted_returns(rewards, done, 0)
     assert first.tolist() == [[1, 2], [1.5, 3], [1, 3.5]]
     assert normalizer.carried.tolist() == [[1, 3.5]]
-    second = normalizer.discounted_returns(rewards, torch.zeros_like(done), discounted_sums, 0)
+    second = normalizer.discounted_returns(rewards, torch.zeros_like(done), 0)
     assert second[0].tolist() == [1.5, 3.75]
 
 

@@ -176,7 +176,7 @@ def test_what_ranks_gather_and_save_lies_on_the_host(tmp_path: Path, monkeypatch
     assert {each.device.type for each in of_part} == {"cpu"}
 
 
-def written(file: Path, size: int, actions: int, reward: float = 1.0) -> dict[str, str]:
+def written(file: Path, size: int, actions: int | list[float], reward: float = 1.0) -> dict[str, str]:
     file.write_text(json.dumps([size, actions, reward]), encoding="utf-8")
     return {"file": str(file)}
 
@@ -210,6 +210,24 @@ def test_an_environment_of_another_shape_is_named(tmp_path: Path, capsys: pytest
         assert main(["train", *words]) == 2
         assert message in capsys.readouterr().err
         assert main(["eval", str(tmp_path / "run")]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_environment_with_other_bounds_of_actions_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    settings = replace(in_file(tmp_path), action_distribution="beta", env_kwargs=written(tmp_path / "env", 3, [-1, 1]))
+    run_ranks(train_once, 1, settings)
+    played = ["eval", str(tmp_path / "run"), "--episodes", "1"]
+    assert main(played) == 0
+    other = json.dumps(written(tmp_path / "other", 3, [-1, 2]))
+    assert main([*played, "--env-kwargs", other]) == 2
+    boxes = (
+        "has actions Box(-1.0, 2.0, (1,), float32), and the training's environment has Box(-1.0, 1.0, (1,), float32)"
+    )
+    assert boxes in capsys.readouterr().err
+    written(tmp_path / "env", 3, [-1, 2])
+    message = "has actions in bounds -1.0 to 2.0, and the run's checkpoint was made with actions in bounds -1.0 to 1.0"
+    for words in (played, ["train", "--config", str(tmp_path / "run" / "settings.yaml"), "--resume", "auto"]):
+        assert main(words) == 2
         assert message in capsys.readouterr().err
 
 

@@ -57,7 +57,7 @@ def test_cart_pole_is_learnt(tmp_path: Path):
     [("CartPole-v1", 475), ("Acrobot-v1", -100), ("Pendulum-v1", -250), ("LunarLander-v3", 200)],
 )
 def test_a_preset_learns(tmp_path: Path, preset: str, least: float):
-    assert min(returns_of(tmp_path, load_settings(preset, Settings), [1], Compression())) >= least
+    assert min(returns_of(tmp_path, load_settings(preset, Settings, 2), [1], Compression())) >= least
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ def test_the_command_line_tells_how_many_ranks_share_a_preset(monkeypatch: pytes
     assert parse(Arguments, "python -m fastsync.ppo", words).settings.num_envs == 4
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("env", PUBLISHED["zoo"])
 def test_presets_that_name_the_zoo_are_the_zoos(env: str):
     zoo = PUBLISHED["zoo"][env]
     preset = load_settings(env, Settings)
@@ -155,6 +155,26 @@ def test_presets_that_name_the_zoo_are_the_zoos(env: str):
     for name in (*same, "gae_lambda", "anneal_clip", "clip_value_loss", "norm_advantages"):
         assert getattr(preset, name) == getattr(zoo, name), name
     assert (preset.clip_coef, preset.ent_coef) == (zoo.clip, zoo.entropy)
+
+
+@pytest.mark.parametrize(
+    ("env", "batch_size", "value_coef", "others"),
+    [
+        ("HalfCheetah-v5", 64, 0.58096, (20, 2.0633e-05, 0.98, 0.92, 0.1, 0.000401762, 0.8)),
+        ("Hopper-v5", 32, 0.835671, (5, 9.80828e-05, 0.999, 0.99, 0.2, 0.00229519, 0.7)),
+    ],
+)
+def test_presets_of_mujoco_are_the_zoos(env: str, batch_size: int, value_coef: float, others: tuple[float, ...]):
+    """As in its hyperparams/ppo.yml, for v3."""
+    preset = load_settings(env, Settings)
+    names = ("num_epochs", "learning_rate", "gamma", "gae_lambda", "clip_coef", "ent_coef", "max_grad_norm")
+    assert tuple(getattr(preset, name) for name in names) == others
+    assert (preset.num_envs, preset.num_steps, preset.num_minibatches) == (1, 512, 512 // batch_size)
+    assert preset.vf_coef == pytest.approx(2 * value_coef, rel=1e-12)  # of half the squared error
+    assert preset == replace(
+        preset, total_steps=1_000_000, norm_observations=True, norm_rewards=True, hidden_sizes=(256, 256),
+        activation="relu", log_std_init=-2.0, ortho_init=False, lr_schedule="constant", clip_value_loss=False,
+    )  # fmt: skip
 
 
 def test_a_training_says_which_settings_it_has_if_nobody_has_chosen(capsys: pytest.CaptureFixture[str]):

@@ -79,6 +79,27 @@ def test_a_page_gets_the_figures_of_its_rows(tmp_path: Path, monkeypatch: pytest
     assert list(faults(right)) == []
 
 
+def test_trainings_are_compared_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    for cached in (figures.file_of, figures.rows_of, figures.figure_of):
+        cached.cache_clear()
+
+    def row(method: str, seed: int, steps: float, reached: float = 1.0) -> Record:
+        found = {"steps": steps, "steps_per_second": 1.0, "reached": reached, "compile_seconds": None}
+        # Who needs fewer steps takes longer, so seconds would say the contrary.
+        return Record("ppo --until", method, {"seed": seed, "trainer": method}, found, True, [1e6 / steps], {})
+
+    RowFile(tmp_path / "until_a-machine_2026-01-01.json").add(
+        [row("ours", seed, 1000.0 + seed) for seed in range(6)]
+        + [row("theirs", seed, 3000.0 + seed, float(seed < 5)) for seed in range(6)]
+    )
+    page = (
+        "?<!-- = until; theirs; steps_interval ,.0f -->, ?<!-- = until; ours; vs theirs; fewer_steps .2f -->, "
+        "?<!-- = until; ours; vs theirs; logrank_steps .1g -->"
+    )
+    assert re.sub(r"<!--.*?-->", "", written(page)) == "3,002 [3,000, –], 1.00 [1.00, 1.00], < 0.001"
+
+
 def test_rows_that_do_not_go_together_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows(tmp_path, monkeypatch, here="abc", there="def", changed="abc-dirty")
 

@@ -40,7 +40,7 @@ class Checkpoint:
     evaluated_step: int | None = None
     """The step that the next evaluation is counted from. None in checkpoints of before: ``step``."""
     spaces: dict[str, str] = field(default_factory=dict)
-    """Shapes of observations and actions, as ``kinds_of`` says them. Empty in checkpoints of before."""
+    """Shapes of observations and actions, as ``kinds_of`` says them. Checkpoints of before lack some or all."""
 
     num_of_before: int = 0
     """How many more episodes have to end until the window holds none from before a change of settings."""
@@ -49,7 +49,7 @@ class Checkpoint:
         """Checks that the policy fits an environment with these spaces.
 
         Raises:
-            ValueError: observations or actions have another shape than in the training.
+            ValueError: observations or actions have another shape than in the training, or actions other bounds.
         """
         now = kinds_of(observations, actions)
         for what, before in self.spaces.items():
@@ -81,11 +81,20 @@ class Checkpoint:
 
 
 def kinds_of(observations: Space[Any], actions: Space[Any]) -> dict[str, str]:
-    """Returns in words what a policy's first and last layers depend on."""
+    """Returns in words what a policy's first and last layers depend on, and the bounds of continuous actions."""
     of_actions = f"of shape {actions.shape}"
     if isinstance(actions, spaces.Discrete | spaces.MultiDiscrete):
         of_actions = f"of {np.array(getattr(actions, 'n', getattr(actions, 'nvec', None))).tolist()} choices"
-    return {"observations": f"of shape {observations.shape}", "actions": of_actions}
+    kinds = {"observations": f"of shape {observations.shape}", "actions": of_actions}
+    if isinstance(actions, spaces.Box):
+        kinds["actions in bounds"] = " to ".join(map(_number_or_all, (actions.low, actions.high)))
+    return kinds
+
+
+def _number_or_all(bounds: Any) -> str:
+    """Returns one number if all are the same."""
+    numbers = bounds.tolist()
+    return str(numbers if len(set(numbers)) > 1 else numbers[0])
 
 
 class CheckpointFolder:
