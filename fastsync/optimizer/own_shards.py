@@ -157,7 +157,7 @@ class OwnShards(ShardHome):
         return [of_entry[entry] for entry in self._in_order(of_entry)]
 
     def _in_order(self, entries: Iterable[int]) -> list[int]:
-        """Returns entries of ``_places`` as they are gathered. The next forward uses those of the last buckets first."""
+        """Returns entries of ``_places`` as they are gathered. A forward uses the last buckets first."""
         return sorted(entries, reverse=self._arrivals is not None)
 
     def begin_share(self, stepped: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""``shard_optimizer(overlap_gather=True)``: steps return while new parameters are on their way, and uses wait for them."""
+"""``shard_optimizer(overlap_gather=True)``: steps return while parameters are on their way, and uses wait for them."""
 
 from __future__ import annotations
 
