@@ -218,11 +218,13 @@ class OptimizerShards:
         """Steps this rank's pieces of some parameters, and gives other ranks their new values."""
         with self._told_of_failure(stepped):
             self._pieces.renew()
+        new = [index for index in stepped if self._parameters[index] not in self._optimizer.state]
         turns = self._home.turns(stepped)
         for number, turn in enumerate(turns):
             with self._told_of_failure([*chain(*turns[number:])]):
                 self._pieces.step(turn, divisor)
             self._home.begin_share(turn)
+        self._state.put_in_order(new)
         self._home.share()
 
     @contextmanager
