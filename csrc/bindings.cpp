@@ -308,6 +308,7 @@ PYBIND11_MODULE(_C, m) {
       .def("num_steps", locked(&EngineState::num_steps), no_gil)
       .def("compare_weights", locked(&EngineState::compare_weights), py::arg("parameters"), py::arg("names"),
            py::arg("machine"), no_gil)
+      .def("is_sample_due", locked(&EngineState::is_sample_due), no_gil)
       .def("sample_weights", locked(&EngineState::sample_weights), no_gil)
       .def("is_captured", locked(&EngineState::is_captured), no_gil)
       .def(

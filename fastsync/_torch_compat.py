@@ -83,6 +83,7 @@ PRIVATE = (
     Private("torch.Tensor._post_accumulate_grad_hooks"),
     Private("torch.Tensor._version"),
     Private("torch._C._current_graph_task_id"),
+    Private("torch._C.DisableTorchFunctionSubclass"),
     Private("torch.autograd.grad_mode._unsafe_preserve_version_counter"),
     Private("torch._foreach_add_"),
     Private("torch._foreach_mul_"),
@@ -289,6 +290,11 @@ def scale_of_scaler(scaler: GradScaler) -> Tensor | None:
 def is_in_backward() -> bool:
     """Whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Inside the ``with`` block calls do not go to ``__torch_function__`` of their tensors' classes."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def version_of(tensor: Tensor) -> int:

@@ -290,8 +290,8 @@ def _stepping(build: Build, zero: bool = False) -> Build:
     return lambda workload, group: by_torch(build(workload, group), group, zero)
 
 
-def _attached(shared: bool, parameter_compression: str = "none") -> Build:
-    return lambda workload, group: by_attach(workload, group, TrainingStep, shared, parameter_compression)
+def _attached(shared: bool, **options: str | bool) -> Build:
+    return lambda workload, group: by_attach(workload, group, TrainingStep, shared, **options)
 
 
 def _attached_to_muon(shared: bool) -> Build:
@@ -312,6 +312,14 @@ WITH_ADAMW = {
     "fastsync.shard_optimizer:bf16+adamw": Method(_attached(shared=True, parameter_compression="bf16"), only="gloo"),
 }
 """Methods that also clip, and step with fused AdamW."""
+OVERLAPPING = {
+    f"fastsync.shard_optimizer{name}+adamw": Method(
+        _attached(shared=True, overlap_gather=True, parameter_compression=wire), only="gloo"
+    )
+    for name, wire in ((":overlap", "none"), (":bf16:overlap", "bf16"))
+}
+"""The same, where the next forward hides what is left of a step. So only whole steps tell how long they take."""
+WHOLE_WITH_ADAMW = [*(name for name in WITH_ADAMW if name not in OPTIMIZER_LIMITS.values()), *OVERLAPPING]
 WITH_MUON = {
     OPTIMIZER_LIMITS["muon"]: Method(BareMuon),
     "ddp+muon": Method(_muon(_ddp()), in_ddp=True),
@@ -346,17 +354,18 @@ METHODS = {
     ),
     **SHARDED,
     **WITH_ADAMW,
+    **OVERLAPPING,
     **WITH_MUON,
 }
 
-SYNCHRONISED = tuple(name for name in METHODS if name not in {"no_sync", *BARE, *WITH_ADAMW, *WITH_MUON})
+SYNCHRONISED = tuple(name for name in METHODS if name not in {"no_sync", *BARE, *WITH_ADAMW, *OVERLAPPING, *WITH_MUON})
 """Those that training steps can be taken with."""
 BY_DEFAULT = tuple(
     name
     for name, each in METHODS.items()
     if each.compression not in (*compressions.ON_REQUEST, *compressions.APPROXIMATE)
     and not each.scatters
-    and name not in (*WITH_ADAMW, *WITH_MUON, POWER_SGD_4)
+    and name not in (*WITH_ADAMW, *OVERLAPPING, *WITH_MUON, POWER_SGD_4)
 )
 """Those that are measured where none are named."""
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,15 +38,30 @@ class OptimizerStep(Step):
     ) -> None:
         self._training, self._clip, self._optimizers = training, clip, optimizers
         self._result = result or training.result
+        self._has_gradients = False
 
     def prepare(self) -> None:
         self._training.prepare()
 
     def run(self) -> None:
         self._training.run()
+        self.update()
+
+    def update(self) -> None:
         self._clip()
         for optimizer in self._optimizers:
             optimizer.step()
+
+    def begin_with_update(self) -> None:
+        """A whole step, from the optimizer's step to the end of backward: a forward may hide what is left of it.
+
+        The first one has no gradients to step with.
+        """
+        if self._has_gradients:
+            self.update()
+        self._training.prepare()
+        self._training.run()
+        self._has_gradients = True
 
     def result(self) -> Tensor:
         return self._result()
@@ -95,14 +111,14 @@ def by_attach(
     group: ProcessGroup,
     training: Callable[[nn.Module], Step],
     shared: bool,
-    parameter_compression: str = "none",
+    **options: Any,
 ) -> Step:
-    """Each rank steps all parameters or, if they are shared, its own shard, whose new values travel so."""
+    """Each rank steps all parameters or, if they are shared, its own shard, with these options."""
     model = copy.deepcopy(workload.model())  # whose weights are no views of one tensor
     optimizer = AdamW(model.parameters(), **SETTINGS)
     sync = fastsync.attach(model, process_group=group)
     if shared:
-        fastsync.shard_optimizer(sync, optimizer, parameter_compression=parameter_compression)
+        fastsync.shard_optimizer(sync, optimizer, **options)
 
     def means() -> Tensor:
         return torch.cat([mean.reshape(-1) for mean in sync.averaged_gradients().values()])

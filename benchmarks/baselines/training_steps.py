@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from benchmarks.baselines.gradients import Gradients, Step
-from benchmarks.baselines.methods import BARE, METHODS, Method, TrainingStep, wrapped
+from benchmarks.baselines.methods import BARE, METHODS, WHOLE_WITH_ADAMW, Method, TrainingStep, wrapped
 from benchmarks.baselines.models import Training
+from benchmarks.baselines.optimizer_steps import OptimizerStep
 from fastsync.sync.stats import SyncStats
 
 
@@ -24,6 +25,23 @@ class WholeStep(Step):
         self._step.prepare()
         self._step.run()
         self._optimizer.step()
+
+    def result(self) -> Tensor:
+        return self._step.result()
+
+    def stats(self) -> SyncStats | None:
+        return self._step.stats()
+
+
+class _SteppingWholeStep(Step):
+    """The same of a method that has an optimizer of its own: the optimizer's step, forward and backward."""
+
+    def __init__(self, step: Step) -> None:
+        assert isinstance(step, OptimizerStep)
+        self._step = step
+
+    def run(self) -> None:
+        self._step.begin_with_update()
 
     def result(self) -> Tensor:
         return self._step.result()
@@ -52,7 +70,9 @@ PARTS = {NO_DDP: METHODS["no_sync"], **METHODS, NO_SYNC: Method(_ddp_no_sync, wi
 def whole_steps(names: Sequence[str], training: Training) -> dict[str, Method]:
     """Methods whose steps are whole ones; the bare all_reduces, which are no training, stay what they are."""
 
-    def whole(method: Method) -> Method:
+    def whole(name: str, method: Method) -> Method:
+        if name in WHOLE_WITH_ADAMW:
+            return replace(method, build=lambda gradients, group: _SteppingWholeStep(method.build(gradients, group)))
         return replace(method, build=lambda gradients, group: WholeStep(method.build(gradients, group), training))
 
-    return {name: PARTS[name] if name in BARE else whole(PARTS[name]) for name in (NO_DDP, *names)}
+    return {name: PARTS[name] if name in BARE else whole(name, PARTS[name]) for name in (NO_DDP, *names)}

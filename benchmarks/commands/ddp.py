@@ -15,7 +15,15 @@ from typing import Literal
 import torch
 from rich.progress import Progress
 
-from benchmarks.baselines.methods import BARE, BY_DEFAULT, METHODS, Method, with_their_limits
+from benchmarks.baselines.methods import (
+    BARE,
+    BY_DEFAULT,
+    WHOLE_WITH_ADAMW,
+    WITH_ADAMW,
+    WITH_MUON,
+    Method,
+    with_their_limits,
+)
 from benchmarks.baselines.models import TRAININGS, Scale
 from benchmarks.baselines.training_steps import NO_DDP, NO_SYNC, PARTS
 from benchmarks.harness.collect import Collected
@@ -35,6 +43,8 @@ from benchmarks.report.table import (
 )
 from fastsync.messages import check_at_least
 
+NOT_TO_CHOOSE = {NO_DDP, "no_sync", *(set(WITH_ADAMW) - set(WHOLE_WITH_ADAMW)), *WITH_MUON}
+"""What is measured in any case, and what is no whole step of a model."""
 DEFAULT_METHODS = tuple(
     name for name in BY_DEFAULT if name.startswith(("ddp", "fastsync.register_comm_hook/", "fastsync.attach/"))
 )
@@ -64,7 +74,7 @@ class Options(RankOptions, Models):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names("methods", self.methods, [name for name in METHODS if name != "no_sync"])
+        check_names("methods", self.methods, [name for name in PARTS if name not in NOT_TO_CHOOSE])
         check_names("models", self.models, TRAININGS)
         check_at_least(self, batch_size=1)
 
@@ -97,6 +107,8 @@ def breakdown(name: str, method: Method, medians: Mapping[str, float], num_sampl
     """Takes a method's step apart by the medians of all. Seconds, and None where something was not measured or is none.
 
     over_no_ddp: what it adds to the step of the plain model; of no_sync that is DDP's own overhead.
+    A method that brings AdamW along has samples_per_second alone, because the plain model has another optimizer.
+
     exposed: what it adds to the step that is the same but for synchronisation: under no_sync where it is in DDP, of the
     plain model where it is not. Communication that backward did not hide, and what the method itself costs.
     hidden: the share of the bare all_reduce's time that it does not add, where the gradients travel.
@@ -106,6 +118,8 @@ def breakdown(name: str, method: Method, medians: Mapping[str, float], num_sampl
     if name not in medians or name in BARE:
         return figures
     figures["samples_per_second"] = num_samples / medians[name]
+    if name in WHOLE_WITH_ADAMW:
+        return figures
     if NO_DDP in medians:
         figures["over_no_ddp"] = medians[name] - medians[NO_DDP]
     without = NO_SYNC if method.in_ddp else NO_DDP

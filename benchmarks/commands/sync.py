@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from rich.progress import Progress
 
-from benchmarks.baselines.methods import METHODS, STEPPING, with_their_limits
+from benchmarks.baselines.methods import METHODS, OVERLAPPING, STEPPING, with_their_limits
 from benchmarks.baselines.workloads import SIZES, size_of
 from benchmarks.harness.busy import busy_processes
 from benchmarks.harness.collect import Collected
@@ -58,7 +58,7 @@ class Options(RankOptions, Sizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names("methods", self.methods, METHODS)
+        check_names("methods", self.methods, [name for name in METHODS if name not in OVERLAPPING])
         check_at_least(self, busy=0)
         for size in self.sizes:
             size_of(size)  # which refuses what is none

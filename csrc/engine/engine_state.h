@@ -82,6 +82,8 @@ class EngineState {
   void compare_weights(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, std::string machine) {
     weight_check_ = std::make_shared<WeightCheck>(group_, parameters, std::move(names), std::move(machine));
   }
+  // Whether sample_weights will read the weights.
+  bool is_sample_due() { return weight_check_ && !is_captured_ && weight_check_->is_due(step_ - 1); }
   // Call it when an optimizer has stepped with averages. Returns whether a sample of the weights was taken.
   bool sample_weights() {
     // Replays of a CUDA graph are no steps of the engine.

@@ -35,10 +35,18 @@ WeightCheck::WeightCheck(c10::intrusive_ptr<c10d::ProcessGroup> group, const std
   }
 }
 
+bool WeightCheck::is_due(int64_t step) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return is_due_now(step);
+}
+
+bool WeightCheck::is_due_now(int64_t step) const {
+  return step >= 0 && (newest_ < 0 || step / kEvery != newest_ / kEvery || (step == newest_ && pending_));
+}
+
 bool WeightCheck::note_update(int64_t step) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const bool is_due = newest_ < 0 || step / kEvery != newest_ / kEvery;
-  if (step < 0 || (!is_due && (step != newest_ || !pending_))) {
+  if (!is_due_now(step)) {
     return false;
   }
   std::vector<at::Tensor> trained;

@@ -53,6 +53,8 @@ class WeightCheck {
   WeightCheck(c10::intrusive_ptr<c10d::ProcessGroup> group, const std::vector<at::Tensor>& parameters,
               std::vector<std::string> names, std::string machine);
 
+  // Whether note_update of this step will take a sample, if it can.
+  bool is_due(int64_t step);
   // Notes that an optimizer has updated the parameters with the averages of a step. Returns whether it took a sample.
   // That is the same on all ranks that make the same steps.
   bool note_update(int64_t step);
@@ -65,6 +67,8 @@ class WeightCheck {
  private:
   static constexpr int64_t kEvery = 50;
   static constexpr int64_t kStepsOnTheWay = 8;  // for a sample on a device, so that the host does not wait for it
+
+  bool is_due_now(int64_t step) const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   void warn_of_machines(const std::vector<Numbers>& numbers, const std::string& key);

@@ -74,16 +74,26 @@ class ShardHome(ABC):
     def copies(self, parts: Collection[StatePart]) -> dict[StatePart, Tensor]:
         """Returns copies of these parts of the state, of whole parameters. Ranks with pieces alone all call it."""
 
+    def turns(self, stepped: Sequence[int]) -> list[Sequence[int]]:
+        """Returns these parameters by turns: a rank steps those of one, begins to share them, and steps the next."""
+        return [stepped] if stepped else []
+
+    def begin_share(self, stepped: Collection[int]) -> None:  # noqa: B027
+        """Begins to give other ranks the new values of a turn's parameters. All ranks call it."""
+
     @abstractmethod
-    def share(self, stepped: Collection[int]) -> None:
-        """Gives other ranks the new values of these parameters. All ranks call it.
+    def share(self) -> None:
+        """Gives other ranks the new values. All ranks call it after the last turn.
 
         Raises RuntimeError if a rank has failed, where the host knows it by then.
         """
 
     @abstractmethod
     def fail(self, stepped: Collection[int]) -> None:
-        """Tells other ranks, in place of ``share``, that this rank has failed."""
+        """Tells other ranks, in place of the turns of these parameters and of ``share``, that this rank has failed."""
+
+    def wait_for_parameters(self) -> None:  # noqa: B027
+        """Waits for new values that are on their way still."""
 
     def wait_for_readers(self) -> None:  # noqa: B027
         """Waits until all ranks that have the parameters in one memory have come here. All ranks call it."""

@@ -99,7 +99,7 @@ class HostMemory(ShardHome):
     def copies(self, parts: Collection[StatePart]) -> dict[StatePart, Tensor]:
         return {part: self._view(*part).clone() for part in parts}
 
-    def share(self, stepped: Collection[int]) -> None:
+    def share(self) -> None:
         self._sync._engine.meet()
 
     def wait_for_readers(self) -> None:

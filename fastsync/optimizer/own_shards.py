@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -18,6 +20,7 @@ from ..distributed import every_rank_calls
 from ..errors import SyncError
 from ..sync.compression import Compression
 from ..sync.synchronizer import GradientSynchronizer
+from .arrival import Arrivals
 from .home import ShardHome, StatePart
 from .owners import in_turns
 from .piece import Piece, values_at
@@ -25,7 +28,8 @@ from .piece import Piece, values_at
 ROW_ALIGNMENT = 64
 """The alignment of a rank's row, in bytes. Rows then travel without a copy."""
 MOST_UNDER_WAY = 2
-"""How many buckets are gathered at a time. So the rows take no more memory than these buckets."""
+"""How many buckets are gathered at a time, unless the next forward may wait for them. So the rows take no more memory
+than these buckets."""
 GATHERED = ("the new parameters", "the optimizer's state")
 NEW_PARAMETERS, STATE = range(2)
 Place = tuple[int, int, int]
@@ -33,7 +37,10 @@ Place = tuple[int, int, int]
 
 
 class OwnShards(ShardHome):
-    """Leaves all parameters where they are. After a step each rank sends the others the new values of its pieces."""
+    """Leaves all parameters where they are. After a step each rank sends the others the new values of its pieces.
+
+    Buckets take turns: while the new values of one are on their way, a rank steps its pieces of the next.
+    """
 
     are_pieces_alone = True
 
@@ -43,13 +50,18 @@ class OwnShards(ShardHome):
         parameters: Mapping[int, Tensor],
         rounding: Mapping[int, torch.dtype],
         has_owners: bool,
+        arrivals: Arrivals | None,
     ) -> None:
+        """Takes arrivals if the next forward may wait for new values, and None if a step does."""
         super().__init__(sync, parameters, rounding)
-        self._has_owners = has_owners
+        self._has_owners, self._arrivals = has_owners, arrivals
         self._engine = _C.ParameterGather(sync._group, list(GATHERED), "shard_optimizer")
         self._engine.set_compressions(in_engine([Candidate(Compression())]))
         self._means_at: list[list[list[Place]]] = []  # by bucket, and by rank
         self._places: list[list[list[Place]]] = []  # what ranks step, as many as travel at a time, and by rank
+        self._entry_of: dict[int, int] = {}  # where in these places a parameter is
+        self._sent: deque[tuple[_Rows, Mapping[int, Tensor]]] = deque()  # on their way, and what takes them
+        self._failed: set[int] = set()  # ranks that have told so in this step
         self._held: dict[tuple[int, int, str], Tensor] = {}  # by parameter, first value and part
         self._owned_means: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []  # memory of rows that have come
@@ -64,6 +76,7 @@ class OwnShards(ShardHome):
         """Takes over the pieces that the engine has now. What it holds is gone."""
         self._means_at = self._sync._engine.places()
         self._places = self._owned_places() if self._has_owners else self._means_at
+        self._entry_of = {place[0]: entry for entry, shards in enumerate(self._places) for place in chain(*shards)}
         self._held, self._owned_means = {}, {}
 
     def _owned_places(self) -> list[list[list[Place]]]:
@@ -131,25 +144,61 @@ class OwnShards(ShardHome):
         copies = {part: torch.empty_like(self._parameters[part[0]].detach(), dtype=self.dtype(part)) for part in parts}
         for name in sorted({name for _, name in parts}):
             whole = {index: copy for (index, part), copy in copies.items() if part == name}
-            self._gather(STATE, lambda index, begin, name=name: self._held[index, begin, name], whole)  # type: ignore[misc]
+            self._gather_state(name, whole)
         return copies
 
-    def share(self, stepped: Collection[int]) -> None:
-        self._share(stepped, has_failed=False)
+    def turns(self, stepped: Sequence[int]) -> list[Sequence[int]]:
+        """Returns a turn for each bucket. Owners balance their costs over all parameters, and so have one turn."""
+        if self._has_owners:
+            return super().turns(stepped)
+        of_entry: dict[int, list[int]] = {}
+        for index in stepped:
+            of_entry.setdefault(self._entry_of.get(index, 0), []).append(index)
+        return [of_entry[entry] for entry in self._in_order(of_entry)]
+
+    def _in_order(self, entries: Iterable[int]) -> list[int]:
+        """Returns entries of ``_places`` as they are gathered. A forward uses the last buckets first."""
+        return sorted(entries, reverse=self._arrivals is not None)
+
+    def begin_share(self, stepped: Collection[int]) -> None:
+        self._begin_share(stepped, has_failed=False)
+
+    def share(self) -> None:
+        while self._sent:
+            self._receive(*self._sent.popleft())
+        self._raise_if_failed()
 
     def fail(self, stepped: Collection[int]) -> None:
-        self._share(stepped, has_failed=True)
+        self._begin_share(stepped, has_failed=True)
+        while self._sent:
+            self._receive(*self._sent.popleft())
+        self.wait_for_parameters()
+        self._failed.clear()
 
-    def wire_bytes(self) -> int:
-        return int(self._engine.module_stats()[NEW_PARAMETERS]["wire_bytes"])
-
-    def end(self) -> None:
-        pass
-
-    def _share(self, stepped: Collection[int], has_failed: bool) -> None:
+    def _begin_share(self, stepped: Collection[int], has_failed: bool) -> None:
         whole = {index: self._parameters[index].detach() for index in stepped}
-        failed = self._gather(NEW_PARAMETERS, None, whole, has_failed)
-        if failed and not has_failed:
+        for entry in self._in_order({self._entry_of[index] for index in stepped if index in self._entry_of}):
+            shards = [[place for place in shard if place[0] in whole] for shard in self._places[entry]]
+            if len(self._sent) == MOST_UNDER_WAY:
+                self._receive(*self._sent.popleft())
+            rows = self._begin(NEW_PARAMETERS, None, whole, shards, has_failed)
+            if self._arrivals is None or has_failed:
+                self._sent.append((rows, whole))
+            else:
+                sent = sorted({place[0] for place in chain(*shards)})
+                self._arrivals.begin([self._parameters[index] for index in sent], partial(self._arrive, rows, whole))
+
+    def _arrive(self, rows: _Rows, whole: Mapping[int, Tensor]) -> None:
+        self._receive(rows, whole)
+        self._raise_if_failed()
+
+    def _receive(self, rows: _Rows, whole: Mapping[int, Tensor]) -> None:
+        self._failed.update(self._finish(rows, whole))
+
+    def _raise_if_failed(self) -> None:
+        failed = sorted(self._failed)
+        self._failed.clear()
+        if failed:
             reason = f"rank {failed[0]} has failed"
             raise SyncError(
                 f"fastsync: the step of the optimizer failed on rank {self._sync._group.rank()} of "
@@ -159,33 +208,28 @@ class OwnShards(ShardHome):
                 reason=reason,
             )
 
-    def _gather(
-        self,
-        module: int,
-        own: Callable[[int, int], Tensor] | None,
-        whole: Mapping[int, Tensor],
-        has_failed: bool = False,
-    ) -> list[int]:
-        """Gathers whole tensors of the pieces that each rank has. Returns the ranks that have failed.
+    def wait_for_parameters(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.wait()
 
-        Args:
-            module: what is gathered, for errors.
-            own: returns this rank's values by parameter and first value; None if they are in the whole tensors.
-            whole: the tensors that take the values, by parameter.
-            has_failed: whether this rank has failed.
-        """
-        failed: set[int] = set()
-        under_way: list[_Rows] = []
+    def wire_bytes(self) -> int:
+        return int(self._engine.module_stats()[NEW_PARAMETERS]["wire_bytes"])
+
+    def end(self) -> None:
+        self.wait_for_parameters()
+
+    def _gather_state(self, name: str, whole: Mapping[int, Tensor]) -> None:
+        """Gathers a part of the state of whole parameters, from the pieces that each rank has."""
+        under_way: deque[_Rows] = deque()
         for shards in self._places:
             chosen = [[place for place in shard if place[0] in whole] for shard in shards]
             if not any(chosen):
                 continue
             if len(under_way) == MOST_UNDER_WAY:
-                failed.update(self._finish(under_way.pop(0), whole))
-            under_way.append(self._begin(module, own, whole, chosen, has_failed))
+                self._finish(under_way.popleft(), whole)
+            under_way.append(self._begin(STATE, lambda index, begin: self._held[index, begin, name], whole, chosen))
         for rows in under_way:
-            failed.update(self._finish(rows, whole))
-        return sorted(failed)
+            self._finish(rows, whole)
 
     def _finish(self, rows: _Rows, whole: Mapping[int, Tensor]) -> list[int]:
         failed = rows.finish(whole)
@@ -205,9 +249,17 @@ class OwnShards(ShardHome):
         own: Callable[[int, int], Tensor] | None,
         whole: Mapping[int, Tensor],
         shards: list[list[Place]],
-        has_failed: bool,
+        has_failed: bool = False,
     ) -> _Rows:
-        """Begins to gather a bucket. Each rank has a row, with whether it has failed at the end."""
+        """Begins to gather places of whole tensors. Each rank has a row, with whether it has failed at the end.
+
+        Args:
+            module: what is gathered, for errors.
+            own: returns this rank's values by parameter and first value; None if they are in the whole tensors.
+            whole: the tensors that take the values, by parameter.
+            shards: the places, by rank.
+            has_failed: whether this rank has failed.
+        """
         first = next(place[0] for shard in shards for place in shard)
         like = whole[first]
         dtype = self._rounding.get(first, like.dtype) if module == NEW_PARAMETERS else like.dtype

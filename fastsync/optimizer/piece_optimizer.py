@@ -46,15 +46,12 @@ class PieceOptimizer:
         return self._groups.optimizer.param_groups
 
     def step(self, stepped: Sequence[int], divisor: Tensor | None) -> None:
-        """Steps the pieces of some parameters.
+        """Steps the pieces of some parameters, of those that ``renew`` has found.
 
         Args:
-            stepped: their indices.
+            stepped: their indices, at least one.
             divisor: divides the means, for a clip; None without one.
         """
-        self._renew()
-        if not stepped:
-            return
         chosen = set(stepped)
         if self._groups.kind.is_tensorwise:
             self._home.send_means(self._shards, chosen)
@@ -94,7 +91,7 @@ class PieceOptimizer:
 
     def means(self) -> dict[str, Tensor]:
         """Returns the means over ranks, by parameter's name. Every rank must call it."""
-        self._renew()
+        self.renew()
         have_means, parameters = self._sync._engine.have_means(), self._groups.parameters
         means = {}
         whole = []  # of each dtype, because one collective is faster than many
@@ -118,7 +115,7 @@ class PieceOptimizer:
                 dist.all_reduce(each, group=self._sync._group)
         return {self._groups.names[index]: mean for index, mean in means.items()}
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Makes pieces anew if this rank has other shards now."""
         number = self._sync._engine.pieces_number()
         if number == self._number:

@@ -25,6 +25,7 @@ def shard_optimizer(
     *,
     master_weights: bool = False,
     parameter_compression: str = "none",
+    overlap_gather: bool = False,
 ) -> None:
     """Lets the ranks step an optimizer together, each its own shard of the parameters that ``attach`` was given.
 
@@ -50,11 +51,17 @@ def shard_optimizer(
         parameter_compression: how new float32 parameters travel: ``"none"``, or ``"bf16"`` for half the bytes. With
             ``"bf16"`` they have float32 masters, and each step rounds them to what bfloat16 holds, on every rank, also
             where no bytes travel.
+        overlap_gather: let ``optimizer.step()`` return while new parameters are on their way to ranks that share no
+            memory. Whatever uses a parameter first waits for it: a layer's forward, ``state_dict()``, an operation.
+            Compiled code and extensions in C++ cannot wait, so call ``sync.wait_for_parameters()`` before these. Rows
+            on their way then take as many bytes as the parameters, or half of them with ``"bf16"``. Where ranks share
+            memory it changes nothing.
 
     Raises:
         ValueError: an argument is refused, and ``sync`` is as it was before. Or the ranks were given different
             optimizers or settings. A rank that has not called it gets this error in its first backward.
-        RuntimeError: another rank did not take part in time, or is lost.
+        RuntimeError: another rank did not take part in time, or is lost. With ``overlap_gather`` what uses a parameter
+            raises it, too.
     """
     check_attached(sync)
     if sync in _given:
@@ -65,6 +72,7 @@ def shard_optimizer(
     if is_in_join():
         raise ValueError(f"sync: inside join() ranks that step together would wait for each other. {WAY_OUT}")
     check_bool(master_weights, "master_weights")
+    check_bool(overlap_gather, "overlap_gather")
     if not isinstance(parameter_compression, str) or parameter_compression not in PARAMETER_WIRES:
         raise ValueError(f"parameter_compression: expected 'none' or 'bf16', got {parameter_compression!r}")
     parameter_wire = PARAMETER_WIRES[parameter_compression]
@@ -79,7 +87,8 @@ def shard_optimizer(
         check_no_outer(named.values(), "sync", f"ranks that step shards cannot each change weights. {WAY_OUT}")
         if sync._is_in_elastic():
             raise ValueError(f"sync: an Elastic trains with it, and a lost rank would take its shard along. {WAY_OUT}")
-        shards = OptimizerShards(sync, inner, master_weights, parameter_wire, from_outside_in(optimizer)[:-1])
+        wrappers = from_outside_in(optimizer)[:-1]
+        shards = OptimizerShards(sync, inner, master_weights, parameter_wire, overlap_gather, wrappers)
         shards.begin()
         sync._optimizer_shards = shards
     _given.add(sync)

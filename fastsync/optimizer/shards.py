@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from ..sync.optimizer_steps import innermost, is_training_step
 from ..sync.stats import GradStats
 from ..sync.synchronizer import GradientSynchronizer
 from .agreement import agree_on_step, comparable
+from .arrival import Arrivals
 from .checks import OR_ELSE, WAY_OUT, check_compression
 from .groups import ShardedGroups
 from .home import ShardHome
@@ -49,6 +52,7 @@ class OptimizerShards:
         optimizer: Optimizer,
         master_weights: bool,
         parameter_wire: torch.dtype | None,
+        overlap_gather: bool,
         wrappers: Sequence[Optimizer] = (),
     ) -> None:
         """Takes the optimizer, and the wrappers around it that the user steps."""
@@ -59,6 +63,7 @@ class OptimizerShards:
         self._home: ShardHome
         self._state: ShardedState
         self._pieces: PieceOptimizer
+        self._arrivals = Arrivals(self._note_failure) if overlap_gather else None
         self._addresses: dict[int, int] = {}
         self._divisor: Tensor | None = None
         self._has_failed = False
@@ -79,7 +84,8 @@ class OptimizerShards:
             ValueError: the ranks were given different optimizers, or the compression does not go with it. Then nothing
                 has changed.
         """
-        self._engine.set_optimizer(self._groups.description())
+        overlaps = "" if self._arrivals is None else "new parameters that the next forward may wait for\n"
+        self._engine.set_optimizer(self._groups.description() + overlaps)
         try:
             self._engine.agree(init_sync=False)
             self._home = self._find_home()
@@ -112,7 +118,7 @@ class OptimizerShards:
                     return memory
             except ValueError as error:
                 self._warn_of(error)
-        return OwnShards(self._sync, self._parameters, self._groups.rounding, has_owners)
+        return OwnShards(self._sync, self._parameters, self._groups.rounding, has_owners, self._arrivals)
 
     def _warn_of(self, error: ValueError) -> None:
         """Tells once why ranks do not share memory, unless nobody would expect it."""
@@ -144,11 +150,13 @@ class OptimizerShards:
         for hook in self._hooks:
             hook.remove()
         self._wrapper_watch.end()
-        self._home.end()
         try:
-            self._state.end()
+            self._home.end()
         finally:
-            self._wide_state.end()
+            try:
+                self._state.end()
+            finally:
+                self._wide_state.end()
 
     def _put_whole_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if self._home.are_pieces_alone:  # else all of it is in the host's memory
@@ -185,6 +193,7 @@ class OptimizerShards:
                 f"inside no_sync(): step outside. {WAY_OUT}"
             )
         args, kwargs = _after_closure(args, kwargs)
+        self._home.wait_for_parameters()
         stepped: list[int] = []
         refusal: RuntimeError | None = None
         try:
@@ -201,19 +210,40 @@ class OptimizerShards:
             raise
         if finds_inf:
             stepped = []  # all ranks' GradScalers skip this step
-        try:
-            self._pieces.step(stepped, self._take_divisor())
-        except BaseException:
-            self._note_failure()
-            self._home.fail(stepped)
-            raise
-        self._home.share(stepped)
+        self._step(stepped, self._take_divisor())
         self._wrapper_watch.note_step()
         return (self._without_parameters(args[0]), *args[1:]), kwargs
+
+    def _step(self, stepped: Sequence[int], divisor: Tensor | None) -> None:
+        """Steps this rank's pieces of some parameters, and gives other ranks their new values."""
+        with self._told_of_failure(stepped):
+            self._pieces.renew()
+        new = [index for index in stepped if self._parameters[index] not in self._optimizer.state]
+        turns = self._home.turns(stepped)
+        for number, turn in enumerate(turns):
+            with self._told_of_failure([*chain(*turns[number:])]):
+                self._pieces.step(turn, divisor)
+            self._home.begin_share(turn)
+        self._state.put_in_order(new)
+        self._home.share()
+
+    @contextmanager
+    def _told_of_failure(self, left: Sequence[int]) -> Iterator[None]:
+        """Inside, a failure is told to the other ranks, which wait for new values of the parameters that are left."""
+        try:
+            yield
+        except BaseException:
+            self._note_failure()
+            self._home.fail(left)
+            raise
 
     def _after_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._groups.rounding and not is_training_step(optimizer):
             self._wide_state.make()
+
+    def wait_for_parameters(self) -> None:
+        """Waits until the new values of all parameters have come."""
+        self._home.wait_for_parameters()
 
     def wait_for_samples(self, optimizer: Optimizer) -> None:
         """Waits until all ranks have read the parameters after a step, where they have them in one memory."""

@@ -120,6 +120,13 @@ class ShardedState:
                 own = {part: self._stand_in(index, part) for part in parts}
                 self._optimizer.state[self._parameters[index]].update(own)
 
+    def put_in_order(self, stepped: Sequence[int]) -> None:
+        """Puts what the turns of a first step have made into the order in which one step makes it."""
+        state, parameters = self._optimizer.state, [self._parameters[index] for index in stepped]
+        for parameter in parameters:
+            if parameter in state:
+                state[parameter] = state.pop(parameter)
+
     def needs_numbers(self, index: int) -> bool:
         """Tells whether a step gives a parameter numbers that a rank without values of it would not know."""
         return index in self._new or not self._numbers[index].keys() <= {STEP}

@@ -141,6 +141,8 @@ class WatchedHandle(GradientHandle):
         if any(True for _ in self._stepped_by(optimizer)):
             self._engine.note_update()
             shards = self._optimizer_shards
+            if shards is not None and self._engine.is_sample_due():
+                shards.wait_for_parameters()
             if self._averages() and self._engine.sample_weights() and shards is not None:
                 shards.wait_for_samples(optimizer)
 

@@ -34,6 +34,9 @@ class ShardedStep(Protocol):
     def parameter_wire_bytes(self) -> int:
         """Returns how many bytes of new parameters this rank has sent so far."""
 
+    def wait_for_parameters(self) -> None:
+        """Waits until the new values of all parameters have come."""
+
     def wait_for_samples(self, optimizer: Optimizer) -> None:
         """Waits until all ranks have read the parameters after a step, where they have them in one memory."""
 

@@ -465,6 +465,18 @@ class GradientSynchronizer(WatchedHandle):
         is_over.set()
         watcher.cancel()
 
+    def wait_for_parameters(self) -> None:
+        """Waits for new parameters of other ranks, after a step of ``shard_optimizer(overlap_gather=True)``.
+
+        PyTorch's own uses of a parameter wait by themselves. Call it before compiled code, and before an extension in
+        C++ that is no operator of ``torch.ops``. Otherwise nothing is on its way, and it returns at once.
+
+        Raises:
+            RuntimeError: another rank has failed in its step, or is lost.
+        """
+        if self._optimizer_shards is not None:
+            self._optimizer_shards.wait_for_parameters()
+
     def detach(self) -> None:
         """Takes the hooks off: from now on ``backward()`` averages nothing, and the model is as it was before.
 

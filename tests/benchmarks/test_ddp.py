@@ -42,6 +42,19 @@ def test_ddp_measures_whole_steps(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert rows["fastsync.attach/fp16"]["figures"]["wire_bytes"] < rows["fastsync.attach/none"]["figures"]["wire_bytes"]
 
 
+def test_methods_that_bring_adamw_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FASTSYNC_SHARED_MEMORY", "0")  # else nothing overlaps
+    methods = ("ddp+adamw", "fastsync.shard_optimizer+adamw", "fastsync.shard_optimizer:overlap+adamw")
+    options = ("--models", "mlp", "--batch-size", "8", "--repetitions", "3", "--warmup", "2")
+    assert main(["ddp", *options, "--methods", *methods, "--json", str(tmp_path / "rows.json")]) == 0
+    rows = {row["method"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert {*methods} <= rows.keys()
+    for row in (rows[method] for method in methods):
+        assert row["correct"]
+        assert row["figures"]["exposed"] is None
+        assert row["figures"]["samples_per_second"] == pytest.approx(2 * 8 / row["quantiles"]["median"])
+
+
 @pytest.mark.slow
 def test_models_under_fully_shard_are_measured_too(tmp_path: Path):
     methods = (

@@ -145,6 +145,7 @@ class Case:
         # torch's fused SGD leaves a first momentum as it was in memory, if a GradScaler skips that step.
         self.scales &= self.is_fused and self.optimizer not in ("momentum", "nesterov")
         self.weighs = rng.random() < 0.2
+        self.overlaps = rng.random() < 0.5
         # torch's fused SGD refuses a group of which some have momentum.
         self.use = 1.0 if "momentum" in self.optimizer or self.optimizer == "nesterov" else 0.8
 
@@ -167,7 +168,7 @@ class Training:
         compression = case.compression if self.is_shared else replace(case.compression, reduce="fp32")
         self.sync = fastsync.attach(self.model, compression, bucket_cap_mb=case.cap)
         if self.is_shared:
-            fastsync.shard_optimizer(self.sync, self.optimizer)
+            fastsync.shard_optimizer(self.sync, self.optimizer, overlap_gather=case.overlaps)
         self.scheduler = ExponentialLR(self.optimizer, 0.9)
         self.scaler = GradScaler("cpu", init_scale=2.0**6, growth_interval=3, enabled=case.scales)
 

@@ -28,12 +28,12 @@ from tests.engine.wrappers import OptimizerWrapper
 ATTACH, HOOK, SHARDS, OWNERS = "attach", "register_comm_hook", "shard_optimizer", "shard_optimizer of Muon"
 DILOCO, LOCAL_SGD, ELASTIC, JOIN = "DiLoCo", "LocalSGD", "Elastic", "join"
 CLIP, CLIP_SEVERAL = "clip of one handle", "clip of several handles"
-SCALER, WRAPPED, NO_SYNC, COMPILED, FROZEN, MICRO = (
-    "GradScaler", "a wrapped optimizer", "no_sync", "torch.compile", "gc.freeze", "micro_batches",
+SCALER, WRAPPED, NO_SYNC, COMPILED, FROZEN, MICRO, OVERLAP = (
+    "GradScaler", "a wrapped optimizer", "no_sync", "torch.compile", "gc.freeze", "micro_batches", "overlap_gather",
 )  # fmt: skip
 FEATURES = (
     ATTACH, HOOK, SHARDS, OWNERS, DILOCO, LOCAL_SGD, ELASTIC, JOIN, CLIP, CLIP_SEVERAL, SCALER, WRAPPED, NO_SYNC,
-    COMPILED, FROZEN, MICRO,
+    COMPILED, FROZEN, MICRO, OVERLAP,
 )  # fmt: skip
 AVERAGING, OUTER = (ATTACH, HOOK, SHARDS, OWNERS), (DILOCO, LOCAL_SGD)
 PAIRS = [frozenset(pair) for pair in combinations(FEATURES, 2)]
@@ -65,6 +65,11 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({JOIN, MICRO}): "all ranks take all steps",
     frozenset({CLIP_SEVERAL, MICRO}): "a joint norm depends on the number of ranks",
     frozenset({NO_SYNC, MICRO}): "more micro-batches accumulate more",
+    frozenset({HOOK, OVERLAP}): "shards need the gradients where autograd leaves them",
+    frozenset({DILOCO, OVERLAP}): "ranks step shards of shared weights",
+    frozenset({LOCAL_SGD, OVERLAP}): "ranks step shards of shared weights",
+    frozenset({ELASTIC, OVERLAP}): "a lost rank's shard is gone",
+    frozenset({JOIN, OVERLAP}): "a rank without batches has a shard to step",
 }
 """Why they are refused."""
 
@@ -159,7 +164,7 @@ class Training:
     def __init__(self, pair: frozenset[str], rank: int, store: str) -> None:
         self.pair, self.rank, self.layout = pair, rank, Layout(pair)
         self.module = make_model()
-        self.optimizers = make_optimizers(self.module, pair, fused=SHARDS in pair)
+        self.optimizers = make_optimizers(self.module, pair, fused=bool({SHARDS, OVERLAP} & pair))
         if WRAPPED in pair:
             self.optimizers = [OptimizerWrapper(each) for each in self.optimizers]
         self.scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2) if SCALER in pair else None
@@ -202,8 +207,8 @@ class Training:
                 self.model = ddp
             else:
                 self.module[2 * index] = ddp
-        if SHARDS in self.pair or (OWNERS in self.pair and index == 0):
-            fastsync.shard_optimizer(handle, self.optimizers[index])
+        if {SHARDS, OVERLAP} & self.pair or (OWNERS in self.pair and index == 0):
+            fastsync.shard_optimizer(handle, self.optimizers[index], overlap_gather=OVERLAP in self.pair)
         return handle
 
     def outer(self, between: Any) -> None:
@@ -256,6 +261,8 @@ class Training:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for rank, micro in self.backwards():
+            if self.pair == {COMPILED, OVERLAP}:
+                self.handles[0].wait_for_parameters()
             with self.no_sync() if micro + 1 < self.layout.num_micro else nullcontext():
                 loss = loss_of(self.model, rank, step, micro)
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()

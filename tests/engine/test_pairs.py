@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.pairs import CLIP, CLIP_SEVERAL, ELASTIC, FEATURES, FROZEN, LOST, PAIRS, REFUSED, Layout, plain, train
+from tests.engine.pairs import (
+    CLIP,
+    CLIP_SEVERAL,
+    ELASTIC,
+    FEATURES,
+    FROZEN,
+    LOST,
+    OVERLAP,
+    PAIRS,
+    REFUSED,
+    Layout,
+    plain,
+    train,
+)
 from tests.ranks import renew_group, run_ranks
 
 
@@ -34,7 +47,7 @@ def loses(pair: frozenset[str]) -> bool:
 def train_each(rank: int, world_size: int, pairs: list[frozenset[str]], folder: str) -> list[list[Tensor] | str]:
     results = []
     for number, pair in enumerate(pairs):
-        renew_group(number)
+        renew_group(number, shared_memory=OVERLAP not in pair)  # which has nothing to overlap in shared memory
         results.append(train(rank, world_size, pair, f"{folder}/{'+'.join(sorted(pair))}"))
     return results
 
