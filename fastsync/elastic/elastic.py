@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from .. import _C
 from ..distributed import every_rank_calls
 from ..errors import RankLostError, RanksDifferError
 from ..messages import check_at_least
+from ..sync.elastic_in_use import begin_elastic_use
 from ..sync.grad_scaler import forget_step
 from ..sync.handles_in_use import handles_of
 from ..sync.optimizer_steps import innermost, unwrapped
 from ..sync.outer_in_use import check_no_outer
 from ..sync.synchronizer import GradientSynchronizer
 from ..sync.training_state import TrainingState
-from .elastic_in_use import begin_elastic_use
 from .kept_states import KeptStates
 from .loop import MOST_FAILURES, MembershipLoop
 from .members_store import JOINS, STORE, members_store
@@ -134,7 +133,6 @@ class Elastic:
         self._step.watch([*dict.fromkeys(map(innermost, self._optimizers))])
         begin_elastic_use(self, sync._ids)
         _warn_of_agent()
-        sync._elastic = weakref.ref(self)
         if not self._joins:
             self._members.begin(list(range(sync._group.size())))
 

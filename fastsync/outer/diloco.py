@@ -28,9 +28,9 @@ from torch.optim import SGD, Optimizer
 
 from .._checks import resolve_group
 from .._torch_compat import known_ranks
-from ..elastic.elastic_in_use import check_no_elastic
 from ..elastic.loop import MOST_FAILURES
 from ..sync.compression import AnyCompression, Compression, as_compression
+from ..sync.elastic_in_use import check_no_elastic
 from ..sync.handles_in_use import check_not_left_to_each_rank, groups_of
 from ..sync.join import is_in_join
 from ..sync.optimizer_steps import innermost, unwrapped

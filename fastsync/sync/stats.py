@@ -104,7 +104,8 @@ class SyncStats(BucketStats):
     """The buckets of the newest step, in the order they are sent."""
     waited_for: tuple[float, ...] = ()
     """For each rank of a group on CPUs the seconds a step that the others have waited for it, over some hundred steps.
-    Empty in the first 16 steps, with weights and inside join(), on a GPU, and for other handles than attach's."""
+    Empty in the first 16 steps, with weights, inside join() and some 32 steps behind it, on a GPU, and for other
+    handles than attach's."""
 
     def __repr__(self) -> str:
         steps = max(self.num_steps, 1)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from .. import _C
 from .._checks import as_weight, resolve_group
 from .compression import AnyCompression, Auto, Compression
+from .elastic_in_use import is_in_elastic
 from .handles_in_use import NOBODY, begin_use, end_use
 from .ignored_states import IgnoredStates
 from .in_ddp import check_not_in_ddp
@@ -82,7 +83,6 @@ class GradientSynchronizer(WatchedHandle):
         self._put: dict[str, tuple[int, Tensor]] = {}  # what piggyback() got, and before which sync
         self._is_enabled = True
         self._shared: TrainingState | None = None  # what ranks share inside join(), or in the steps of Elastic
-        self._elastic: weakref.ref[Any] | None = None  # the Elastic that was made with this handle
         self._is_attached = False
         self._examined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._begin(group, compression)
@@ -268,9 +268,8 @@ class GradientSynchronizer(WatchedHandle):
             self._shared = before
 
     def _is_in_elastic(self) -> bool:
-        """Tells whether an ``Elastic`` whose steps have not ended was made with this handle."""
-        elastic = None if self._elastic is None else self._elastic()
-        return elastic is not None and not elastic.has_ended
+        """Tells whether an ``Elastic`` whose steps have not ended trains these weights."""
+        return is_in_elastic(self._named.values())
 
     def _refuse_join_with_elastic(self) -> None:
         if self._is_in_elastic():
