@@ -2,8 +2,8 @@
 # again: stamp files in .venv remember what is installed and built.
 
 PYTHON   ?= $(shell command -v python3.11 || command -v python3)
-# Processes that run tests. Many tests wait, so there is one more than cores.
-TEST_JOBS ?= $(shell expr $$(nproc) + 1)
+# Processes that run tests. Many tests wait for time-outs, and for ranks, so there are twice as many as cores.
+TEST_JOBS ?= $(shell expr $$(nproc) \* 2)
 VENV     := .venv
 BIN      := $(VENV)/bin
 # torch looks for ninja on the PATH; pip puts it into the environment.
@@ -53,11 +53,12 @@ train: $(VENV)/.train build
 	$(BIN)/fastsync train --config CartPole-v1 --nproc 2
 	@$(BIN)/fastsync plot
 
-# Each process begins with neighbours, which share what is dear to make; one that has done takes tests of another.
+# Each process begins with neighbours, which share what is dear to make; one that has done takes tests of another. What
+# they have compiled of the tests is kept, whatever the environment says: it takes each of them seconds.
 test: CHOSEN := not slow and not end_to_end
 test-all: CHOSEN := not slow
 test test-all: venv
-	$(BIN)/python -m pytest -m '$(CHOSEN)' -n $(TEST_JOBS) --dist worksteal $(addprefix tests/,$(SUITE)) $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m '$(CHOSEN)' -n $(TEST_JOBS) --dist worksteal $(addprefix tests/,$(SUITE)) $(PYTEST_ARGS)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -46,7 +46,7 @@ def _there(grads: list[Tensor | None]) -> list[Tensor]:
 @on_ranks(cases={"entry_point": ALL})
 def test_means_are_exact_where_floats_are(rank: int, world_size: int, entry_point: str) -> None:
     for wire in WIRES if world_size > 1 or entry_point in AVERAGING else ():
-        for cap in (SMALL_BUCKETS, 25.0):
+        for cap in (SMALL_BUCKETS, 25.0) if wire == "fp16" else (SMALL_BUCKETS,):  # whose scale is a bucket's
             given = average(entry_point, Given(whole_numbers(0, 0, SHAPES)), wire, bucket_cap_mb=cap)
             for step in range(3):
                 everyone = [whole_numbers(other, step, SHAPES) for other in range(world_size)]
@@ -101,7 +101,7 @@ def test_training_is_as_with_ddp(rank: int, world_size: int, entry_point: str) -
 def test_each_process_group_averages_over_its_own_ranks(rank: int, world_size: int, entry_point: str) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for group, members in ((groups[rank // 2], (rank // 2 * 2, rank // 2 * 2 + 1)), (None, range(4))):
-        for wire in WIRES:
+        for wire in ("none", "fp16"):
             everyone = [whole_numbers(other, 0, SHAPES) for other in members]
             given = average(entry_point, Given(everyone[0]), wire, group=group)
             for _ in range(2):

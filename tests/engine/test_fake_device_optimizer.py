@@ -70,6 +70,7 @@ def train(
     return [each.cpu() for each in (*kept, *(state[i][name] for i in state for name in sorted(state[i])))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", [2, 3])
 @fake_device.on_ranks(cases={"optimizer": OPTIMIZERS})
 def test_the_bits_are_those_of_every_rank(rank: int, world_size: int, optimizer: str) -> None:
@@ -162,6 +163,7 @@ def model_of(dtype: torch.dtype) -> Given:
     return Given([grad.to(DEVICE) for grad in random_grads(9, 9, SHAPES, dtype)]).to(DEVICE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world_size", "dtype"), [(3, torch.bfloat16), (2, torch.float32)])
 @fake_device.on_ranks(cases={"optimizer": OPTIMIZERS})
 def test_masters_are_stepped_as_float32_copies(rank: int, world_size: int, optimizer: str, dtype: torch.dtype) -> None:

@@ -128,7 +128,7 @@ def _averages_on_cpu(rank: int, compression: Compression, is_weighted: bool = Fa
 def test_attached_and_trained_under_side_streams(rank: int, world_size: int, way: str, is_weighted: bool) -> None:
     group = fake_device.new_group()
     warnings.simplefilter("error")  # torch warns of an accumulator that remembers another stream
-    for compression in COMPRESSIONS if world_size == 4 else COMPRESSIONS[:-1]:
+    for compression in COMPRESSIONS[1::2] if world_size == 4 else COMPRESSIONS[:-1]:
         expected = _averages_on_cpu(rank, compression, is_weighted)
         with watched():
             side = torch.Stream(device=DEVICE)

@@ -130,7 +130,7 @@ def gives_the_cpus_bits(
                     assert_bitwise_equal(one, other, what)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize(
     ("world_size", "kernels", "runs_at_once"),

@@ -68,6 +68,7 @@ def _random_layouts(rank: int, world_size: int, nodes: Nodes) -> None:
         assert (stats.transport, stats.num_hosts) == ("two_level", len(nodes))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("nodes", [ALTERNATING, UNEQUAL, THREE], ids=str)
 def test_random_layouts_give_what_the_reference_gives(nodes: Nodes) -> None:
     run_on_hosts(_random_layouts, nodes)

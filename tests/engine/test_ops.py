@@ -205,6 +205,7 @@ def test_one_flat_buffer_is_gradients_and_wire(
 BORDERS = [0.0, 2.0**-40, 2.0**-40 * (1 - 2.0**-8), 2.0**60, 2.0**60 * (1 + 2.0**-7)]
 
 
+@pytest.mark.sampled(3)
 @in_either_order
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("others", ["alike", "wide", "subnormal", "zeros"])
@@ -363,6 +364,7 @@ def test_every_16_bit_gradient_is_packed(
 # ---- finite stays finite --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @in_either_order
 @pytest.mark.parametrize("world_size", [1, 2, 3, 16])
 @pytest.mark.parametrize("wire_dtype", HALVES)

@@ -88,13 +88,13 @@ def test_ranks_write_each_tensor_once(
 
 
 KINDS = [
-    ("shared", "shared", torch.float32), ("shared", "each its own", torch.float32),
-    ("each its own", "shared", torch.float32), ("masters", "masters", torch.bfloat16),
-    ("sent in bf16", "sent in bf16", torch.float32),
+    ("shared", "shared", torch.float32, 1), ("shared", "each its own", torch.float32, 0),
+    ("each its own", "shared", torch.float32, 1), ("masters", "masters", torch.bfloat16, 0),
+    ("masters", "masters", torch.bfloat16, 1), ("sent in bf16", "sent in bf16", torch.float32, 1),
 ]  # fmt: skip
 
 
-@on_ranks(3, cases=BOTH_WAYS | {"of, into, dtype": KINDS, "num_before": [0, 1]})
+@on_ranks(3, cases=BOTH_WAYS | {"of, into, dtype, num_before": KINDS})
 def test_trainings_go_on_alike(
     rank: int, world_size: int, shared_memory: bool, of: str, into: str, dtype: Any, num_before: int, tmp_path: Path
 ) -> None:

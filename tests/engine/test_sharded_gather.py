@@ -222,7 +222,7 @@ def test_trains_as_with_rounded_parameters(rank: int, world_size: int) -> None:
     _trains_as_the_reference(rank, world_size, "plain", WIRES)
 
 
-@on_ranks(2, cases={"shared_memory": [True, False], "name": CASES})
+@on_ranks(2, cases={"name, shared_memory": zip(CASES, itertools.cycle([True, False]), strict=False)})
 def test_trains_so_in_each_of_pytorchs_ways(rank: int, world_size: int, name: str) -> None:
     _trains_as_the_reference(rank, world_size, name, ["none", "int8"])
 

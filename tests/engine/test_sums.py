@@ -118,7 +118,7 @@ def _as_the_reference(rank: int, world_size: int, device: str, way: Way) -> None
             check(wire, SEVERAL_PIECES, torch.float32, 1, "attach")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @each_transport
 @pytest.mark.parametrize(
     ("world_size", "way"),
@@ -145,7 +145,7 @@ def test_pieces_are_unpacked_while_others_are_added_up(transport: str) -> None:
     start(_with_pieces_under_way, 4, transport)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("world_size", "way"), [(2, "one_shot"), (3, "two_shot"), (4, 2)])
 def test_torchs_own_operations_give_the_references_bits(world_size: int, way: Way) -> None:
     start(_as_the_reference, world_size, GENERIC, way)

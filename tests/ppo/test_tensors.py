@@ -25,6 +25,7 @@ from fastsync.ppo.policies import make_policy
 from fastsync.ppo.ppo import Collector, Rollout, Settings
 from fastsync.ppo.random_streams import RandomStreams
 from tests import fake_device
+from tests.forked import Command
 from tests.refused import refused
 from tests.torch_envs import FlagsOfFloats, TorchCartPole
 
@@ -122,10 +123,13 @@ def test_a_run_on_two_ranks_is_evaluated_resumed_and_played(tmp_path: Path, capf
         "--eval-interval", "500", "--eval-episodes", "3", "--log-info", "speed", "--runs-dir", str(tmp_path),
         "--run-name", "run", "--resume", "auto",
     ]  # fmt: skip
-    assert main(["train", *words, "--total-steps", "1000"]) == 0
-    assert main(["train", *words, "--total-steps", "2000"]) == 0
-    said = capfd.readouterr().out
-    assert "could not be restored exactly, and begin new episodes" in said
+    for num_steps in ("1000", "2000"):
+        job = Command(main, tmp_path, "train", *words, "--total-steps", num_steps)
+        try:
+            assert job.wait(120) == 0, job.err
+        finally:
+            job.kill()
+    assert "could not be restored exactly, and begin new episodes" in job.out
     rows = list(csv.DictReader((tmp_path / "run" / "progress.csv").open()))
     assert float(rows[-1]["info/speed"]) > 0
     assert sum(bool(row["evaluation/return"]) for row in rows) == 4

@@ -20,7 +20,7 @@ from tests.ranks import RankError, run_ranks
 from tests.refused import refused
 
 TINY = Settings(
-    total_steps=2_000, num_envs=4, num_steps=32, num_epochs=2, gamma=0.98, learning_rate=1e-3, clip_value_loss=False
+    total_steps=1_000, num_envs=4, num_steps=32, num_epochs=2, gamma=0.98, learning_rate=1e-3, clip_value_loss=False
 )
 KINDS = {
     "acrobot": {"env": "Acrobot-v1", "norm_observations": True, "norm_rewards": True},
@@ -152,14 +152,14 @@ FAILING = [
 
 def test_an_episode_may_terminate_with_what_is_not_finite(tmp_path: Path):
     """Nobody needs the value of that observation. What is learnt is what it would be without."""
-    base = replace(TINY, runs_dir=str(tmp_path), total_steps=1_500)
+    base = replace(TINY, runs_dir=str(tmp_path), total_steps=600)
     runs = {
         f"{index}": replace(base, env=f"tests.toy_envs:{env}", **given) for index, (env, given) in enumerate(FAILING)
     }
     for outcome in run_ranks(train_each, 2, runs):
         for weights, result in outcome.values():
             assert all(weight.isfinite().all() for weight in weights.values())
-            assert len(result.returns) > 50
+            assert len(result.returns) > 20
 
 
 def test_a_rollout_may_only_reset_environments(tmp_path: Path):
