@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import fastsync
-from tests.engine.test_optimizer_shards import (
+from tests.engine.sharded_trainings import (
     BOTH_WAYS,
     after_attach,
     assert_alike,

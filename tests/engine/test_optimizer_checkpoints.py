@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 import fastsync
 from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.engine.same_data import same_data_is_meant
-from tests.engine.test_optimizer_shards import BOTH_WAYS, same, values
+from tests.engine.sharded_trainings import BOTH_WAYS, same, values
 from tests.ranks import on_ranks
 from tests.refused import refused
 

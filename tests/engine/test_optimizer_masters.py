@@ -20,8 +20,8 @@ import fastsync
 from fastsync.optimizer.masters import PARAMETER_WIRES
 from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.engine.optimizer_shards import FURTHER, OF_WHOLE, OPTIMIZERS, SHAPES, WIRES, Weights
+from tests.engine.sharded_trainings import BOTH_WAYS, loss_of, step, two_layers, values
 from tests.engine.test_hosts import PAIRS, UNEQUAL, Nodes, run_on_hosts
-from tests.engine.test_optimizer_shards import BOTH_WAYS, loss_of, step, two_layers, values
 from tests.models import assert_same_on_all_ranks
 from tests.ranks import on_ranks
 from tests.refused import refused
