@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 import fastsync
 from fastsync.errors import SyncError
 from fastsync.sync.synchronizer import GradientSynchronizer
-from tests.engine.test_optimizer_shards import after_attach, attached, loss_of, same, step, two_layers, values
+from tests.engine.sharded_trainings import after_attach, attached, loss_of, same, step, two_layers, values
 from tests.ranks import on_ranks, run_ranks
 from tests.refused import refused
 
