@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fastsync
 from fastsync.sync.ddp import HookState
+from fastsync.sync.grad_scaler import scaler_of_step
 from tests.engine.entry_points import average
 from tests.engine.wrappers import OptimizerWrapper
 from tests.models import (
@@ -311,6 +312,31 @@ def test_random_trainings_are_those_of_torchs_clipping(seed: int) -> None:
 
 
 # ---- in an optimizer's step, with a GradScaler ----------------------------------------------------------------------
+
+
+class OwnScaler(torch.amp.GradScaler):
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        return super().step(optimizer, *args, **kwargs)
+
+
+@on_ranks(1, cases={"enabled": [True, False]})
+def test_a_scaler_takes_a_step_from_its_call_until_it_ends_or_fails(rank: int, world_size: int, enabled: bool) -> None:
+    models = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer, other = (torch.optim.SGD(model.parameters(), 0.1) for model in models)
+    fastsync.attach(models[0])
+    scaler = OwnScaler("cpu", enabled=enabled)
+    seen: list[object] = []
+
+    def look(*_: object) -> None:
+        seen.extend((scaler_of_step(OptimizerWrapper(optimizer)), scaler_of_step(other)))
+        raise ArithmeticError
+
+    optimizer.register_step_pre_hook(look)
+    scaler.scale(models[0](torch.ones(2)).sum()).backward()
+    with pytest.raises(ArithmeticError):
+        scaler.step(optimizer)
+    assert seen == [(scaler, optimizer) if enabled else None, None]
+    assert scaler_of_step(optimizer) is None
 
 
 @pytest.mark.parametrize("scales", [True, False])
