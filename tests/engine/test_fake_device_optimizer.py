@@ -121,13 +121,13 @@ def test_gradients_that_a_scaler_has_divided_are_refused(rank: int, world_size: 
         own.zero_grad()
 
 
-@fake_device.on_ranks(2)
-def test_a_failed_step_is_told_before_the_next(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2, cases={"overlap_gather": [False, True]})
+def test_a_failed_step_is_told_before_the_next(rank: int, world_size: int, overlap_gather: bool) -> None:
     group = fake_device.new_group()
     model = model_of(torch.float32)
     own = OPTIMIZERS["fused"](model.parameters())
     sync = fastsync.attach(model, process_group=group)
-    fastsync.shard_optimizer(sync, own)
+    fastsync.shard_optimizer(sync, own, overlap_gather=overlap_gather)
     for number in range(3):
         model([grad.to(DEVICE) for grad in random_grads(rank, number, SHAPES, torch.float32)]).backward()
         if number == 1 and rank == 1:
@@ -196,12 +196,14 @@ def test_masters_are_stepped_as_float32_copies(rank: int, world_size: int, optim
 class Sharded:
     """A model whose optimizer ranks step together, and how a rank's gradients get there."""
 
-    def __init__(self, rank: int, optimizer: str = "fused", compression: Compression | None = None) -> None:
+    def __init__(
+        self, rank: int, optimizer: str = "fused", compression: Compression | None = None, **options: bool
+    ) -> None:
         self.rank, group = rank, fake_device.new_group()
         self.model = model_of(torch.float32)
         self.own = OPTIMIZERS[optimizer](self.model.parameters())
         self.sync = fastsync.attach(self.model, compression or "none", process_group=group, bucket_cap_mb=0.1)
-        fastsync.shard_optimizer(self.sync, self.own)
+        fastsync.shard_optimizer(self.sync, self.own, **options)
 
     def backward(self, number: int) -> None:
         self.own.zero_grad()
@@ -224,8 +226,8 @@ class Sharded:
 @pytest.mark.parametrize("world_size", [2, 3])
 @fake_device.on_ranks(cases={"optimizer": OPTIMIZERS})
 def test_the_host_waits_for_the_device_in_the_first_step_alone(rank: int, world_size: int, optimizer: str) -> None:
-    for compression in COMPRESSIONS[world_size % 2 :: 2]:
-        training = Sharded(rank, optimizer, compression)
+    for number, compression in enumerate(COMPRESSIONS[world_size % 2 :: 2]):
+        training = Sharded(rank, optimizer, compression, overlap_gather=number == 0)
         scaler = GradScaler(DEVICE, init_scale=8.0, enabled=optimizer == "fused")
         for number in range(5):
             grads = [grad.to(DEVICE) for grad in random_grads(rank, number, SHAPES, torch.float32)]
