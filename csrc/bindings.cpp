@@ -32,6 +32,7 @@
 #include "sums/stats_in_order.h"
 #include "transport/agreement.h"
 #include "transport/host.h"
+#include "transport/host_copy.h"
 #include "transport/shared_tensors.h"
 #include "transport/waiting.h"
 
@@ -297,6 +298,10 @@ PYBIND11_MODULE(_C, m) {
       .def("ranks", &SharedTensors::ranks)
       .def("give_up", &SharedTensors::give_up, no_gil);
 
+  py::class_<fastsync::HostCopy>(m, "HostCopy")
+      .def(py::init<const at::Tensor&>(), py::arg("tensor"))
+      .def("wait", &fastsync::HostCopy::wait, no_gil);
+
   py::class_<EngineState, std::shared_ptr<EngineState>>(m, "EngineState")
       .def("set_compressions", between_steps(&EngineState::set_compressions), py::arg("compressions"), no_gil)
       .def("step", between_steps(&EngineState::step), no_gil)
@@ -399,6 +404,11 @@ PYBIND11_MODULE(_C, m) {
       .def("num_writes", locked<Synchronizer>(&Synchronizer::num_writes), no_gil)
       .def("have_other_values", with_shards(&Shards::have_other_values), no_gil)
       .def("compare", with_shards(&Shards::compare), py::arg("numbers"), py::arg("what"), no_gil)
+      .def("check_not_captured", with_shards(&Shards::check_not_captured), no_gil)
+      .def("note_other_values", with_shards(&Shards::note_other_values), py::arg("parameters"), no_gil)
+      .def("noted_other_values", with_shards(&Shards::noted_other_values), no_gil)
+      .def("tell", with_shards(&Shards::tell), py::arg("numbers"), py::arg("on_device"), py::arg("what"), no_gil)
+      .def("hear", with_shards(&Shards::hear), no_gil)
       .def("meet", with_shards(&Shards::meet), no_gil)
       .def("gradients_are_unchanged", locked<Synchronizer>(&Synchronizer::gradients_are_unchanged), no_gil)
       .def("with_own_gradients", locked<Synchronizer>(&Synchronizer::with_own_gradients), no_gil);

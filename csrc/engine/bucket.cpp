@@ -138,4 +138,8 @@ void Bucket::take_stats(const std::vector<const double*>& of_shards) {
   scale_.follow(stats_.add_up(of_shards) / sums_.mean_factor());
 }
 
+void Bucket::take_stats(const at::Tensor& of_shards) {
+  scale_.follow(stats_.add_up(of_shards).div(sums_.mean_factor()));
+}
+
 }  // namespace fastsync

@@ -138,6 +138,8 @@ class Bucket : public std::enable_shared_from_this<Bucket> {
   void drop_from_shard(size_t gradient);
   // Takes the statistics that all ranks have of their shards, in place of this rank's own. The scale follows them.
   void take_stats(const std::vector<const double*>& of_shards);
+  // The same on a device, of float64 [ranks, kNumStats].
+  void take_stats(const at::Tensor& of_shards);
 
   // The statistics of the newest sync, see BucketStats.
   const at::Tensor& stats() const { return stats_.values(); }

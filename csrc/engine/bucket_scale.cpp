@@ -65,6 +65,12 @@ void BucketScale::follow(double largest) {
   }
 }
 
+void BucketScale::follow(const at::Tensor& largest) {
+  if (sent_.defined() && has_value_) {
+    value_.copy_(aten::next_scale(sent_, largest));
+  }
+}
+
 // In a CUDA graph the ranks agree anew in each sum, because nothing that was sent outside of it may come inside.
 void BucketScale::follow_all_shards(double factor) {
   if (!has_value_ || is_capturing(ranks_->device())) {
@@ -89,7 +95,7 @@ void BucketScale::take_largest() {
   if (const double* const largest = readable(largest_)) {
     follow(*largest);
   } else {
-    value_.copy_(aten::next_scale(sent_, largest_));
+    follow(largest_);
   }
 }
 

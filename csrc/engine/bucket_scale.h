@@ -33,6 +33,8 @@ class BucketScale {
 
   // After a sum of which a rank has its shard alone: follows the largest magnitude of all shards.
   void follow(double largest);
+  // The same on a device, of float64 [1].
+  void follow(const at::Tensor& largest);
   // The same after a reduce-scatter, whose result was the sum times the factor. The ranks tell each other the largest
   // magnitude. It does not wait: the next sum's scale follows from what comes.
   void follow_all_shards(double factor);

@@ -45,6 +45,13 @@ double BucketStats::add_up(const std::vector<const double*>& of_shards) {
   return sums[kMaxMagnitude];
 }
 
+at::Tensor BucketStats::add_up(const at::Tensor& of_shards) {
+  const at::Tensor largest = of_shards.narrow(1, kMaxMagnitude, 1).amax(/*dim=*/0);
+  values_.copy_(of_shards.sum(/*dim=*/0));
+  values_.narrow(0, kMaxMagnitude, 1).copy_(largest);
+  return largest;
+}
+
 void BucketStats::note_taken() {
   const std::lock_guard<std::mutex> lock(mutex_);
   left_out_.reset();

@@ -31,6 +31,8 @@ class BucketStats {
   void multiply(const std::vector<at::Tensor>& means, const at::Tensor& factors);
   // Replaces them by what the shards of all ranks add up to. Returns the largest magnitude.
   double add_up(const std::vector<const double*>& of_shards);
+  // The same on the device, of float64 [ranks, kNumStats]. Returns float64 [1].
+  at::Tensor add_up(const at::Tensor& of_shards);
 
   // Notes that the newest sync has taken them, or has left out those of these means, which lie there.
   void note_taken();

@@ -168,6 +168,16 @@ bool Gradient::spoil() const {
   return true;
 }
 
+bool Gradient::spoil_where(const at::Tensor& is_bad) const {
+  const at::Tensor& gradient = grad_of(tensor_);
+  if (!gradient.defined() || gradient.numel() == 0) {
+    return false;
+  }
+  const at::Tensor first = gradient.variable_data().as_strided({1}, {1});
+  first.masked_fill_(is_bad, std::numeric_limits<double>::quiet_NaN());
+  return true;
+}
+
 void Gradient::count_kept_or_zeros(bool is_kept) {
   if (is_kept) {
     stand_in_.copy_(grad_of(tensor_));

@@ -62,6 +62,9 @@ class Gradient {
   void keep();
   // Makes the gradient nan, if it has values. Returns whether it has.
   bool spoil() const;
+  // The same where a number on the gradient's device says so. One value is made nan, because more would take a pass in
+  // each step. Version counters do not count it.
+  bool spoil_where(const at::Tensor& is_bad) const;
   // Makes a gradient of nan.
   void make_spoiled() const { tensor_.mutable_grad() = new_poison(); }
   // Has statistics count the gradient of an earlier sync if it is kept, else zeros. Call it only for a gradient that is

@@ -5,6 +5,8 @@
 #include <algorithm>
 
 #include "engine/unseen_writes.h"
+#include "passes/backend.h"
+#include "passes/cuda_graphs.h"
 
 namespace fastsync {
 
@@ -62,12 +64,70 @@ std::vector<std::vector<double>> Shards::compare(const std::vector<double>& numb
   engine_.wait_for_ranks(what, [&] {
     group_->begin_all_gather(numbers);
     all = group_->end_all_gather();
-    for (const auto& theirs : all) {
-      TORCH_CHECK(theirs.size() == numbers.size(), "another rank is not there, but averages gradients or is elsewhere ",
-                  "in the optimizer: every rank has to call optimizer.step() after the same backwards, and its ",
-                  "state_dict() too where ranks share no memory");
-    }
+    check_count(all, numbers.size());
   });
+  return all;
+}
+
+void Shards::check_count(const std::vector<std::vector<double>>& all, size_t count) const {
+  for (const auto& theirs : all) {
+    TORCH_CHECK(theirs.size() == count, "another rank is not there, but averages gradients or is elsewhere in the ",
+                "optimizer: every rank has to call optimizer.step() after the same backwards, and its state_dict() ",
+                "too where ranks share no memory");
+  }
+}
+
+// ---- late numbers ---------------------------------------------------------------------------------------------------
+
+void Shards::check_not_captured() {
+  TORCH_CHECK(!are_kept() || !group_->on_device() || !is_capturing(group_->on_device()->device()),
+              "fastsync: a CUDA graph cannot hold a backward or a step with shard_optimizer, because in each step the ",
+              "host hears of the other ranks: train without the graph, or leave shard_optimizer out, on every rank");
+}
+
+at::Tensor Shards::note_other_values(const std::vector<size_t>& parameters) {
+  noted_.clear();
+  std::vector<at::Tensor> then;
+  std::vector<at::Tensor> now;
+  for (const size_t index : parameters) {
+    then.push_back(parameters_[index].sample);
+    now.push_back(sample_of(parameters_[index].lock().grad()));
+    noted_.emplace_back(index, then.back().defined() ? then.back().nbytes() : 0);
+  }
+  const at::Tensor differ = bytes_that_differ(then, now);
+  noted_differ_ = differ.defined() ? std::make_optional<HostCopy>(differ) : std::nullopt;
+  const auto options = at::TensorOptions().dtype(at::kDouble).device(group_->on_device()->device());
+  return differ.defined() ? differ.sum(/*dim=*/0, /*keepdim=*/true, at::kDouble) : at::zeros({1}, options);
+}
+
+std::vector<size_t> Shards::noted_other_values() {
+  std::vector<size_t> found;
+  const bool* differs = noted_differ_ ? noted_differ_->wait().const_data_ptr<bool>() : nullptr;
+  for (const auto& [index, bytes] : noted_) {
+    if (differs && std::any_of(differs, differs + bytes, [](bool each) { return each; })) {
+      found.push_back(index);
+    }
+    differs += bytes;
+  }
+  return found;
+}
+
+void Shards::tell(const std::vector<double>& numbers, const at::Tensor& on_device, const std::string& what) {
+  engine_.check_not_forked("step in the process that attached it, or call detach() in the child");
+  ShardGroupByMessages& group = *group_->on_device();
+  engine_.wait_for_ranks(what, [&] {
+    const at::Tensor all = at::cat({to_device(numbers, group.device()), on_device});
+    num_told_ = all.numel();
+    group.begin_all_gather(all);
+    told_.emplace(group.end_on_device());
+  });
+}
+
+std::vector<std::vector<double>> Shards::hear() {
+  TORCH_INTERNAL_ASSERT(told_, "tell() comes first");
+  const auto all = numbers_in(told_->wait());
+  told_.reset();
+  check_count(all, num_told_);
   return all;
 }
 
@@ -99,16 +159,24 @@ void Shards::tell_stats(bool has_failed) {
   for (const LayoutBucket& each : layout_.buckets) {
     stats.push_back(each.bucket->stats());
   }
-  const at::Tensor on_host = at::stack(stats).cpu();
+  const at::Tensor own = at::stack(stats);
   if (has_failed) {
-    on_host.select(1, kNumNonfinite).fill_(1.0);
+    own.select(1, kNumNonfinite).fill_(1.0);
   }
-  const auto* const numbers = on_host.const_data_ptr<double>();
-  group_->begin_all_gather({numbers, numbers + on_host.numel()});
+  if (auto* const on_device = group_->on_device()) {
+    on_device->begin_all_gather(own.flatten());
+  } else {
+    const auto* const numbers = own.const_data_ptr<double>();
+    group_->begin_all_gather(std::vector<double>(numbers, numbers + own.numel()));
+  }
   has_told_stats_ = true;  // not if telling has failed
 }
 
 void Shards::hear_stats() {
+  if (auto* const on_device = group_->on_device()) {
+    hear_stats_on(*on_device);
+    return;
+  }
   std::vector<std::vector<double>> all;
   engine_.wait_for_ranks("adding up the norm of the gradients", [&] {
     all = group_->end_all_gather();
@@ -124,6 +192,19 @@ void Shards::hear_stats() {
     }
     layout_.buckets[i].bucket->take_stats(stats);
   }
+}
+
+// Nobody looks how many numbers another rank has told: a rank that is elsewhere has not come past the sums before.
+void Shards::hear_stats_on(ShardGroupByMessages& device) {
+  at::Tensor all;
+  engine_.wait_for_ranks("adding up the norm of the gradients", [&] {
+    const auto num_buckets = std::ssize(layout_.buckets);
+    all = device.end_on_device().narrow(1, 1, num_buckets * kNumStats).unflatten(1, {num_buckets, kNumStats});
+  });
+  for (size_t i = 0; i < layout_.buckets.size(); ++i) {
+    layout_.buckets[i].bucket->take_stats(all.select(1, static_cast<int64_t>(i)));
+  }
+  num_nonfinite_ = all.select(2, kNumNonfinite).sum();
 }
 
 // A parameter has means if some rank has a new gradient, or if all have kept one. What comes of others are residuals,
@@ -145,10 +226,7 @@ void Shards::find_means() {
 }
 
 void Shards::keep(std::vector<Gradient>& gradients) const {
-  const bool is_finite = std::ranges::all_of(layout_.buckets, [](const LayoutBucket& each) {
-    return each.bucket->stats().select(0, kNumNonfinite).item<double>() == 0.0;
-  });
-  if (!is_finite && std::ranges::none_of(gradients, [](const Gradient& gradient) { return gradient.spoil(); })) {
+  if (needs_spoiled(gradients)) {
     const auto with_means = std::ranges::find(have_means_, true) - have_means_.begin();
     gradients.at(with_means).make_spoiled();
   }
@@ -156,6 +234,20 @@ void Shards::keep(std::vector<Gradient>& gradients) const {
     gradient.keep();
     gradient.parameter().sample = sample_of(grad_of(gradient.tensor()));
   }
+}
+
+// Spoils a gradient if a mean is not finite. Returns whether there is none to spoil. On a device the host waits only to
+// tell that.
+bool Shards::needs_spoiled(const std::vector<Gradient>& gradients) const {
+  if (group_->on_device()) {
+    const at::Tensor is_bad = num_nonfinite_.ne(0.0);
+    return std::ranges::none_of(gradients, [&](const Gradient& each) { return each.spoil_where(is_bad); }) &&
+           is_bad.item<bool>();
+  }
+  const bool is_finite = std::ranges::all_of(layout_.buckets, [](const LayoutBucket& each) {
+    return each.bucket->stats().select(0, kNumNonfinite).item<double>() == 0.0;
+  });
+  return !is_finite && std::ranges::none_of(gradients, [](const Gradient& each) { return each.spoil(); });
 }
 
 }  // namespace fastsync

@@ -1,7 +1,6 @@
 #include "engine/step_check.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -118,16 +117,10 @@ void StepCheck::arrive(const at::Tensor& sum, WeightCheck* weights) {
     check(sum, weights);
     return;
   }
-  const auto device = sum.device();
-  std::optional<Copy> before = std::exchange(copy_, std::nullopt);
-  copy_.emplace(at::empty(sum.sizes(), sum.options().device(at::kCPU).pinned_memory(true)), c10::Event(device.type()));
-  copy_->sum.copy_(sum, /*non_blocking=*/true);
-  copy_->has_come.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  std::optional<HostCopy> before = std::exchange(copy_, std::nullopt);
+  copy_.emplace(sum);
   if (before) {
-    if (!before->has_come.query()) {  // the step was many steps ago
-      before->has_come.synchronize();
-    }
-    check(before->sum, weights);
+    check(before->wait(), weights);  // the step was many steps ago
   }
 }
 

@@ -6,7 +6,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "engine/weight_check.h"
+#include "transport/host_copy.h"
 
 namespace fastsync {
 
@@ -50,12 +50,6 @@ class StepCheck {
  private:
   // A stamp has these numbers for each rank. kEngine is the engine's number plus 1, or 0 if the stamp says nothing.
   enum Number { kEngine, kUpdates, kGradients, kSample, kWeights, kMachine, kNumNumbers };
-  // A sum on its way from the device.
-  struct Copy {
-    at::Tensor sum;  // in pinned memory
-    c10::Event has_come;
-  };
-
   std::optional<std::vector<float>> new_stamp(int64_t engine, c10::Device device, at::TensorList gradients,
                                               WeightCheck* weights, bool in_rows);
   void check(const at::Tensor& sum, WeightCheck* weights) const;
@@ -74,8 +68,8 @@ class StepCheck {
   bool had_gradients_ = true;  // whether the newest step has gradients of this rank's own
   bool has_stamped_ = false;   // whether the newest step has its stamp
   std::optional<std::vector<float>> newest_stamp_;
-  bool was_updated_ = false;  // whether the parameters were updated since the newest step began
-  std::optional<Copy> copy_;
+  bool was_updated_ = false;      // whether the parameters were updated since the newest step began
+  std::optional<HostCopy> copy_;  // of the newest sum, from a device
 };
 
 }  // namespace fastsync

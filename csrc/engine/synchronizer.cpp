@@ -332,9 +332,11 @@ void Synchronizer::set_shards(std::shared_ptr<ShardGroup> shards) {
 
 // The last tag of the last bucket is free: a plan that keeps shards without shared memory has at most two phases.
 void Synchronizer::set_shards_apart() {
+  constexpr int64_t kLeastNumbers = 16;  // ranks tell each other 10 before a step
   const int tag = first_tag(agreement_->number) + kMaxBuckets * kTagsPerBucket - 1;
   const auto most_buckets = std::min<int64_t>(kMaxBuckets, static_cast<int64_t>(parameters_.size()));
-  set_shards(std::make_shared<ShardGroupByMessages>(group_, device_to_agree_on(), kNumStats * most_buckets, tag));
+  const int64_t num_numbers = std::max(kLeastNumbers, kNumStats * most_buckets);
+  set_shards(std::make_shared<ShardGroupByMessages>(group_, device_to_agree_on(), num_numbers, tag));
 }
 
 std::vector<int64_t> Synchronizer::num_writes() {
@@ -362,6 +364,7 @@ void Synchronizer::take_over(Synchronizer& other) {
 // ---- one step -------------------------------------------------------------------------------------------------------
 
 void Synchronizer::begin() {
+  shards_.check_not_captured();
   std::vector<Gradient> gradients;
   gradients.reserve(parameters_.size());
   for (Parameter& parameter : parameters_) {

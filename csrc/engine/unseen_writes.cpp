@@ -11,20 +11,25 @@ namespace {
 
 constexpr int64_t kMostSampled = 16;
 
-// Joins samples to bytes on the host.
-std::vector<char> bytes_of(const std::vector<at::Tensor>& samples) {
+// Joins samples to bytes on their device. Undefined if there are none.
+at::Tensor join(const std::vector<at::Tensor>& samples) {
   std::vector<at::Tensor> parts;
   for (const at::Tensor& sample : samples) {
     if (sample.defined() && sample.numel() > 0) {
       parts.push_back(sample.view(at::kByte));
     }
   }
-  if (parts.empty()) {
+  return parts.empty() ? at::Tensor() : at::cat(parts);
+}
+
+std::vector<char> bytes_of(const std::vector<at::Tensor>& samples) {
+  const at::Tensor joined = join(samples);
+  if (!joined.defined()) {
     return {};
   }
-  const at::Tensor joined = (parts.front().is_cpu() ? at::cat(parts) : at::cat(parts).cpu()).contiguous();
-  const auto* const first = joined.const_data_ptr<uint8_t>();
-  return {first, first + joined.numel()};
+  const at::Tensor on_host = joined.cpu();
+  const auto* const first = on_host.const_data_ptr<uint8_t>();
+  return {first, first + on_host.numel()};
 }
 
 }  // namespace
@@ -77,6 +82,11 @@ std::vector<bool> differ(const std::vector<at::Tensor>& noted, const std::vector
     now += size;
   }
   return all;
+}
+
+at::Tensor bytes_that_differ(const std::vector<at::Tensor>& noted, const std::vector<at::Tensor>& current) {
+  const at::Tensor then = join(noted);
+  return then.defined() ? then.ne(join(current)) : at::Tensor();
 }
 
 }  // namespace fastsync

@@ -17,5 +17,8 @@ namespace fastsync {
 at::Tensor sample_of(const at::Tensor& tensor);
 // Tells for each pair of samples whether the bits differ. For samples on a device the host waits, once.
 std::vector<bool> differ(const std::vector<at::Tensor>& noted, const std::vector<at::Tensor>& current);
+// Tells on their device for each byte of the pairs, one after the other, whether it differs. Undefined if there is
+// none. The samples of a pair are equally long.
+at::Tensor bytes_that_differ(const std::vector<at::Tensor>& noted, const std::vector<at::Tensor>& current);
 
 }  // namespace fastsync

@@ -94,12 +94,20 @@ void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offs
   }
 }
 
-at::Tensor to_device(const std::vector<float>& values, c10::Device device) {
-  const at::Tensor on_host = at::empty({static_cast<int64_t>(values.size())},
-                                       at::TensorOptions().dtype(at::kFloat).pinned_memory(!device.is_cpu()));
-  std::copy(values.begin(), values.end(), on_host.data_ptr<float>());
+namespace {
+
+template <class T>
+at::Tensor values_on(const std::vector<T>& values, c10::Device device) {
+  const auto options = at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value);
+  const at::Tensor on_host = at::empty({static_cast<int64_t>(values.size())}, options.pinned_memory(!device.is_cpu()));
+  std::copy(values.begin(), values.end(), on_host.data_ptr<T>());
   return on_host.to(device, /*non_blocking=*/true);
 }
+
+}  // namespace
+
+at::Tensor to_device(const std::vector<float>& values, c10::Device device) { return values_on(values, device); }
+at::Tensor to_device(const std::vector<double>& values, c10::Device device) { return values_on(values, device); }
 
 const double* readable(const at::Tensor& tensor) { return tensor.is_cpu() ? tensor.const_data_ptr<double>() : nullptr; }
 

@@ -23,7 +23,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // The version of fastsync's protocol: how buckets are laid out, the order of messages, wires, side values. Raise it
 // with each change of these, because ranks with different versions would add up what does not belong together.
-constexpr int kProtocol = 4;
+constexpr int kProtocol = 5;
 const char* const kProtocolLine = "fastsync's protocol ";
 
 // Calls look until the work is done, and sleeps in between. Each sleep is a part of the time that the wait has lasted,

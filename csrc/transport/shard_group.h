@@ -13,6 +13,8 @@
 
 namespace fastsync {
 
+class ShardGroupByMessages;
+
 class ShardGroup {
  public:
   virtual ~ShardGroup() = default;
@@ -28,19 +30,33 @@ class ShardGroup {
   // Waits for the numbers of all ranks, and returns them.
   virtual std::vector<std::vector<double>> end_all_gather() = 0;
   virtual void barrier() {
-    begin_all_gather({});
+    begin_all_gather(std::vector<double>());
     end_all_gather();
   }
+
+  // The group itself if it is one of a device, where numbers may stay; null on a CPU.
+  virtual ShardGroupByMessages* on_device() { return nullptr; }
 };
 
 // Reads a row of a rank's numbers: how many, and then these. Throws c10::Error if the row is too short.
 std::vector<double> numbers_in(const double* row, int64_t length);
+// Reads a row of each rank, float64 [ranks, length] on the host.
+std::vector<std::vector<double>> numbers_in(const at::Tensor& rows);
 
-// All ranks of a process group, by messages. On a device the host waits, when a gather begins and when it ends.
+// All ranks of a process group, by messages. On a device the host waits for numbers that it reads, and no other ones.
 class ShardGroupByMessages final : public ShardGroup {
  public:
   // A rank gives at most so many numbers. No other messages between the ranks may have the tag.
   ShardGroupByMessages(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, int64_t num_numbers, int tag);
+
+  c10::Device device() const { return team_->device(); }
+  ShardGroupByMessages* on_device() override { return device().is_cpu() ? nullptr : this; }
+
+  // Begins to gather numbers that are on the device: float64, of one dimension.
+  void begin_all_gather(const at::Tensor& numbers);
+  // Returns each rank's row on the device: how many numbers it gives, these, and then any others. The current stream
+  // waits.
+  at::Tensor end_on_device();
 
   bool shares_memory() const override { return false; }
   const std::vector<int64_t>& ranks() const override { return ranks_; }

@@ -95,6 +95,10 @@ class ShardHome(ABC):
     def wait_for_parameters(self) -> None:  # noqa: B027
         """Waits for new values that are on their way still."""
 
+    def failed_late(self) -> list[int]:
+        """Returns the ranks that have failed in the newest step, as far as ``share`` has not told."""
+        return []
+
     def wait_for_readers(self) -> None:  # noqa: B027
         """Waits until all ranks that have the parameters in one memory have come here. All ranks call it."""
 

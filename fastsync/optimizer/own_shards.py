@@ -65,6 +65,7 @@ class OwnShards(ShardHome):
         self._held: dict[tuple[int, int, str], Tensor] = {}  # by parameter, first value and part
         self._owned_means: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []  # memory of rows that have come
+        self._flags: _C.HostCopy | None = None  # on a device, which ranks have failed, by the rows that came last
 
     def begin(self) -> None:
         self._sync._engine.set_shards_apart()
@@ -175,6 +176,11 @@ class OwnShards(ShardHome):
         self.wait_for_parameters()
         self._failed.clear()
 
+    def failed_late(self) -> list[int]:
+        self.wait_for_parameters()
+        flags, self._flags = self._flags, None
+        return [] if flags is None else _ranks_of(flags.wait())
+
     def _begin_share(self, stepped: Collection[int], has_failed: bool) -> None:
         whole = {index: self._parameters[index].detach() for index in stepped}
         for entry in self._in_order({self._entry_of[index] for index in stepped if index in self._entry_of}):
@@ -234,6 +240,8 @@ class OwnShards(ShardHome):
     def _finish(self, rows: _Rows, whole: Mapping[int, Tensor]) -> list[int]:
         failed = rows.finish(whole)
         self._spare.append(rows.memory)
+        if not rows.values.is_cpu:
+            self._flags = _C.HostCopy(rows.values[:, -1])
         return failed
 
     def _memory_for(self, num_bytes: int, device: torch.device) -> Tensor:
@@ -298,9 +306,13 @@ class _Rows:
             if places and rank != self.in_place:
                 targets = [values_at(whole[index], begin, numel) for index, begin, numel in places]
                 foreach_copy_(targets, _split(self.values[rank], places))
-        if self.values.device.type != "cpu":
-            return []  # the host would have to wait; ranks are told before the next step
-        return [rank for rank, has_failed in enumerate(self.values[:, -1].tolist()) if has_failed]
+        if not self.values.is_cpu:
+            return []  # the host would have to wait; it hears of them before the next step
+        return _ranks_of(self.values[:, -1])
+
+
+def _ranks_of(flags: Tensor) -> list[int]:
+    return [rank for rank, has_failed in enumerate(flags.tolist()) if has_failed]
 
 
 def _num_values(places: Sequence[Place]) -> int:

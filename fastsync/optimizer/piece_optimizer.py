@@ -45,22 +45,28 @@ class PieceOptimizer:
     def _settings(self) -> list[dict[str, Any]]:
         return self._groups.optimizer.param_groups
 
-    def step(self, stepped: Sequence[int], divisor: Tensor | None) -> None:
+    def step(
+        self, stepped: Sequence[int], shared: Sequence[int], divisor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         """Steps the pieces of some parameters, of those that ``renew`` has found.
 
         Args:
-            stepped: their indices, at least one.
+            stepped: their indices.
+            shared: those that ranks tell each other of, the same on all ranks. They have at least these.
             divisor: divides the means, for a clip; None without one.
+            found_inf: 1 on a device if a fused step is to change nothing, else 0; None if the host knows that.
         """
-        chosen = set(stepped)
         if self._groups.kind.is_tensorwise:
-            self._home.send_means(self._shards, chosen)
+            self._home.send_means(self._shards, set(shared))
+        if not stepped:
+            return
+        chosen = set(stepped)
         inner = self.inner
         scale = getattr(self._groups.optimizer, "grad_scale", None)  # a GradScaler's
         is_fused = takes_grad_scale(inner) and all(group.get("fused") for group in self._settings())
         if is_fused:
             scale = divisor if scale is None else scale if divisor is None else scale * divisor
-        vars(inner)["grad_scale"] = scale
+        vars(inner).update(grad_scale=scale, found_inf=found_inf)
         self._state.hand_to_pieces(inner, self._pieces, stepped)
         for group, of_pieces in zip(self._settings(), inner.param_groups, strict=True):
             of_pieces.update({name: value for name, value in group.items() if name != "params"}, params=[])
@@ -76,7 +82,7 @@ class PieceOptimizer:
         self._check_settings()
         for piece in pieces:
             piece.after_step()
-        self._state.take_from_pieces(inner, pieces, stepped)
+        self._state.take_from_pieces(inner, pieces, stepped, found_inf)
         torch.autograd.graph.increment_version([self._groups.parameters[index] for index in stepped])
 
     def _check_settings(self) -> None:

@@ -33,7 +33,8 @@ def shard_optimizer(
 
     - ``.grad`` stays this rank's own, which ``attach`` alone makes the mean. ``sync.averaged_gradients()`` returns the
       means, and ``sync.grad_stats()`` and ``clip_grad_norm_`` go by them.
-    - ``optimizer.step()`` steps this rank's shard with its means. It waits for the other ranks.
+    - ``optimizer.step()`` steps this rank's shard with its means. It waits for the other ranks. On a GPU the host does
+      not, and a difference between ranks is an error one step later.
     - CPU ranks of a host have one copy of parameters and state: what one rank writes to a parameter, all see. Ranks
       that share no memory, and those on GPUs, have all parameters, and the state of their own shard.
     - ``optimizer.state_dict()`` has the whole state. Where ranks share no memory every rank has to call it.

@@ -19,7 +19,7 @@ from ..sync.grad_scaler import forget_scale, has_unscaled, scaler_of_step
 from ..sync.optimizer_steps import innermost, is_training_step
 from ..sync.stats import GradStats
 from ..sync.synchronizer import GradientSynchronizer
-from .agreement import agree_on_step, comparable
+from .agreement import LateAgreement, agree_on_step, changed_since, comparable, failed_on
 from .arrival import Arrivals
 from .checks import OR_ELSE, WAY_OUT, check_compression
 from .groups import ShardedGroups
@@ -64,6 +64,8 @@ class OptimizerShards:
         self._state: ShardedState
         self._pieces: PieceOptimizer
         self._arrivals = Arrivals(self._note_failure) if overlap_gather else None
+        self._late: LateAgreement | None = None  # on a device
+        self._late_error = ""  # what all ranks have heard of an earlier step there
         self._addresses: dict[int, int] = {}
         self._divisor: Tensor | None = None
         self._has_failed = False
@@ -97,6 +99,8 @@ class OptimizerShards:
         self._sync._sparse = frozenset()  # of parameters that are frozen; dense gradients alone are taken
         self._state = ShardedState(self._groups, self._home)
         self._pieces = PieceOptimizer(self._sync, self._groups, self._home, self._state)
+        if not all(parameter.is_cpu for parameter in self._parameters.values()):
+            self._late = LateAgreement(self._engine, self._home.ranks(), self._names)
         self._addresses = {index: parameter.data_ptr() for index, parameter in self._parameters.items()}
         self._wide_state.begin()
         if not self._home.are_pieces_alone:
@@ -145,13 +149,15 @@ class OptimizerShards:
         """Gives this rank its own copy of the parameters and of the state.
 
         Raises:
-            RuntimeError: this rank could not gather the state. The optimizer has none afterwards.
+            RuntimeError: this rank could not gather the state. The optimizer has none afterwards. Or ranks have taken
+                the newest step in different ways, and hear of it now.
         """
         for hook in self._hooks:
             hook.remove()
         self._wrapper_watch.end()
         try:
             self._home.end()
+            self._hear()
         finally:
             try:
                 self._state.end()
@@ -159,6 +165,7 @@ class OptimizerShards:
                 self._wide_state.end()
 
     def _put_whole_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._hear()
         if self._home.are_pieces_alone:  # else all of it is in the host's memory
             self._state.put_whole(state_dict)
 
@@ -192,6 +199,14 @@ class OptimizerShards:
                 "fastsync: with shard_optimizer the ranks step together, so a rank cannot take a step of its own "
                 f"inside no_sync(): step outside. {WAY_OUT}"
             )
+        try:
+            self._engine.check_not_captured()
+            self._hear()
+            if self._late_error:  # all ranks have it
+                raise RuntimeError(self._late_error)
+        except RuntimeError:
+            forget_scale(optimizer)
+            raise
         args, kwargs = _after_closure(args, kwargs)
         self._home.wait_for_parameters()
         stepped: list[int] = []
@@ -201,28 +216,33 @@ class OptimizerShards:
             stepped = self._stepped()
         except RuntimeError as error:
             refusal = error
-        finds_inf = self._finds_inf()
-        compared = [] if refusal is not None else self._compared(stepped, finds_inf)
+        found_inf = self._found_inf()
+        skips_on_device = self._late is not None and not self._late.is_first and not self._state.begins(stepped)
+        finds_inf = found_inf is not None and not skips_on_device and bool(found_inf)
+        if not skips_on_device:
+            found_inf = None
         try:
-            agree_on_step(self._engine, self._home.ranks(), compared, self._has_failed, refusal)
+            self._agree(stepped, finds_inf, found_inf, refusal)
         except RuntimeError:
             forget_scale(optimizer)
             raise
         if finds_inf:
             stepped = []  # all ranks' GradScalers skip this step
-        self._step(stepped, self._take_divisor())
+        self._step(stepped, stepped if self._late is None else self._with_means(), self._take_divisor(), found_inf)
         self._wrapper_watch.note_step()
         return (self._without_parameters(args[0]), *args[1:]), kwargs
 
-    def _step(self, stepped: Sequence[int], divisor: Tensor | None) -> None:
-        """Steps this rank's pieces of some parameters, and gives other ranks their new values."""
-        with self._told_of_failure(stepped):
+    def _step(
+        self, stepped: Sequence[int], shared: Sequence[int], divisor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Steps this rank's pieces of some parameters, and gives other ranks the values of those that are shared."""
+        with self._told_of_failure(shared):
             self._pieces.renew()
         new = [index for index in stepped if self._parameters[index] not in self._optimizer.state]
-        turns = self._home.turns(stepped)
+        turns, chosen = self._home.turns(shared), set(stepped)
         for number, turn in enumerate(turns):
             with self._told_of_failure([*chain(*turns[number:])]):
-                self._pieces.step(turn, divisor)
+                self._pieces.step([index for index in turn if index in chosen], turn, divisor, found_inf)
             self._home.begin_share(turn)
         self._state.put_in_order(new)
         self._home.share()
@@ -249,6 +269,43 @@ class OptimizerShards:
         """Waits until all ranks have read the parameters after a step, where they have them in one memory."""
         if innermost(optimizer) is self._optimizer:
             self._home.wait_for_readers()
+
+    def _agree(
+        self, stepped: Sequence[int], finds_inf: bool, found_inf: Tensor | None, refusal: RuntimeError | None
+    ) -> None:
+        """Raises RuntimeError if not all ranks take this step, or not the same one, as far as the host knows by now."""
+        settings: list[Tensor] = []
+        clips: list[Tensor] = []
+        finds = [] if found_inf is None else [found_inf]
+        compared = [] if refusal is not None else self._compared(stepped, finds_inf, settings, clips)
+        if self._late is None:
+            agree_on_step(self._engine, self._home.ranks(), compared, self._has_failed, refusal)
+            return
+        looked_at = [] if refusal is not None else stepped
+        others_step = self._late.tell(compared, (settings, clips, finds), looked_at, refusal is not None)
+        if refusal is not None:
+            try:
+                if others_step:
+                    self._step([], self._with_means(), divisor=None, found_inf=None)
+            finally:
+                raise refusal
+
+    def _with_means(self) -> list[int]:
+        """Returns the parameters of which any rank may have new values. They are the same on all ranks."""
+        have_means = self._engine.have_means()
+        return [index for index in self._parameters if have_means and have_means[index]]
+
+    def _hear(self) -> None:
+        """Raises RuntimeError, once and on all ranks, if they hear only now that the newest step is wrong."""
+        if self._late is None:
+            return
+        try:
+            self._late.hear()
+            for rank in self._home.failed_late():
+                raise failed_on(rank)
+        except RuntimeError as error:
+            self._late_error = str(error)
+            raise
 
     def _note_failure(self) -> None:
         self._has_failed = True
@@ -292,7 +349,7 @@ class OptimizerShards:
         """
         have_means, writes = self._engine.have_means(), self._engine.num_writes()
         # A count that has risen proves a write. One that has not proves nothing: many writes are not counted.
-        have_other_values = self._engine.have_other_values()
+        have_other_values = None if self._late is not None else self._engine.have_other_values()
         # With a fused optimizer, GradScaler.step multiplies each gradient by 1 to look for inf and nan.
         is_scaled = getattr(self._optimizer, "grad_scale", None) is not None and hasattr(self._optimizer, "found_inf")
         stepped = []
@@ -306,32 +363,31 @@ class OptimizerShards:
         for index, parameter in self._parameters.items():
             if not have_means or not have_means[index] or (writes[index] < 0 and parameter.grad is None):
                 continue
-            if have_other_values[index] or writes[index] not in ((0, 1) if is_scaled else (0,)):
-                raise RuntimeError(
-                    "fastsync: with shard_optimizer a step takes the means that backward() has made, and the "
-                    f"gradient of {self._names[index]} was changed since, as torch.nn.utils.clip_grad_norm_ and "
-                    "GradScaler.unscale_ do. Call fastsync.clip_grad_norm_(sync, ...) alone, and make the optimizer "
-                    f"with fused=True for a GradScaler. {OR_ELSE}"
-                )
+            has_other_values = have_other_values is not None and have_other_values[index]
+            if has_other_values or writes[index] not in ((0, 1) if is_scaled else (0,)):
+                raise changed_since(self._names[index])
             stepped.append(index)
         return stepped
 
-    def _compared(self, stepped: Sequence[int], finds_inf: bool) -> list[object]:
-        """Returns what has to be equal on all ranks, as ``agree_on_step`` takes it."""
-        settings = [
-            {name: comparable(value) for name, value in group.items() if name != "params"}
+    def _compared(
+        self, stepped: Sequence[int], finds_inf: bool, settings: list[Tensor], clips: list[Tensor]
+    ) -> list[object]:
+        """Returns what has to be equal on all ranks, as ``agree_on_step`` takes it. Tensors of a device go to lists."""
+        groups = [
+            {name: comparable(value, settings) for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
         scales = getattr(self._optimizer, "grad_scale", None), self._clip_divisor()
-        return [settings, stepped, self._state.held(), [*map(comparable, scales)], finds_inf]
+        return [groups, stepped, self._state.held(), [comparable(each, clips) for each in scales], finds_inf]
 
-    def _finds_inf(self) -> bool:
-        """Tells whether the GradScaler that takes this step is to skip it."""
+    def _found_inf(self) -> Tensor | None:
+        """Returns 1 if the GradScaler that takes this step is to skip it, and 0 if not, float32; None without one."""
         found = getattr(self._optimizer, "found_inf", None)
         if found is None:
-            return False
+            return None
         # The engine's own count. That of the handle may gather the means, and a rank that knows better does not ask.
-        return float(found) > 0 or bool(GradStats(self._engine.grad_stats()).num_nonfinite > 0)
+        num_nonfinite = GradStats(self._engine.grad_stats()).num_nonfinite
+        return torch.logical_or(found.to(num_nonfinite.device) > 0, num_nonfinite > 0).float()
 
     def _clip_divisor(self) -> Tensor | None:
         return self._divisor if self._sync._deferred_clip_step == self._engine.num_steps() else None

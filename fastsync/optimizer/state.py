@@ -120,6 +120,12 @@ class ShardedState:
                 own = {part: self._stand_in(index, part) for part in parts}
                 self._optimizer.state[self._parameters[index]].update(own)
 
+    def begins(self, stepped: Sequence[int]) -> bool:
+        """Tells whether a step of these parameters makes state."""
+        groups = self._groups
+        has_names = (index for index in stepped if any(groups.kind.state_names(groups.group(index))))
+        return any(groups.state(index).keys() <= {MASTER} for index in has_names)
+
     def put_in_order(self, stepped: Sequence[int]) -> None:
         """Puts what the turns of a first step have made into the order in which one step makes it."""
         state, parameters = self._optimizer.state, [self._parameters[index] for index in stepped]
@@ -135,13 +141,15 @@ class ShardedState:
         """Gives the pieces the numbers in their parameter's state, which ``dcp.load`` writes in place."""
         _assign([(inner.state[piece.parameter], self._numbers[piece.index]) for piece in pieces])
 
-    def take_from_pieces(self, inner: Optimizer, pieces: Sequence[Piece], stepped: Sequence[int]) -> None:
-        """Moves state that a first step has made home, and makes it the optimizer's. Counts the step."""
+    def take_from_pieces(
+        self, inner: Optimizer, pieces: Sequence[Piece], stepped: Sequence[int], found_inf: Tensor | None
+    ) -> None:
+        """Moves state that a first step has made home, and makes it the optimizer's. Counts a step that was taken."""
         parts = self._groups.parts
         for piece in pieces:
             if piece.index in self._new:
                 self._check_made(piece, inner.state[piece.parameter])
-        self._take_numbers(inner, pieces, stepped)
+        self._take_numbers(inner, pieces, stepped, 1 if found_inf is None else 1 - found_inf)
         new = {index for index in stepped if parts(index) and self._is_foreign(index)}
         stand_ins = {index: {part: self._stand_in(index, part) for part in parts(index)} for index in sorted(new)}
         for piece in pieces:
@@ -153,7 +161,9 @@ class ShardedState:
         for index, of_index in stand_ins.items():
             self._optimizer.state[self._parameters[index]].update(of_index)
 
-    def _take_numbers(self, inner: Optimizer, pieces: Sequence[Piece], stepped: Sequence[int]) -> None:
+    def _take_numbers(
+        self, inner: Optimizer, pieces: Sequence[Piece], stepped: Sequence[int], num_steps: int | Tensor
+    ) -> None:
         """Gives parameters the numbers that their pieces have. What counts steps is known without a piece."""
         groups, counts, own = self._groups, [], {piece.index: inner.state[piece.parameter] for piece in pieces}
         taken: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
@@ -165,10 +175,10 @@ class ShardedState:
             elif isinstance(count := state.get(STEP), Tensor):
                 counts.append(count)
             elif count is not None:
-                state[STEP] = count + 1
+                state[STEP] = count + num_steps
         _assign(taken)
         if counts:
-            foreach_add_(counts, 1)
+            foreach_add_(counts, [num_steps] * len(counts) if isinstance(num_steps, Tensor) else num_steps)
 
     def _check_made(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Raises RuntimeError if the first step of a parameter has made other state than its class is known for."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, AdamW
@@ -118,13 +121,13 @@ def test_gradients_that_a_scaler_has_divided_are_refused(rank: int, world_size: 
         own.zero_grad()
 
 
-@fake_device.on_ranks(2)
-def test_a_failed_step_is_told_before_the_next(rank: int, world_size: int) -> None:
+@fake_device.on_ranks(2, cases={"overlap_gather": [False, True]})
+def test_a_failed_step_is_told_before_the_next(rank: int, world_size: int, overlap_gather: bool) -> None:
     group = fake_device.new_group()
     model = model_of(torch.float32)
     own = OPTIMIZERS["fused"](model.parameters())
     sync = fastsync.attach(model, process_group=group)
-    fastsync.shard_optimizer(sync, own)
+    fastsync.shard_optimizer(sync, own, overlap_gather=overlap_gather)
     for number in range(3):
         model([grad.to(DEVICE) for grad in random_grads(rank, number, SHAPES, torch.float32)]).backward()
         if number == 1 and rank == 1:
@@ -188,3 +191,174 @@ def test_masters_are_stepped_as_float32_copies(rank: int, world_size: int, optim
     for index, (parameter, expected) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
         assert_bitwise_equal(parameter.detach().cpu(), expected.detach().cpu(), f"parameter {index}")
         assert_bitwise_equal(state[index]["master"].cpu(), reference.masters[index].detach().cpu(), f"master {index}")
+
+
+class Sharded:
+    """A model whose optimizer ranks step together, and how a rank's gradients get there."""
+
+    def __init__(
+        self, rank: int, optimizer: str = "fused", compression: Compression | None = None, **options: bool
+    ) -> None:
+        self.rank, group = rank, fake_device.new_group()
+        self.model = model_of(torch.float32)
+        self.own = OPTIMIZERS[optimizer](self.model.parameters())
+        self.sync = fastsync.attach(self.model, compression or "none", process_group=group, bucket_cap_mb=0.1)
+        fastsync.shard_optimizer(self.sync, self.own, **options)
+
+    def backward(self, number: int) -> None:
+        self.own.zero_grad()
+        self.model([grad.to(DEVICE) for grad in random_grads(self.rank, number, SHAPES, torch.float32)]).backward()
+
+    def step(self, number: int) -> None:
+        self.backward(number)
+        self.own.step()
+
+    def values(self) -> list[Tensor]:
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+    def assert_same_on_all_ranks(self) -> None:
+        for value in self.values():
+            first = value.clone()
+            dist.broadcast(first, src=0)
+            assert_bitwise_equal(value, first, "a parameter")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@fake_device.on_ranks(cases={"optimizer": OPTIMIZERS})
+def test_the_host_waits_for_the_device_in_the_first_step_alone(rank: int, world_size: int, optimizer: str) -> None:
+    for number, compression in enumerate(COMPRESSIONS[world_size % 2 :: 2]):
+        training = Sharded(rank, optimizer, compression, overlap_gather=number == 0)
+        scaler = GradScaler(DEVICE, init_scale=8.0, enabled=optimizer == "fused")
+        for number in range(5):
+            grads = [grad.to(DEVICE) for grad in random_grads(rank, number, SHAPES, torch.float32)]
+            if scaler.is_enabled() and number == 3 and rank == 1:
+                grads[2].view(-1)[5] = torch.inf
+            with watched(), fake_device.unwaited() if number > 0 else nullcontext():
+                scaler.scale(training.model(grads)).backward()
+                if number == 2:
+                    fastsync.clip_grad_norm_(training.sync, 0.5, optimizer=training.own, scaler=scaler)
+                scaler.step(training.own)
+                scaler.update()
+                training.own.zero_grad()
+
+
+Mistake = Callable[[Sharded, int], None]
+
+
+def steps_at_another_rate(training: Sharded, number: int) -> None:
+    if training.rank == 1:
+        training.own.param_groups[0]["lr"] *= 2
+    training.step(number)
+
+
+def steps_at_another_rate_on_the_device(training: Sharded, number: int) -> None:
+    training.own.param_groups[0]["lr"] = torch.tensor(0.1 * (1 + training.rank)).to(DEVICE)
+    training.step(number)
+
+
+def clips_otherwise(training: Sharded, number: int) -> None:
+    training.backward(number)
+    fastsync.clip_grad_norm_(training.sync, 0.5 + training.rank)
+    training.own.step()
+
+
+def drops_a_gradient(training: Sharded, number: int) -> None:
+    training.backward(number)
+    if training.rank == 1:
+        training.model.weights[1].grad = None
+    training.own.step()
+
+
+def writes_unseen(training: Sharded, number: int) -> None:
+    training.backward(number)
+    if training.rank == 1:
+        training.model.weights[2].grad.data.mul_(2)
+    training.own.step()
+
+
+def writes_seen(training: Sharded, number: int) -> None:
+    training.backward(number)
+    if training.rank == 1:
+        training.model.weights[2].grad.mul_(2)
+        refused(training.own.step, "gradient of weights.2 was changed since", kind=RuntimeError)
+    else:
+        training.own.step()
+
+
+def finds_inf_alone(training: Sharded, number: int) -> None:
+    training.backward(number)
+    given = {"grad_scale": None, "found_inf": torch.tensor(float(training.rank)).to(DEVICE)}  # as a GradScaler does
+    vars(training.own).update(given)
+    training.own.step()
+    for name in given:
+        delattr(training.own, name)
+
+
+LATE: list[tuple[Mistake, str]] = [
+    (steps_at_another_rate, "have taken the newest step with different settings in param_groups: rank 1 is not as"),
+    (steps_at_another_rate_on_the_device, "different settings in param_groups: rank 1 is not as rank 0"),
+    (clips_otherwise, "different clips of the gradients"),
+    (drops_a_gradient, "different parameters that have gradients"),
+    (finds_inf_alone, "different finds of a GradScaler"),
+    (writes_unseen, "gradient"),
+    (writes_seen, "rank 1 has refused the newest step"),
+]
+
+
+@fake_device.on_ranks(2, cases={"mistake, told": LATE, "optimizer": ["fused", "owners"]})
+def test_what_ranks_do_differently_is_an_error_before_the_next_step(
+    rank: int, world_size: int, mistake: Mistake, told: str, optimizer: str
+) -> None:
+    training = Sharded(rank, optimizer)
+    training.step(0)
+    mistake(training, 1)
+    training.assert_same_on_all_ranks()
+    before = training.values()
+    for number in (2, 3):
+        training.backward(number)
+        refused(training.own.step, told, "Load a checkpoint", kind=RuntimeError)
+    for value, other in zip(training.values(), before, strict=True):
+        assert_bitwise_equal(value, other, "a parameter")
+    training.sync.detach()
+
+
+@fake_device.on_ranks(2)
+def test_a_checkpoint_or_detach_tells_of_the_last_step(rank: int, world_size: int) -> None:
+    for end in (lambda training: training.own.state_dict(), lambda training: training.sync.detach()):
+        training = Sharded(rank)
+        training.step(0)
+        steps_at_another_rate(training, 1)
+        refused(lambda: end(training), "have taken the newest step with different settings", kind=RuntimeError)
+        assert all(each["exp_avg"].device.type == DEVICE for each in training.own.state_dict()["state"].values())
+
+
+@fake_device.on_ranks(2)
+def test_ranks_that_all_refuse_a_step_may_go_on(rank: int, world_size: int) -> None:
+    training = Sharded(rank)
+    for number in range(3):
+        training.step(2 * number)
+        training.backward(2 * number + 1)
+        training.model.weights[0].grad.mul_(2)
+        before = training.values()
+        refused(training.own.step, "weights.0 was changed since", kind=RuntimeError)
+        for value, other in zip(training.values(), before, strict=True):
+            assert_bitwise_equal(value, other, "a parameter")
+    training.assert_same_on_all_ranks()
+
+
+@pytest.mark.skipif(not hasattr(torch.Stream, "is_capturing"), reason="this torch asks no device for it")
+@fake_device.on_ranks(2)
+def test_a_graph_is_refused_before_anything_is_sent(rank: int, world_size: int) -> None:
+    training = Sharded(rank)
+    training.step(0)
+    loss = training.model([torch.zeros_like(parameter) for parameter in training.model.parameters()])
+    backend = fake_device.backend_of(training.sync._group)
+    for number, call in ((1, loss.backward), (2, training.own.step)):
+        training.backward(number)
+        backend.fail_after(0)
+        fake_device.load().begin_capture()
+        refused(call, "train without the graph, or leave shard_optimizer out", kind=RuntimeError)
+        fake_device.load().end_capture()
+        backend.fail_after(-1)
+        training.step(2 + number)
+    training.assert_same_on_all_ranks()
