@@ -177,6 +177,8 @@ std::string kernels_on(c10::DeviceType type) {
   return takes_aten_everywhere() || fused_passes(type) == nullptr ? "generic" : "fused";
 }
 
+bool takes_own_wire(c10::Device device) { return device.is_cpu() && !takes_aten_everywhere(); }
+
 void use_kernels(const std::string& name) { takes_aten_everywhere() = is_aten(name); }
 
 void run_pack(const PackArgs& args, c10::Device device, Workspace& workspace) {

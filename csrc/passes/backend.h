@@ -48,6 +48,9 @@ void put_values(const at::Tensor& values, const at::Tensor& buffer, int64_t offs
 at::Tensor to_device(const std::vector<float>& values, c10::Device device);
 at::Tensor to_device(const std::vector<double>& values, c10::Device device);
 
+// Whether unpacking takes an own_wire on the device.
+bool takes_own_wire(c10::Device device);
+
 // Returns the tensor's values if the host can read them without waiting, else null.
 const double* readable(const at::Tensor& tensor);
 

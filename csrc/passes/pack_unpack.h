@@ -18,13 +18,15 @@ struct alignas(16) Segment {
   void* data;
   int64_t numel;
   int64_t offset;  // where it begins on the wire, in values
-  // What a pass computes with besides: packing with residuals, unpacking with a factor. All segments of a call have it,
-  // or none has.
+  // What a pass computes with besides: packing with residuals, unpacking with a factor or with this rank's own values.
+  // All segments of a call have it, or none has.
   void* operand = nullptr;
 
   // For each value, what the wire has not carried yet, as Compute<G>.
   FASTSYNC_HOST_DEVICE void* residuals() const { return operand; }
   FASTSYNC_HOST_DEVICE const double* factor() const { return static_cast<const double*>(operand); }
+  // In place of the values of UnpackArgs::own_wire.
+  const void* own_values() const { return operand; }
 };
 
 // Returns the number of values from the segment's end to the next multiple of the alignment.
@@ -119,6 +121,8 @@ struct UnpackArgs {
   Position position = {};
   double scale_share = 1.0;
   bool by_tree = false;  // see Note [Sums by a tree]
+  // On a CPU: the wire that this rank has not packed, because the segments have its values. -1 if it has packed all.
+  int64_t own_wire = -1;
 };
 
 // Reduce adds up wires to another wire:

@@ -117,10 +117,33 @@ void FlatGradients::unpack(const std::vector<Range>& ranges, const void* wire, i
   for (Segment& segment : to) {
     segment.operand = nullptr;
   }
+  unpack_to(to, wire, num_wires, stride, factor, position, /*own_wire=*/-1);
+}
+
+void FlatGradients::unpack_to(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride,
+                              double factor, Position position, int64_t own_wire) const {
   run_unpack({to.data(), static_cast<int64_t>(to.size()), grad_dtype, wire_dtype, wire, data_or_null(scale),
               stats.data_ptr<double>(), num_counted(num_wires), stride, factor, position, 1.0 / mean_factor,
-              /*by_tree=*/most_in_tree > 0 && num_wires > 1},
+              /*by_tree=*/most_in_tree > 0 && num_wires > 1, own_wire},
              device, *workspace);
+}
+
+bool FlatGradients::can_stay() const {
+  const bool is_exact = wire_dtype == grad_dtype && (wire_dtype == DType::kFloat32 || wire_dtype == DType::kFloat64);
+  return is_exact && multiplier == 1.0 && output.defined() && !scale.defined() && !weight.defined() &&
+         !residual.defined() && takes_own_wire(device);
+}
+
+void FlatGradients::unpack_with_own(const Range& range, const OwnValues& own, const void* wire, int64_t num_wires,
+                                    int64_t stride, double factor, Position position) const {
+  RECORD_FUNCTION("fastsync::unpack", {});
+  const int64_t size = unit_of(grad_dtype).bytes;
+  std::vector<Segment> to = cut(segments, {{own.range.begin, own.range.end, range.offset}}, grad_dtype);
+  for (Segment& segment : to) {
+    segment.operand = segment.data;
+    segment.data = advance(output.data_ptr(), (range.begin + segment.offset - range.offset) * size);
+  }
+  unpack_to(to, wire, num_wires, stride, factor, position, own.wire);
 }
 
 // The memory of the first gradient stands for the wire's, and all others lie before or behind it.

@@ -29,6 +29,12 @@ inline const std::byte* advance(const void* data, int64_t bytes) { return static
 int64_t bytes_of(int64_t values, DType dtype);
 int64_t values_in(int64_t bytes, DType dtype);
 
+// A range of the gradients' values that this rank has not packed, and its place among the wires.
+struct OwnValues {
+  Range range;
+  int64_t wire;
+};
+
 struct FlatGradients {
   // The gradients must be dense, contiguous, of one supported dtype and on the device.
   // Each begins at a multiple of least_alignment on the wire, at least.
@@ -78,6 +84,11 @@ struct FlatGradients {
   // of the output's.
   void unpack(const std::vector<Range>& ranges, const void* wire, int64_t num_wires, int64_t stride, double factor,
               Position position) const;
+  // Whether the wire carries each value as it is, and unpacking can read this rank's own from the gradients.
+  bool can_stay() const;
+  // As unpack, to the output's range, where this rank's own values are in the gradients.
+  void unpack_with_own(const Range& range, const OwnValues& own, const void* wire, int64_t num_wires, int64_t stride,
+                       double factor, Position position) const;
   // Multiplies each gradient by its factor, in its own memory, and takes the statistics. The factors are float64, and
   // on the device. Undefined ones are 1.
   void multiply(const at::Tensor& factors) const;
@@ -86,6 +97,8 @@ struct FlatGradients {
                          double factor) const;
 
  private:
+  void unpack_to(const std::vector<Segment>& to, const void* wire, int64_t num_wires, int64_t stride, double factor,
+                 Position position, int64_t own_wire) const;
   int64_t num_counted(int64_t num_wires) const {
     return most_in_tree > 0 ? std::min(num_wires, most_in_tree) : num_wires;
   }

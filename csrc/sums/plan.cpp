@@ -173,6 +173,13 @@ class Planner {
     chunk.unpacked = shards(chunk, length, key_.wire_dtype, [&](int64_t member) { return member * rows.stride; });
   }
 
+  // Notes the packed range that this rank adds up itself.
+  void note_own(Chunk& chunk) const {
+    if (const auto rank = static_cast<size_t>(plan_.team->rank()); rank < chunk.packed.size()) {
+      chunk.own = chunk.packed[rank];
+    }
+  }
+
   // Unpacks only this rank's shard of the chunk, which begins so many values behind the beginning of the rows.
   void keep_shard(Chunk& chunk, int64_t length, const Rows& rows, int64_t skipped) {
     chunk.unpacked_from = rows;
@@ -232,8 +239,13 @@ Plan one_shot(const PlanKey& key, const std::shared_ptr<Team>& team) {
     chunk.phases.back().side_values = planner.side_values(chunk, rows);
     if (key.keeps_shard) {
       const int64_t shard = planner.shard_length(chunk, team->size());
+      chunk.packed.clear();
+      for (int64_t begin = chunk.begin; begin < chunk.end; begin += shard) {
+        chunk.packed.push_back({begin, std::min(begin + shard, chunk.end), begin - chunk.begin});
+      }
       chunk.unpacked.clear();
       planner.keep_shard(chunk, shard, rows, team->rank() * shard);
+      planner.note_own(chunk);
     }
   }
   return std::move(planner).done();
@@ -258,6 +270,7 @@ Plan two_shot(const PlanKey& key, const std::shared_ptr<Team>& team) {
     if (adds_while_unpacking) {
       chunk.phases.back().side_values = planner.side_values(chunk, received);
       planner.keep_shard(chunk, shard, received, /*skipped=*/0);
+      planner.note_own(chunk);
       continue;
     }
     chunk.phases.push_back(gather(key.keeps_shard ? alone : team, key.tag + 1, means));

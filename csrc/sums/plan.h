@@ -23,6 +23,10 @@
 // once when they are packed, and once for each sum that travels on, however many ranks there are. With micro-batches
 // ranks add by Note [Sums by a tree] instead.
 //
+// Note [Own values]
+//   With keeps_shard a rank adds up its own shard alone, and nobody else reads its row for itself. Where values travel
+//   as they are, it does not pack them, and reads them from the gradients. That spares a copy of one shard.
+//
 // Side values travel at the end of the last chunk's rows, and are added up over the same ranks.
 #pragma once
 
@@ -70,9 +74,12 @@ struct Chunk {
   int64_t begin;  // index of the first value, in the bucket or, in a reduce-scatter, in each shard
   int64_t end;
   Position position;
-  std::vector<Range> packed = {};    // these values are packed into the first phase's rows
-  int64_t packed_at = 0;             // where the offsets of `packed` count from, in bytes
-  std::vector<Phase> phases = {};    // the same number for all chunks
+  std::vector<Range> packed = {};  // these values are packed into the first phase's rows
+  int64_t packed_at = 0;           // where the offsets of `packed` count from, in bytes
+  std::vector<Phase> phases = {};  // the same number for all chunks
+  // Of the packed ones: those that this rank alone unpacks. It may leave them where they are, see
+  // Note [Own values].
+  std::optional<Range> own = {};
   std::vector<Range> unpacked = {};  // these values are unpacked from the last phase's rows
   Rows unpacked_from = {};           // rows that unpacking adds up; the offsets of `unpacked` count from the first
 };

@@ -43,8 +43,13 @@ void PlannedSum::send() {
       }
     }
   }
+  keeps_own_ = gradients_.can_stay();
   for (const Chunk& chunk : plan_->chunks) {
-    gradients_.pack(chunk.packed, plan_->packed_as, address(chunk.packed_at), chunk.position);
+    std::vector<Range> packed = chunk.packed;
+    if (keeps_own_ && chunk.own) {
+      packed.erase(packed.begin() + plan_->team->rank());
+    }
+    gradients_.pack(packed, plan_->packed_as, address(chunk.packed_at), chunk.position);
     if (chunk.position.is_last) {
       put_side_values(chunk.phases.front());
     }
@@ -197,7 +202,12 @@ void PlannedSum::unpack_chunks(const std::function<void()>& on_reduced) {
     if (chunk.position.is_last) {
       on_reduced();
     }
-    gradients_.unpack(chunk.unpacked, address(rows.offset), rows.count, rows.stride, plan_->factor, chunk.position);
+    if (keeps_own_ && chunk.own) {
+      gradients_.unpack_with_own(chunk.unpacked.front(), {*chunk.own, plan_->team->rank()}, address(rows.offset),
+                                 rows.count, rows.stride, plan_->factor, chunk.position);
+    } else {
+      gradients_.unpack(chunk.unpacked, address(rows.offset), rows.count, rows.stride, plan_->factor, chunk.position);
+    }
   }
   if (plan_->chunks.empty()) {
     on_reduced();

@@ -57,6 +57,8 @@ class PlannedSum final : public SumWork {
   std::shared_ptr<void> use_;                         // the result of SharedTeam::begin; null once all rows are read
   std::vector<std::unique_ptr<Transfer>> transfers_;  // by chunk and phase; null until their rows are expected
 
+  bool keeps_own_ = false;  // see Note [Own values]
+
   std::atomic<bool> has_driver_ = false;
   std::atomic<int> num_driven_;  // how many chunks, from the first on, are in their last phase; kFailed after an error
   std::exception_ptr error_;     // the error of the thread that drives

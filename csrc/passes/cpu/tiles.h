@@ -18,9 +18,14 @@ struct Wires {
   int64_t num;
   int64_t stride_bytes;
   bool by_tree = false;  // see Note [Sums by a tree]
+  int64_t own = -1;      // the wire whose values are elsewhere, see UnpackArgs::own_wire
+  const void* own_first = nullptr;
 
   template <class W>
   const W* at(int64_t wire, int64_t index) const {
+    if (wire == own) {
+      return unit_at<W>(own_first, index);
+    }
     return unit_at<W>(static_cast<const char*>(first) + wire * stride_bytes, index);
   }
 };

@@ -42,10 +42,15 @@ void unpack(const UnpackArgs& args, const Scratch& /*scratch*/, void* /*stream*/
     using W = decltype(unit);
     using C = Compute<G>;
     const C inverse_scale = C(1) / value_or_one<C>(args.bucket_scale);
-    const Wires wires{args.wire, args.num_wires, args.stride_bytes, args.by_tree};
+    const bool has_own = args.own_wire >= 0;
     const Tally tally = for_each_tile(args.segments, args.num_segments, [&](const Tile& tile) {
+      Wires wires{args.wire, args.num_wires, args.stride_bytes, args.by_tree, args.own_wire};
+      if constexpr (std::is_same_v<G, W>) {
+        wires.own_first = has_own ? static_cast<const W*>(tile.segment.own_values()) - tile.segment.offset : nullptr;
+      }
+      const C factor = has_own ? C(1) : tile.factor<C>();
       return unpack_tile<W>(wires, tile.offset(), tile.data<G>(), tile.length, static_cast<C>(args.multiplier),
-                            inverse_scale * tile.factor<C>());
+                            inverse_scale * factor);
     });
     tally.write_to(args.stats, args.position.is_first);
     if (args.position.is_last && args.bucket_scale != nullptr) {
