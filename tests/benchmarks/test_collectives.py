@@ -30,6 +30,7 @@ def test_each_collective_is_right_over_each_backend(tmp_path: Path, capfd: pytes
         assert row["method"] != "gloo" or row["figures"]["over_gloo"] == 1.0
 
 
+@pytest.mark.end_to_end
 @pytest.mark.skipif(not mpi.is_installed(), reason="needs `make baselines`")
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_mpi_is_timed_with_the_right_results(collective: str):

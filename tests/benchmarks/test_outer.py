@@ -23,6 +23,7 @@ def run(main: Callable[[Sequence[str]], int], folder: Path, *words: str) -> str:
     return command.err
 
 
+@pytest.mark.end_to_end
 @pytest.mark.usefixtures("namespaces")
 def test_outer_steps_send_less_than_steps(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
@@ -36,6 +37,7 @@ def test_outer_steps_send_less_than_steps(tmp_path: Path) -> None:
     assert "same gradients" not in said  # which would be a warning that ranks train on the same data
 
 
+@pytest.mark.end_to_end
 def test_losses_are_shown_and_drawn_over_the_time_of_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, links, picture = tmp_path / "rows.json", tmp_path / "links.json", tmp_path / "loss.png"
     options = ["--steps", "4", "--warm-steps", "1", "--validate-every", "2", "--batch", "1", "--methods", "int8/2"]

@@ -148,31 +148,6 @@ def test_an_optimizer_of_all_may_clip_in_its_step(rank: int, world_size: int, is
     torch.testing.assert_close([p for model in models for p in model.parameters()], theirs, rtol=1e-4, atol=1e-5)
 
 
-@on_ranks(2)
-def test_handles_that_share_one_copy_of_their_parameters(rank: int, world_size: int) -> None:
-    """Some of shard_optimizer, and some with gradients of their own."""
-    models = [_given(shapes) for shapes in (DENSE, EXPERT)]
-    references = [_given(shapes) for shapes in (DENSE, EXPERT)]
-    optimizers, steps = ([torch.optim.AdamW(m.parameters(), lr=0.1) for m in each] for each in (models, references))
-    shared = fastsync.attach(models[0])
-    fastsync.shard_optimizer(shared, optimizers[0])
-    other = fastsync.attach(models[1])
-    for step in range(3):
-        for model, reference, grads in zip(models, references, (_dense, _experts), strict=True):
-            model.zero_grad()
-            model(grads(rank, step)).backward()
-            for parameter, grad in zip(reference.parameters(), _mean(partial(grads, step=step), range(2)), strict=True):
-                parameter.grad = grad
-        expected = nn.utils.clip_grad_norm_([p for model in references for p in model.parameters()], 0.5)
-        torch.testing.assert_close(fastsync.clip_grad_norm_([shared, other], 0.5), expected, rtol=1e-5, atol=0)
-        for each in (*optimizers, *steps):
-            each.step()
-    for model, reference in zip(models, references, strict=True):
-        torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=1e-4, atol=1e-5)
-    scaler = torch.amp.GradScaler("cpu")
-    refused(lambda: fastsync.clip_grad_norm_([shared, other], 0.5, optimizer=optimizers[0], scaler=scaler), "scaler:")
-
-
 @on_ranks(4)
 def test_the_handles_common_group(rank: int, world_size: int) -> None:
     """Groups that train apart have norms of their own, and none waits for another."""
@@ -209,6 +184,11 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
         ("process_group", given.handle, {"process_group": "world"}),
     ):
         refused(lambda: fastsync.clip_grad_norm_(sync, 1.0, **options), f"{argument}:")
+    other = _given(EXPERT)
+    optimizer, shared = torch.optim.AdamW(other.parameters()), fastsync.attach(other)
+    fastsync.shard_optimizer(shared, optimizer)
+    scaled = {"optimizer": optimizer, "scaler": torch.amp.GradScaler("cpu")}
+    refused(lambda: fastsync.clip_grad_norm_([shared, given.handle], 0.5, **scaled), "scaler:")
     group = dist.new_group(timeout=timedelta(seconds=6))
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"clip_grad_norm_: on rank 0 of 2 the other ranks did not all come"):

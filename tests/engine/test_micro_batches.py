@@ -375,7 +375,8 @@ def _rows(
     sampler.set_epoch(2)
     if first is not None:
         sampler.load_state_dict(first)
-    loader = DataLoader(TensorDataset(torch.arange(100)), batch_sampler=sampler, num_workers=num_workers)
+    of_workers = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
+    loader = DataLoader(TensorDataset(torch.arange(100)), batch_sampler=sampler, **of_workers)
     batches = iter(loader)
     assert len(sampler) == len(list(sampler))
     seen = {}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -275,42 +273,6 @@ def test_frozen_wrappers_become_rank_0s(rank: int, world_size: int, holds: str) 
     plain = model.base.data if holds == "parameter" else model.base
     assert int(plain.q[0, 0]) == 1
     assert float(plain.scale) == 0.5
-
-
-@on_ranks(
-    2,
-    cases={
-        "mode": ["device", "float64", "bfloat16", "inference", "no_grad"],
-        "compression": ["none", "int8+ef", TopK()],
-    },
-)
-def test_defaults_and_modes_around_it_change_nothing(rank: int, world_size: int, mode: str, compression: Any) -> None:
-    options = {"sync_every": 2, "fragments": 2, "fragment_sync_delay": 1, "compression": compression}
-
-    def trained(around: contextlib.AbstractContextManager[object], begin: Callable[[], None]) -> list[Tensor]:
-        model = make_model()
-        optimizer = make_optimizer(model)
-        begin()
-        with around:
-            sync = DiLoCo(model, optimizer, **options)
-        with sync:
-            for step in range(5):
-                with torch.device("cpu"):
-                    inputs = torch.full((8, 7), rank + step, dtype=torch.float32)
-                optimizer.zero_grad()
-                model(inputs).square().sum().backward()
-                optimizer.step()
-        sync.load_state_dict(copy.deepcopy(sync.state_dict()))
-        return weights(model)
-
-    expected = trained(contextlib.nullcontext(), lambda: None)
-    around = {"inference": torch.inference_mode(), "no_grad": torch.no_grad()}.get(mode, contextlib.nullcontext())
-    defaults = {"device": lambda: torch.set_default_device("meta")} | {
-        name: functools.partial(torch.set_default_dtype, getattr(torch, name)) for name in ("float64", "bfloat16")
-    }
-    found = trained(around, defaults.get(mode, lambda: None))
-    torch.set_default_device("cpu")
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
 @on_ranks(2, cases={"frozen": [False, True]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -87,6 +88,7 @@ def _averages(
                 optimizer.zero_grad()
                 model(grads).backward()
                 optimizer.step()
+        sites.load_state_dict(copy.deepcopy(sites.state_dict()))
         return [parameter.detach().clone() for parameter in model.parameters()]
     options = {"broadcast_buffers": True} if entry_point in ("attach", "synchronize") else {}
     is_made_by_torch = "hook" in entry_point or entry_point == "sharded"

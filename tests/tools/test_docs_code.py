@@ -181,6 +181,7 @@ def run_blocks(rank: int, world_size: int, shown: list[Block], port: int) -> lis
     return printed
 
 
+@pytest.mark.end_to_end
 def test_each_block_of_python_runs_on_two_ranks() -> None:
     shown = [block for block in blocks() if block.language == "python" and block.reason is None]
     assert len(shown) > 30
