@@ -191,6 +191,26 @@ def test_shards_of_an_optimizer_step_as_every_rank(rank: int, world_size: int, o
         assert_all_bitwise_equal(actual, expected, f"{wire}: tensor")
 
 
+@on_ranks(2, backend="nccl")
+def test_a_step_of_shards_does_not_wait_for_the_device(rank: int, world_size: int) -> None:
+    shapes = [(7, 33), (513, 7)]
+    grads = [[grad.to("cuda") for grad in random_grads(rank, step, shapes, torch.float32)] for step in range(STEPS)]
+    model = Given(grads[0]).to("cuda")
+    optimizer, scaler = AdamW(model.parameters(), lr=0.1, fused=True), GradScaler("cuda")
+    sync = fastsync.attach(model)
+    fastsync.shard_optimizer(sync, optimizer)
+    for step, given in enumerate(grads):
+        scaler.scale(model(given)).backward()
+        fastsync.clip_grad_norm_(sync, 0.5, optimizer=optimizer, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step == 0:  # in which ranks agree
+            torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+    assert_same_on_all_ranks(list(model.parameters()))
+
+
 # ---- other kinds of sums --------------------------------------------------------------------------------------------
 
 

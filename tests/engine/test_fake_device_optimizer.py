@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, AdamW
@@ -22,7 +21,7 @@ from tests.bitwise import assert_bitwise_equal
 from tests.engine.optimizer_shards import Normalized
 from tests.engine.test_optimizer_masters import Reference
 from tests.fake_device import DEVICE, watched
-from tests.models import Given, random_grads
+from tests.models import Given, assert_same_on_all_ranks, random_grads
 from tests.refused import refused
 
 NO_SCALER = GradScaler("cpu", enabled=False)
@@ -216,12 +215,6 @@ class Sharded:
     def values(self) -> list[Tensor]:
         return [parameter.detach().cpu() for parameter in self.model.parameters()]
 
-    def assert_same_on_all_ranks(self) -> None:
-        for value in self.values():
-            first = value.clone()
-            dist.broadcast(first, src=0)
-            assert_bitwise_equal(value, first, "a parameter")
-
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @fake_device.on_ranks(cases={"optimizer": OPTIMIZERS})
@@ -312,7 +305,7 @@ def test_what_ranks_do_differently_is_an_error_before_the_next_step(
     training = Sharded(rank, optimizer)
     training.step(0)
     mistake(training, 1)
-    training.assert_same_on_all_ranks()
+    assert_same_on_all_ranks(training.values())
     before = training.values()
     for number in (2, 3):
         training.backward(number)
@@ -343,7 +336,7 @@ def test_ranks_that_all_refuse_a_step_may_go_on(rank: int, world_size: int) -> N
         refused(training.own.step, "weights.0 was changed since", kind=RuntimeError)
         for value, other in zip(training.values(), before, strict=True):
             assert_bitwise_equal(value, other, "a parameter")
-    training.assert_same_on_all_ranks()
+    assert_same_on_all_ranks(training.values())
 
 
 @pytest.mark.skipif(not hasattr(torch.Stream, "is_capturing"), reason="this torch asks no device for it")
@@ -361,4 +354,4 @@ def test_a_graph_is_refused_before_anything_is_sent(rank: int, world_size: int) 
         fake_device.load().end_capture()
         backend.fail_after(-1)
         training.step(2 + number)
-    training.assert_same_on_all_ranks()
+    assert_same_on_all_ranks(training.values())
