@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,12 @@ from .._torch_compat import without_torch_function
 #   While its values are on their way, a parameter has another class, and PyTorch hands each use of it to
 #   __torch_function__: operations, .data, state_dict(), pickle. That waits, gives the parameter its own class again,
 #   and goes on. So no module needs a hook, and it does not matter who uses the parameter. What asks only for the
-#   gradient, or for what no step changes, does not wait. PyTorch does not see a use by an extension in C++ that is no
-#   operator of torch.ops. Ours wait before they read.
+#   gradient, or for what no step changes, does not wait. PyTorch tells nobody of uses by TorchScript, by a CUDA graph,
+#   by transforms of torch.func over the parameter, by extensions in C++ that are no operators of torch.ops, and beside
+#   a tensor whose own class takes the call, as a nested tensor's does. Our own extension reads after a wait.
+#
+#   The parameter holds what it waits for, and that holds no handle. So values arrive as long as somebody may use them,
+#   and a model that nobody has any more is freed.
 _HARMLESS = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in ("grad", "requires_grad", "is_leaf", "grad_fn")),
@@ -52,8 +57,8 @@ class _TensorOnItsWay(Tensor):
 
 
 _CLASSES: Mapping[type[Tensor], type[Tensor]] = {nn.Parameter: _ParameterOnItsWay, Tensor: _TensorOnItsWay}
-_waits: dict[int, Callable[[], None]] = {}
-"""What waits for a parameter, by its id."""
+_WAIT = "_wait_until_it_has_come"
+"""The attribute of a parameter on its way that waits for it."""
 
 
 def _use(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -72,7 +77,7 @@ def _use(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _wait_for_those_in(used: object) -> None:
     if isinstance(used, (_ParameterOnItsWay, _TensorOnItsWay)):
-        _waits.get(id(used), _has_come)()
+        vars(used).get(_WAIT, _has_come)()
     elif isinstance(used, Mapping):
         _wait_for_those_in([*used.values()])
     elif isinstance(used, (list, tuple)):
@@ -92,37 +97,47 @@ class _Sent(NamedTuple):
 
 
 class Arrivals:
-    """New values of parameters that are on their way, in the order in which ranks send them."""
+    """New values of parameters that are on their way, in the order in which ranks send them. Thread-safe."""
 
     def __init__(self, on_error: Callable[[], None]) -> None:
-        """Takes what to call before the error of a wait. Afterwards nothing is on its way any more."""
-        self._on_error = on_error
+        """Takes a method to call before the error of a wait. Afterwards nothing is on its way any more."""
+        self._on_error = WeakMethod(on_error)
         self._lock = threading.RLock()
         self._under_way: deque[_Sent] = deque()
 
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
     def begin(self, parameters: Sequence[Tensor], receive: Callable[[], None]) -> None:
-        """Has the first use of one of these parameters call ``receive``, which writes the new values."""
-        number = self._under_way[-1].number + 1 if self._under_way else 0
-        self._under_way.append(_Sent(number, parameters, [type(each) for each in parameters], receive))
-        for parameter in parameters:
-            _waits[id(parameter)] = partial(self.wait, number)
-            parameter.__class__ = _CLASSES[type(parameter)]
+        """Has the first use of one of these parameters call ``receive``, which writes the new values.
+
+        A signal may interrupt ``receive``, and its handler call it again. So two calls have to do what one does.
+        """
+        with self._lock:
+            number = self._under_way[-1].number + 1 if self._under_way else 0
+            self._under_way.append(_Sent(number, parameters, [type(each) for each in parameters], receive))
+            for parameter in parameters:
+                vars(parameter)[_WAIT] = partial(self.wait, number)
+                parameter.__class__ = _CLASSES[type(parameter)]
 
     def wait(self, number: int | None = None) -> None:
         """Waits for what was sent with this number and before; for all without one."""
         with self._lock:
             while self._under_way and (number is None or self._under_way[0].number <= number):
+                first = self._under_way[0]
                 try:
-                    self._under_way[0].receive()
-                except BaseException:
+                    first.receive()
+                except Exception:  # after Ctrl-C the values are on their way still
                     while self._under_way:
                         _give_own_class(self._under_way.popleft())
-                    self._on_error()
+                    if on_error := self._on_error():
+                        on_error()
                     raise
-                _give_own_class(self._under_way.popleft())
+                if self._under_way and self._under_way[0] is first:
+                    _give_own_class(self._under_way.popleft())
 
 
 def _give_own_class(sent: _Sent) -> None:
     for parameter, own_class in zip(sent.parameters, sent.own_classes, strict=True):
-        del _waits[id(parameter)]
         parameter.__class__ = own_class
+        vars(parameter).pop(_WAIT, None)

@@ -40,6 +40,16 @@ def check_attached(sync: object) -> None:
         )
 
 
+def check_can_wait(sync: GradientSynchronizer) -> None:
+    """Raises ValueError if a module would use parameters without waiting for their new values."""
+    for known in sync._searched:
+        if isinstance(module := known(), torch.jit.ScriptModule):
+            raise ValueError(
+                f"overlap_gather: a {type(module).__name__} of TorchScript uses parameters without waiting for them. "
+                "Leave overlap_gather out, on every rank"
+            )
+
+
 def check_dense(sync: GradientSynchronizer) -> None:
     """Raises ValueError if some of the trained parameters have sparse gradients."""
     for name in sorted(sync._sparse):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
@@ -60,12 +61,11 @@ class OwnShards(ShardHome):
         self._means_at: list[list[list[Place]]] = []  # by bucket, and by rank
         self._places: list[list[list[Place]]] = []  # what ranks step, as many as travel at a time, and by rank
         self._entry_of: dict[int, int] = {}  # where in these places a parameter is
-        self._sent: deque[tuple[_Rows, Mapping[int, Tensor]]] = deque()  # on their way, and what takes them
-        self._failed: set[int] = set()  # ranks that have told so in this step
+        self._sent: deque[Callable[[], None]] = deque()  # on their way: the functions take them in
+        self._told = _Told()
         self._held: dict[tuple[int, int, str], Tensor] = {}  # by parameter, first value and part
         self._owned_means: dict[int, Tensor] = {}
-        self._spare: list[Tensor] = []  # memory of rows that have come
-        self._flags: _C.HostCopy | None = None  # on a device, which ranks have failed, by the rows that came last
+        self._spare: deque[Tensor] = deque()  # memory of rows that have come, in the order in which it is needed again
 
     def begin(self) -> None:
         self._sync._engine.set_shards_apart()
@@ -166,53 +166,39 @@ class OwnShards(ShardHome):
 
     def share(self) -> None:
         while self._sent:
-            self._receive(*self._sent.popleft())
-        self._raise_if_failed()
+            self._sent.popleft()()
+        self._told.check()
 
     def fail(self, stepped: Collection[int]) -> None:
         self._begin_share(stepped, has_failed=True)
-        while self._sent:
-            self._receive(*self._sent.popleft())
-        self.wait_for_parameters()
-        self._failed.clear()
+        try:
+            while self._sent:
+                self._sent.popleft()()
+            with suppress(SyncError):  # this rank has an error of its own
+                self.wait_for_parameters()
+        finally:
+            self._told.failed.clear()
 
     def failed_late(self) -> list[int]:
         self.wait_for_parameters()
-        flags, self._flags = self._flags, None
+        flags, self._told.flags = self._told.flags, None
         return [] if flags is None else _ranks_of(flags.wait())
 
     def _begin_share(self, stepped: Collection[int], has_failed: bool) -> None:
         whole = {index: self._parameters[index].detach() for index in stepped}
+        group = self._sync._group
+        self._told.where = (group.rank(), group.size(), self._sync._engine.num_steps() - 1)
         for entry in self._in_order({self._entry_of[index] for index in stepped if index in self._entry_of}):
             shards = [[place for place in shard if place[0] in whole] for shard in self._places[entry]]
             if len(self._sent) == MOST_UNDER_WAY:
-                self._receive(*self._sent.popleft())
+                self._sent.popleft()()
             rows = self._begin(NEW_PARAMETERS, None, whole, shards, has_failed)
             if self._arrivals is None or has_failed:
-                self._sent.append((rows, whole))
+                self._sent.append(partial(_take_in, rows, whole, self._spare, self._told))
             else:
                 sent = sorted({place[0] for place in chain(*shards)})
-                self._arrivals.begin([self._parameters[index] for index in sent], partial(self._arrive, rows, whole))
-
-    def _arrive(self, rows: _Rows, whole: Mapping[int, Tensor]) -> None:
-        self._receive(rows, whole)
-        self._raise_if_failed()
-
-    def _receive(self, rows: _Rows, whole: Mapping[int, Tensor]) -> None:
-        self._failed.update(self._finish(rows, whole))
-
-    def _raise_if_failed(self) -> None:
-        failed = sorted(self._failed)
-        self._failed.clear()
-        if failed:
-            reason = f"rank {failed[0]} has failed"
-            raise SyncError(
-                f"fastsync: the step of the optimizer failed on rank {self._sync._group.rank()} of "
-                f"{self._sync._group.size()}: {reason}",
-                ranks=failed,
-                step=self._sync._engine.num_steps() - 1,
-                reason=reason,
-            )
+                parameters = [self._parameters[index] for index in sent]
+                self._arrivals.begin(parameters, partial(_arrive, rows, whole, self._spare, self._told))
 
     def wait_for_parameters(self) -> None:
         if self._arrivals is not None:
@@ -232,21 +218,14 @@ class OwnShards(ShardHome):
             if not any(chosen):
                 continue
             if len(under_way) == MOST_UNDER_WAY:
-                self._finish(under_way.popleft(), whole)
+                under_way.popleft().finish(whole, self._spare)
             under_way.append(self._begin(STATE, lambda index, begin: self._held[index, begin, name], whole, chosen))
         for rows in under_way:
-            self._finish(rows, whole)
-
-    def _finish(self, rows: _Rows, whole: Mapping[int, Tensor]) -> list[int]:
-        failed = rows.finish(whole)
-        self._spare.append(rows.memory)
-        if not rows.values.is_cpu:
-            self._flags = _C.HostCopy(rows.values[:, -1])
-        return failed
+            rows.finish(whole, self._spare)
 
     def _memory_for(self, num_bytes: int, device: torch.device) -> Tensor:
         """Returns memory for rows. It is used again, because the first writes to new pages cost as much as a copy."""
-        memory = self._spare.pop() if self._spare else None
+        memory = self._spare.popleft() if self._spare else None
         if memory is None or memory.numel() < num_bytes:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return memory
@@ -292,23 +271,59 @@ class _Rows:
     """A bucket's rows that are on their way."""
 
     work: _C.GatherWork
-    memory: Tensor
-    """Of the values."""
+    memory: Tensor | None
+    """Of the values. None once it was handed back."""
     values: Tensor
     shards: list[list[Place]]
     in_place: int | None
     """The rank whose values are in the whole tensors already."""
 
-    def finish(self, whole: Mapping[int, Tensor]) -> list[int]:
-        """Waits for the rows, and puts them into the whole tensors. Returns the ranks that have failed."""
+    def finish(self, whole: Mapping[int, Tensor], spare: deque[Tensor]) -> None:
+        """Waits for the rows, puts them into the whole tensors, and hands back their memory."""
         self.work.wait()
         for rank, places in enumerate(self.shards):
             if places and rank != self.in_place:
                 targets = [values_at(whole[index], begin, numel) for index, begin, numel in places]
                 foreach_copy_(targets, _split(self.values[rank], places))
-        if not self.values.is_cpu:
-            return []  # the host would have to wait; it hears of them before the next step
-        return _ranks_of(self.values[:, -1])
+        if self.memory is not None:
+            spare.append(self.memory)
+            self.memory = None
+
+
+@dataclass
+class _Told:
+    """What rows of new parameters tell of the ranks that sent them."""
+
+    where: tuple[int, int, int] = (0, 1, 0)
+    """This rank, how many there are, and the step, for errors."""
+    failed: set[int] = field(default_factory=set)
+    """The ranks that have failed."""
+    flags: _C.HostCopy | None = None
+    """The same on a device, by the rows that came last. The host hears of it before the next step."""
+
+    def check(self) -> None:
+        """Raises SyncError if a rank has failed."""
+        failed = sorted(self.failed)
+        self.failed.clear()
+        if failed:
+            (rank, world_size, step), reason = self.where, f"rank {failed[0]} has failed"
+            text = f"fastsync: the step of the optimizer failed on rank {rank} of {world_size}: {reason}"
+            raise SyncError(text, ranks=failed, step=step, reason=reason)
+
+
+def _take_in(rows: _Rows, whole: Mapping[int, Tensor], spare: deque[Tensor], told: _Told) -> None:
+    rows.finish(whole, spare)
+    flags = rows.values[:, -1]
+    if flags.is_cpu:
+        told.failed.update(_ranks_of(flags))
+    else:
+        told.flags = _C.HostCopy(flags)
+
+
+def _arrive(rows: _Rows, whole: Mapping[int, Tensor], spare: deque[Tensor], told: _Told) -> None:
+    """Does so in a use of a parameter. It knows no handle, see Note [First use of a parameter]."""
+    _take_in(rows, whole, spare, told)
+    told.check()
 
 
 def _ranks_of(flags: Tensor) -> list[int]:

@@ -11,7 +11,7 @@ from ..sync.join import is_in_join
 from ..sync.optimizer_steps import from_outside_in
 from ..sync.outer_in_use import check_no_outer
 from ..sync.synchronizer import GradientSynchronizer
-from .checks import WAY_OUT, check_attached, check_compression, check_dense, check_optimizer
+from .checks import WAY_OUT, check_attached, check_can_wait, check_compression, check_dense, check_optimizer
 from .masters import PARAMETER_WIRES, check_masters
 from .shards import OptimizerShards
 
@@ -54,9 +54,9 @@ def shard_optimizer(
             where no bytes travel.
         overlap_gather: let ``optimizer.step()`` return while new parameters are on their way to ranks that share no
             memory. Whatever uses a parameter first waits for it: a layer's forward, ``state_dict()``, an operation.
-            Compiled code and extensions in C++ cannot wait, so call ``sync.wait_for_parameters()`` before these. Rows
-            on their way then take as many bytes as the parameters, or half of them with ``"bf16"``. Where ranks share
-            memory it changes nothing.
+            Compiled code, ``torch.func``, nested tensors and extensions in C++ cannot wait. The guide lists these, and
+            ``sync.wait_for_parameters()`` comes before them. Rows on their way take as many bytes as the parameters, or
+            half of them with ``"bf16"``. Where ranks share memory it changes nothing.
 
     Raises:
         ValueError: an argument is refused, and ``sync`` is as it was before. Or the ranks were given different
@@ -77,6 +77,8 @@ def shard_optimizer(
     if not isinstance(parameter_compression, str) or parameter_compression not in PARAMETER_WIRES:
         raise ValueError(f"parameter_compression: expected 'none' or 'bf16', got {parameter_compression!r}")
     parameter_wire = PARAMETER_WIRES[parameter_compression]
+    if overlap_gather:
+        check_can_wait(sync)
     named = sync._named_parameters()
     inner = check_optimizer(optimizer, named)
     check_dense(sync)

@@ -167,6 +167,7 @@ class GradientSynchronizer(WatchedHandle):
         ``state_dict()`` has.
 
         Every rank must run the loop to its end, also one that has no micro-batch. Leaving it before averages nothing.
+        A new loop ends the one before, so none begins inside another one.
 
         Args:
             seed: equal on all ranks.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 import fastsync
 from fastsync.errors import SyncError
+from fastsync.optimizer import own_shards
 from fastsync.sync.synchronizer import GradientSynchronizer
 from tests.engine.sharded_trainings import after_attach, attached, loss_of, same, step, two_layers, values
 from tests.ranks import on_ranks, run_ranks
@@ -181,6 +185,97 @@ def test_a_step_that_fails_on_one_rank_is_told_where_a_parameter_is_used(rank: i
     dist.barrier()
     optimizer.zero_grad()
     refused(lambda: step(model, optimizer, rank, 2), kind=RuntimeError)
+
+
+@apart
+def test_both_ranks_keep_their_own_errors(rank: int, world_size: int) -> None:
+    """The second bucket's step fails, when the first one's values are on their way."""
+    model, optimizer, sync = started(rank)
+    loss_of(model, rank).backward()
+    pieces: Any = sync._optimizer_shards
+    steps, own_step = iter([True]), pieces._pieces.inner.step
+    pieces._pieces.inner.step = lambda: own_step() if next(steps, False) else [1 / 0, {}["x"]][rank]
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert not any(are_on_their_way(model))
+
+
+@apart
+def test_a_signal_that_comes_during_a_wait(rank: int, world_size: int) -> None:
+    """Its handler saves the model, as before a preemption. Ctrl-C leaves the values on their way."""
+    (model, optimizer, _), reference = started(rank), plain(rank)
+    for trained in ((model, optimizer), reference[:2]):
+        step(*trained, rank, 1)
+    saved: list[list[Tensor]] = []
+    finish = own_shards._Rows.finish
+
+    def first_saves(rows: Any, *given: Any) -> None:
+        with patch.object(own_shards._Rows, "finish", finish):
+            saved.append(values(model))
+        finish(rows, *given)
+
+    def first_is_interrupted(rows: Any, *given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with patch.object(own_shards._Rows, "finish", first_is_interrupted), pytest.raises(KeyboardInterrupt):
+        loss_of(model, rank)
+    assert are_on_their_way(model) == [True] * 4
+    with patch.object(own_shards._Rows, "finish", first_saves):
+        same(values(model), values(reference[0]))
+    same(saved[0], values(reference[0]))
+
+
+@apart
+def test_threads_that_use_a_model_while_it_steps(rank: int, world_size: int) -> None:
+    (model, optimizer, _), reference = started(rank), plain(rank)
+    is_over, errors = threading.Event(), []
+
+    def act() -> None:
+        while not is_over.is_set():
+            try:
+                model(torch.ones(1, 5))
+            except Exception as error:
+                errors.append(error)
+
+    actor = threading.Thread(target=act)
+    actor.start()
+    try:
+        for number in range(1, 20):
+            for trained in ((model, optimizer), reference[:2]):
+                step(*trained, rank, number)
+    finally:
+        is_over.set()
+        actor.join()
+    assert not errors
+    same(values(model), values(reference[0]))
+
+
+@apart
+def test_a_training_that_is_over_is_freed_and_rows_take_no_more_than_parameters(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 20, bias=False), nn.Linear(20, 300))
+    optimizer = AdamW(model.parameters(), fused=True)
+    sync = fastsync.attach(model, bucket_cap_mb=0.001)
+    fastsync.shard_optimizer(sync, optimizer, overlap_gather=True)
+    for _ in range(4):
+        model(torch.ones(1, 300)).sum().backward()
+        optimizer.step()
+    sync.wait_for_parameters()
+    kept = sum(rows.numel() for rows in sync._optimizer_shards._home._spare)  # type: ignore[union-attr]
+    assert kept <= 1.1 * sum(parameter.nbytes for parameter in model.parameters())
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    assert any(are_on_their_way(model))
+    left = [weakref.ref(each) for each in (model, sync, optimizer)]
+    del model, optimizer, sync
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
+
+
+@apart
+def test_torchscript_is_refused(rank: int, world_size: int) -> None:
+    model = torch.jit.script(nn.Linear(3, 3))
+    optimizer = AdamW(model.parameters(), fused=True)
+    refused(lambda: fastsync.shard_optimizer(fastsync.attach(model), optimizer, overlap_gather=True), "overlap_gather")
 
 
 def use_after_a_loss(rank: int, world_size: int) -> bool:

@@ -222,7 +222,20 @@ def test_trains_as_with_rounded_parameters(rank: int, world_size: int) -> None:
     _trains_as_the_reference(rank, world_size, "plain", WIRES)
 
 
-@on_ranks(2, cases={"name, shared_memory": zip(CASES, itertools.cycle([True, False]), strict=False)})
+EACH_IN_ONE_WAY = [*zip(CASES, itertools.cycle([True, False]), strict=False)]
+IN_BOTH_WAYS = ("prefetched in forward", "asynchronous", "offloaded")
+"""Whose order of gathers is another."""
+
+
+@on_ranks(
+    2,
+    cases={
+        "name, shared_memory": [
+            *EACH_IN_ONE_WAY,
+            *((name, not shared_memory) for name, shared_memory in EACH_IN_ONE_WAY if name in IN_BOTH_WAYS),
+        ]
+    },
+)
 def test_trains_so_in_each_of_pytorchs_ways(rank: int, world_size: int, name: str) -> None:
     _trains_as_the_reference(rank, world_size, name, ["none", "int8"])
 

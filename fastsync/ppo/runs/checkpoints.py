@@ -93,8 +93,8 @@ def kinds_of(observations: Space[Any], actions: Space[Any]) -> dict[str, str]:
 
 def _number_or_all(bounds: Any) -> str:
     """Returns one number if all are the same."""
-    numbers = bounds.tolist()
-    return str(numbers if len(set(numbers)) > 1 else numbers[0])
+    numbers = bounds.ravel().tolist()
+    return str(numbers[0] if len(set(numbers)) == 1 else numbers)
 
 
 class CheckpointFolder:
