@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.baselines.methods import WHOLE_WITH_ADAMW
 from benchmarks.harness.records import environment, torch
 
 METHODS = (
@@ -57,6 +58,14 @@ PLAN = (
     Measurement("sync-adamw", "sync --optimizer adamw --sizes 5k 0.5m 12m", 1),
     Measurement("sync-adamw-messages", "sync --optimizer adamw --sizes 0.5m 12m", 1, {"FASTSYNC_SHARED_MEMORY": "0"}),
     Measurement("link-adamw", "link --rate 1gbit --ranks 2 --optimizer adamw --sizes 12m", 2),
+    *(
+        Measurement(
+            f"link-overlap-{rate}",
+            f"link --benchmark ddp --rate {rate} --ranks 2 --models gpt2 --methods {' '.join(WHOLE_WITH_ADAMW)}",
+            2,
+        )
+        for rate in ("1gbit", "10gbit")
+    ),
     Measurement("sync-muon", "sync --optimizer muon --sizes 12m", 3),
     Measurement("micro_batches", "micro_batches", 1),
     Measurement("collectives-2-ranks", f"collectives --methods gloo fastsync mpi --collectives {COLLECTIVES}", 1),

@@ -19,8 +19,8 @@ from fastsync.sync.stats import SyncStats
 
 MAX_NORM = 1e9
 """So large that gradients stay what they are, and can be checked. Clipping does the same work."""
-SETTINGS = {"lr": 1e-9, "fused": True}
-"""A step so small that models go on sharing the values of their weights."""
+SETTINGS = {"lr": 0.0, "fused": True}
+"""The optimizer does all of its work, and the weights stay as they are."""
 LIMIT_BYTES = 40
 """The memory traffic of sum, clip and step for each value, of all ranks of a host, where parameters and state lie once:
 8 for the gradients of two ranks, 8 for their mean, and 8 for each of the parameter and the two averages."""

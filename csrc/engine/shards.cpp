@@ -86,22 +86,31 @@ void Shards::check_not_captured() {
 }
 
 at::Tensor Shards::note_other_values(const std::vector<size_t>& parameters) {
+  const auto length = [](const at::Tensor& sample) { return sample.defined() ? sample.nbytes() : 0; };
   noted_.clear();
+  resized_.clear();
   std::vector<at::Tensor> then;
   std::vector<at::Tensor> now;
   for (const size_t index : parameters) {
-    then.push_back(parameters_[index].sample);
-    now.push_back(sample_of(parameters_[index].lock().grad()));
-    noted_.emplace_back(index, then.back().defined() ? then.back().nbytes() : 0);
+    const at::Tensor before = parameters_[index].sample;
+    const at::Tensor current = sample_of(parameters_[index].lock().grad());
+    if (length(before) != length(current)) {
+      resized_.push_back(index);
+      continue;
+    }
+    then.push_back(before);
+    now.push_back(current);
+    noted_.emplace_back(index, length(before));
   }
   const at::Tensor differ = bytes_that_differ(then, now);
   noted_differ_ = differ.defined() ? std::make_optional<HostCopy>(differ) : std::nullopt;
   const auto options = at::TensorOptions().dtype(at::kDouble).device(group_->on_device()->device());
-  return differ.defined() ? differ.sum(/*dim=*/0, /*keepdim=*/true, at::kDouble) : at::zeros({1}, options);
+  const at::Tensor num_resized = at::full({1}, static_cast<double>(resized_.size()), options);
+  return differ.defined() ? num_resized + differ.sum(/*dim=*/0, /*keepdim=*/true, at::kDouble) : num_resized;
 }
 
 std::vector<size_t> Shards::noted_other_values() {
-  std::vector<size_t> found;
+  std::vector<size_t> found = resized_;
   const bool* differs = noted_differ_ ? noted_differ_->wait().const_data_ptr<bool>() : nullptr;
   for (const auto& [index, bytes] : noted_) {
     if (differs && std::any_of(differs, differs + bytes, [](bool each) { return each; })) {

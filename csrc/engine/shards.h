@@ -102,6 +102,7 @@ class Shards final : public Passenger {
   // On a device:
   at::Tensor num_nonfinite_;                       // of the newest means, on all ranks
   std::vector<std::pair<size_t, int64_t>> noted_;  // parameters, and how many bytes of each noted_differ_ has
+  std::vector<size_t> resized_;                    // those whose samples have another length by then
   std::optional<HostCopy> noted_differ_;           // whether each byte differs
   std::optional<HostCopy> told_;                   // the rows of the newest numbers
   size_t num_told_ = 0;

@@ -138,7 +138,11 @@ void FlatGradients::unpack_with_own(const Range& range, const OwnValues& own, co
                                     int64_t stride, double factor, Position position) const {
   RECORD_FUNCTION("fastsync::unpack", {});
   const int64_t size = unit_of(grad_dtype).bytes;
-  std::vector<Segment> to = cut(segments, {{own.range.begin, own.range.end, range.offset}}, grad_dtype);
+  std::vector<Segment> from = segments;  // which may have been pointed to nowhere
+  for (size_t i = 0; i < from.size(); ++i) {
+    from[i].data = grads[i].data_ptr();
+  }
+  std::vector<Segment> to = cut(from, {{own.range.begin, own.range.end, range.offset}}, grad_dtype);
   for (Segment& segment : to) {
     segment.operand = segment.data;
     segment.data = advance(output.data_ptr(), (range.begin + segment.offset - range.offset) * size);

@@ -86,7 +86,12 @@ class LateAgreement:
         self._has_told = False  # of a step that it has not heard of
 
     def tell(
-        self, own: Sequence[object], on_device: Sequence[Sequence[Tensor]], stepped: Sequence[int], is_refused: bool
+        self,
+        own: Sequence[object],
+        on_device: Sequence[Sequence[Tensor]],
+        stepped: Sequence[int],
+        has_failed: bool,
+        is_refused: bool,
     ) -> bool:
         """Tells the other ranks of a step. They take it, and hear of this rank later; but not in the first step.
 
@@ -94,6 +99,7 @@ class LateAgreement:
             own: what has to be equal on all ranks, as in ``agree_on_step``.
             on_device: tensors on the device that have to be equal, too, for each of ON_DEVICE.
             stepped: the parameters whose gradients must not have been changed since backward.
+            has_failed: whether something has gone wrong on this rank since an earlier step.
             is_refused: whether this rank does not step.
 
         Returns:
@@ -104,7 +110,7 @@ class LateAgreement:
         """
         changes = self._engine.note_other_values(stepped)
         digests = [_digest(tensors, changes) for tensors in on_device]
-        state = REFUSES if is_refused else TAKES_STEP
+        state = HAS_FAILED if has_failed else REFUSES if is_refused else TAKES_STEP
         self._engine.tell([state, *_hashes(own)], torch.cat([*digests, changes]), STEP)
         self._has_told = True
         if not self.is_first:
@@ -130,6 +136,8 @@ class LateAgreement:
         if changes := self._engine.noted_other_values():
             raise changed_since(self._names[changes[0]], GO_ON if is_late else "")
         for rank, (state, *_, num_changes) in zip(self._ranks, told, strict=True):
+            if state == HAS_FAILED:
+                raise failed_on(rank)
             if state == REFUSES or num_changes > 0:
                 raise _left_behind(rank) if is_late else _refused_by(rank)
         if difference := _difference(self._ranks, told):

@@ -115,10 +115,13 @@ class Arrivals:
         """
         with self._lock:
             number = self._under_way[-1].number + 1 if self._under_way else 0
-            self._under_way.append(_Sent(number, parameters, [type(each) for each in parameters], receive))
+            sent = _Sent(number, parameters, [type(each) for each in parameters], receive)
+            self._under_way.append(sent)
             for parameter in parameters:
                 vars(parameter)[_WAIT] = partial(self.wait, number)
                 parameter.__class__ = _CLASSES[type(parameter)]
+            if not any(each is sent for each in self._under_way):  # a signal's handler has waited in the meantime
+                _give_own_class(sent)
 
     def wait(self, number: int | None = None) -> None:
         """Waits for what was sent with this number and before; for all without one."""

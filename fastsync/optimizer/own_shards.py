@@ -56,6 +56,8 @@ class OwnShards(ShardHome):
         """Takes arrivals if the next forward may wait for new values, and None if a step does."""
         super().__init__(sync, parameters, rounding)
         self._has_owners, self._arrivals = has_owners, arrivals
+        # A rank whose parameter has left its memory refuses the step, and still sends what others wait for.
+        self._values = {index: parameter.detach() for index, parameter in parameters.items()}
         self._engine = _C.ParameterGather(sync._group, list(GATHERED), "shard_optimizer")
         self._engine.set_compressions(in_engine([Candidate(Compression())]))
         self._means_at: list[list[list[Place]]] = []  # by bucket, and by rank
@@ -181,11 +183,11 @@ class OwnShards(ShardHome):
 
     def failed_late(self) -> list[int]:
         self.wait_for_parameters()
-        flags, self._told.flags = self._told.flags, None
-        return [] if flags is None else _ranks_of(flags.wait())
+        flags, self._told.flags = self._told.flags, []
+        return sorted({rank for each in flags for rank in _ranks_of(each.wait())})
 
     def _begin_share(self, stepped: Collection[int], has_failed: bool) -> None:
-        whole = {index: self._parameters[index].detach() for index in stepped}
+        whole = {index: self._values[index] for index in stepped}
         group = self._sync._group
         self._told.where = (group.rank(), group.size(), self._sync._engine.num_steps() - 1)
         for entry in self._in_order({self._entry_of[index] for index in stepped if index in self._entry_of}):
@@ -298,8 +300,8 @@ class _Told:
     """This rank, how many there are, and the step, for errors."""
     failed: set[int] = field(default_factory=set)
     """The ranks that have failed."""
-    flags: _C.HostCopy | None = None
-    """The same on a device, by the rows that came last. The host hears of it before the next step."""
+    flags: list[_C.HostCopy] = field(default_factory=list)
+    """The same of each row on a device. The host hears of it before the next step."""
 
     def check(self) -> None:
         """Raises SyncError if a rank has failed."""
@@ -317,7 +319,7 @@ def _take_in(rows: _Rows, whole: Mapping[int, Tensor], spare: deque[Tensor], tol
     if flags.is_cpu:
         told.failed.update(_ranks_of(flags))
     else:
-        told.flags = _C.HostCopy(flags)
+        told.flags.append(_C.HostCopy(flags))
 
 
 def _arrive(rows: _Rows, whole: Mapping[int, Tensor], spare: deque[Tensor], told: _Told) -> None:

@@ -279,16 +279,18 @@ class OptimizerShards:
         finds = [] if found_inf is None else [found_inf]
         compared = [] if refusal is not None else self._compared(stepped, finds_inf, settings, clips)
         if self._late is None:
+            if compared:  # beside parameters on a CPU the host may wait for numbers on a device
+                compared[0] = compared[0], [tensor.tolist() for tensor in settings]
+                compared[3] = compared[3], [tensor.tolist() for tensor in clips]
             agree_on_step(self._engine, self._home.ranks(), compared, self._has_failed, refusal)
             return
         looked_at = [] if refusal is not None else stepped
-        others_step = self._late.tell(compared, (settings, clips, finds), looked_at, refusal is not None)
+        on_device = settings, clips, finds
+        others_step = self._late.tell(compared, on_device, looked_at, self._has_failed, refusal is not None)
         if refusal is not None:
-            try:
-                if others_step:
-                    self._step([], self._with_means(), divisor=None, found_inf=None)
-            finally:
-                raise refusal
+            if others_step:
+                self._step([], self._with_means(), divisor=None, found_inf=None)
+            raise refusal
 
     def _with_means(self) -> list[int]:
         """Returns the parameters of which any rank may have new values. They are the same on all ranks."""

@@ -235,6 +235,52 @@ def test_the_host_waits_for_the_device_in_the_first_step_alone(rank: int, world_
                 training.own.zero_grad()
 
 
+@fake_device.on_ranks(2, cases={"overlap_gather": [False, True]})
+def test_a_turn_that_fails_behind_a_good_one_is_told(rank: int, world_size: int, overlap_gather: bool) -> None:
+    training = Sharded(rank, overlap_gather=overlap_gather)
+    training.step(0)
+    training.backward(1)
+    inner = training.sync._optimizer_shards._pieces.inner
+    if rank == 1:
+        turns, own_step = iter([True]), inner.step
+        second_fails = patch.object(inner, "step", lambda: own_step() if next(turns, False) else 1 / 0)
+        with second_fails, pytest.raises(ZeroDivisionError):
+            training.own.step()
+    else:
+        training.own.step()
+    training.backward(2)
+    refused(training.own.step, "an earlier step of the optimizer has failed on rank 1", kind=RuntimeError)
+
+
+@fake_device.on_ranks(2)
+def test_a_parameter_that_left_its_memory_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
+    """The others get the values that were there."""
+    training = Sharded(rank)
+    for number in range(2):
+        training.step(number)
+    training.backward(2)
+    if rank == 1:
+        last = [*training.model.parameters()][-1]
+        last.data = last.data.to(torch.bfloat16)
+        refused(training.own.step, "left the memory", kind=RuntimeError)
+    else:
+        training.own.step()
+    refused(training.own.step, kind=RuntimeError)
+
+
+@fake_device.on_ranks(2)
+def test_a_gradient_of_another_size_is_a_change(rank: int, world_size: int) -> None:
+    training = Sharded(rank)
+    for number in range(2):
+        training.step(number)
+    training.backward(2)
+    if rank == 1:
+        gradient = [*training.model.parameters()][-1].grad
+        gradient.data = gradient.data.to(torch.bfloat16)
+    training.own.step()
+    refused(training.own.step, kind=RuntimeError)
+
+
 Mistake = Callable[[Sharded, int], None]
 
 
