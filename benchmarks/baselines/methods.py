@@ -313,13 +313,15 @@ WITH_ADAMW = {
 }
 """Methods that also clip, and step with fused AdamW."""
 OVERLAPPING = {
-    f"fastsync.shard_optimizer{name}+adamw": Method(
-        _attached(shared=True, overlap_gather=True, parameter_compression=wire), only="gloo"
-    )
-    for name, wire in ((":overlap", "none"), (":bf16:overlap", "bf16"))
+    "fastsync.shard_optimizer:overlap+adamw": Method(_attached(shared=True, overlap_gather=True), only="gloo"),
 }
 """The same, where the next forward hides what is left of a step. So only whole steps tell how long they take."""
-WHOLE_WITH_ADAMW = [*(name for name in WITH_ADAMW if name not in OPTIMIZER_LIMITS.values()), *OVERLAPPING]
+ROUNDING = "fastsync.shard_optimizer:bf16+adamw"
+"""The gradients of rounded parameters are others than those that a whole step is checked by."""
+WHOLE_WITH_ADAMW = [
+    *(name for name in WITH_ADAMW if name not in (*OPTIMIZER_LIMITS.values(), ROUNDING)),
+    *OVERLAPPING,
+]
 WITH_MUON = {
     OPTIMIZER_LIMITS["muon"]: Method(BareMuon),
     "ddp+muon": Method(_muon(_ddp()), in_ddp=True),
