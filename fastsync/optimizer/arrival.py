@@ -105,9 +105,6 @@ class Arrivals:
         self._lock = threading.RLock()
         self._under_way: deque[_Sent] = deque()
 
-    def __bool__(self) -> bool:
-        return bool(self._under_way)
-
     def begin(self, parameters: Sequence[Tensor], receive: Callable[[], None]) -> None:
         """Has the first use of one of these parameters call ``receive``, which writes the new values.
 
