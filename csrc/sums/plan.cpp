@@ -177,6 +177,8 @@ class Planner {
   void note_own(Chunk& chunk) const {
     if (const auto rank = static_cast<size_t>(plan_.team->rank()); rank < chunk.packed.size()) {
       chunk.own = chunk.packed[rank];
+      chunk.packed_for_others = chunk.packed;
+      chunk.packed_for_others.erase(chunk.packed_for_others.begin() + plan_.team->rank());
     }
   }
 

@@ -80,8 +80,9 @@ struct Chunk {
   // Of the packed ones: those that this rank alone unpacks. It may leave them where they are, see
   // Note [Own values].
   std::optional<Range> own = {};
-  std::vector<Range> unpacked = {};  // these values are unpacked from the last phase's rows
-  Rows unpacked_from = {};           // rows that unpacking adds up; the offsets of `unpacked` count from the first
+  std::vector<Range> packed_for_others = {};  // the packed ones without it; empty without own
+  std::vector<Range> unpacked = {};           // these values are unpacked from the last phase's rows
+  Rows unpacked_from = {};  // rows that unpacking adds up; the offsets of `unpacked` count from the first
 };
 
 enum class Algorithm : int8_t { kAllReduce, kOneShot, kTwoShot, kTwoLevel, kReduceScatter, kAllGather };

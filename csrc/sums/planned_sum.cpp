@@ -45,10 +45,7 @@ void PlannedSum::send() {
   }
   keeps_own_ = gradients_.can_stay();
   for (const Chunk& chunk : plan_->chunks) {
-    std::vector<Range> packed = chunk.packed;
-    if (keeps_own_ && chunk.own) {
-      packed.erase(packed.begin() + plan_->team->rank());
-    }
+    const std::vector<Range>& packed = keeps_own_ && chunk.own ? chunk.packed_for_others : chunk.packed;
     gradients_.pack(packed, plan_->packed_as, address(chunk.packed_at), chunk.position);
     if (chunk.position.is_last) {
       put_side_values(chunk.phases.front());
