@@ -228,3 +228,13 @@ def test_what_no_rank_has_is_not_in_the_norm(rank: int, world_size: int) -> None
     model[0].sum().backward()
     assert abs(sync.grad_stats().grad_norm.item() - 300**0.5) < 2.0
     assert sync.averaged_gradients().keys() == {"0"}
+
+
+@in_both_ways
+def test_means_of_a_bucket_in_several_chunks(rank: int, world_size: int) -> None:
+    model = nn.ParameterList([torch.zeros(size) for size in (1_500_001, 70, 900_000)])
+    sync = fastsync.attach(model)
+    fastsync.shard_optimizer(sync, SGD(model.parameters(), 0.5))
+    numbers = [torch.arange(each.numel()) % 97.0 for each in model]
+    sum((each * number * (1 + 2 * rank)).sum() for each, number in zip(model, numbers, strict=True)).backward()
+    same(list(sync.averaged_gradients().values()), [2 * number for number in numbers])
